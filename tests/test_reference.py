@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from edit.config.run import NO_EFFECT, RunConfig
+from edit.config.run import NO_EFFECT, RunConfig, SwarmConfig
 from tests.test_documents import REPOSITORY
 
 PATH = REPOSITORY / "docs" / "make_reference.py"
@@ -40,7 +40,7 @@ def test_check_fails_when_it_is_not(script: Any, tmp_path: Path, monkeypatch: py
 
 
 def test_every_rule_without_effect_names_settings_that_exist() -> None:
-    hints = typing.get_type_hints(RunConfig)
+    hints = typing.get_type_hints(RunConfig) | {"swarm": SwarmConfig}
     for rule in NO_EFFECT:
         section, key = rule.setting.split(".")
         assert key in typing.get_type_hints(hints[section]), rule

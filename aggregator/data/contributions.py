@@ -68,6 +68,11 @@ class ShardedFragment:
         """Of all shards, so far."""
         return sum(shard.upload.received_bytes for shard in self._shards.values())
 
+    @property
+    def shards(self) -> tuple[ShardUpload, ...]:
+        """All that are declared, by rank."""
+        return tuple(self._shards[rank] for rank in sorted(self._shards))
+
     def knows(self, rank: int) -> bool:
         """Return whether this rank has declared its shard."""
         return rank in self._shards
@@ -244,6 +249,11 @@ class Contributions:
         fragment = contribution.fragments[shard.header.fragment_id]
         fragment.check_current(shard)
         return fragment
+
+    def shards(self, fragment_id: int, peer_id: str) -> tuple[ShardUpload, ...]:
+        """Return what the ranks of a peer have sent of a fragment, by rank; nothing of a peer of whom nothing is held."""
+        held = self._held.get(peer_id)
+        return held.fragments[fragment_id].shards if held is not None and fragment_id in held.fragments else ()
 
     def merged(self, fragment_id: int, peers: Iterable[str]) -> None:
         """A fragment of these peers is merged: its bytes are needed no more."""

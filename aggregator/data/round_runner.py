@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +40,7 @@ from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
 from edit.errors import PluginError, RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.groups import fragments_due
+from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection, check_order, check_run
 from edit.merging.merge import Measured, measure
 from edit.merging.mergers import Admission, Screened, admission, screen
@@ -49,8 +50,9 @@ from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
 from editpb.messages import ContributionHeader
+from editpb.signed_contributions import check_payload, signs
 
-__all__ = ["RoundRunner"]
+__all__ = ["RoundRunner", "Source", "commit_tokens", "weighted_tokens"]
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.25  # the machine hears of one transfer at most this often
@@ -58,6 +60,14 @@ _PROGRESS_S = 0.25  # the machine hears of one transfer at most this often
 # next is staged ahead of its commit, which costs CPU time that other fragments need. 1.2 Gbit/s; small models always are.
 _FAST_BYTES_PER_S = 150e6
 _FAST_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A shard of a contribution that was merged, and what that counted for. Its bytes stay until the round closes."""
+
+    shard: ShardUpload
+    work: Work
 
 
 @dataclass(slots=True)
@@ -69,6 +79,7 @@ class _Round:
     staged: dict[int, Staged] = field(default_factory=dict)  # of those for which there was memory; likewise
     reserved_bytes: int = 0  # of the uploads' memory, for what is staged
     tokens: dict[int, int] = field(default_factory=dict)  # by fragment_id: behind what was merged with a weight
+    sources: list[Source] = field(default_factory=list)  # of what is merged, where others verify it
     bytes_in: int = 0  # that arrived while it was open
     first_byte_at: float = math.inf
     last_byte_at: float = 0.0
@@ -104,6 +115,7 @@ class RoundRunner:
         self._run_feed, self._clock = resources.feed, resources.clock
         self._deadlines_file = resources.deadlines
         self._policy = policy or admission(config)
+        self._verified = signs(config)  # others merge the same contributions once more: they are kept until the round closes
         self._uploads = resources.uploads
         self._contributions = Contributions(outer.schema, config.codec.uplink, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
@@ -169,7 +181,7 @@ class RoundRunner:
         if shard.norm is not None:
             return
         try:
-            norm = await self._background.in_worker(lambda: measure(shard.read()))
+            norm = await self._background.in_worker(_measured, shard)
         except StorageError:
             self._contributions.fragment_of(shard)  # StaleError when it was dropped meanwhile
             raise
@@ -198,6 +210,11 @@ class RoundRunner:
             self.feed(events.RoundFailed(self.machine.round_id, why))
         self.feed(events.Withdrawn(peer_id))
         self._contributions.drop(peer_id, f"evicted: {reason}")
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What the open round was merged from so far, where others verify it."""
+        return tuple(self._round.sources) if self._round is not None else ()
 
     def upload(self, peer_id: str) -> tuple[int, int]:
         """Return (bytes so far, bytes in all) of the contribution that is held of this peer; (0, 0): none is."""
@@ -255,6 +272,7 @@ class RoundRunner:
             held = map(self._contributions.of_peer, effect.peers)
             claimed = [one.whole(fragment_id, self.machine.outer_step) for one in held if one is not None]
             measured = self._bounded(claimed)
+            sources = self._sources(fragment_id, measured) if self._verified else []
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
             record, written = await self._background.in_worker(self._merge, effect, measured, current.injection)
@@ -263,9 +281,10 @@ class RoundRunner:
         except Exception as error:
             self._fail(effect.round_id, error)
             return
+        current.sources += sources
         tokens = {one.peer_id: one.tokens for one in measured}
         current.records[fragment_id] = record
-        current.tokens[fragment_id] = sum(tokens[v.peer_id] for v in record.verdicts if v.weight > 0)
+        current.tokens[fragment_id] = weighted_tokens(record, tokens)
         seconds = self._clock.monotonic() - began
         self._run_feed.publish(FragmentMerged(effect.round_id, fragment_id, len(measured), seconds))
         self.feed(events.Reduced(effect.round_id, fragment_id))
@@ -278,13 +297,21 @@ class RoundRunner:
         i = record.fragment_id
         if self._round is not current:
             return
-        self._contributions.merged(i, [verdict.peer_id for verdict in record.verdicts])
+        if not self._verified:
+            self._contributions.merged(i, [verdict.peer_id for verdict in record.verdicts])
         if self._bytes_per_s > _FAST_BYTES_PER_S or not self._uploads.reserve(size := self.outer.update_bytes(i)):
             return
         current.reserved_bytes += size
         staged = current.staged[i] = await self._background.in_worker(self.outer.stage, record, current.injection)
         if staged.payload is not None:
             self.published.stage(current.round_id, i, staged.payload)
+
+    def _sources(self, fragment_id: int, measured: Sequence[Measured]) -> list[Source]:
+        return [
+            Source(shard, Work(one.inner_steps, one.tokens))
+            for one in measured
+            for shard in self._contributions.shards(fragment_id, one.peer_id)
+        ]
 
     def _bounded(self, claimed: Sequence[Measured]) -> list[Measured]:
         """Return the contributions with what their inner steps and tokens count for; warn once of a member that claims more."""
@@ -357,8 +384,7 @@ class RoundRunner:
 
     def _tokens(self, current: _Round) -> int:
         """The tokens behind a commit: with groups each fragment counts for its share of the model, the others for nothing."""
-        schema = self.outer.schema
-        return sum(tokens * schema.fragments[i].numel for i, tokens in current.tokens.items()) // schema.numel
+        return commit_tokens(self.outer.schema, current.tokens)
 
     def _fail(self, round_id: int, error: Exception) -> None:
         """A merge or a commit raised: end the round; nothing of it is applied."""
@@ -452,6 +478,23 @@ class RoundRunner:
         self.check_injection(injection.brings, injection.base, injection.replaces)  # a commit may have come meanwhile
         self._store.injections.pending = injection
         _log.info("outer step %d of run %s comes in with the next commit", injection.brings.upper_step, injection.brings.run_id)
+
+
+def weighted_tokens(record: MergeRecord, tokens: Mapping[str, int]) -> int:
+    """Return the tokens behind what was merged of a fragment with a weight. tokens: by peer_id."""
+    return sum(tokens[verdict.peer_id] for verdict in record.verdicts if verdict.weight > 0)
+
+
+def commit_tokens(schema: Schema, tokens: Mapping[int, int]) -> int:
+    """Return the tokens behind a commit: a fragment's count for its share of the model. tokens: by fragment_id."""
+    return sum(count * schema.fragments[i].numel for i, count in tokens.items()) // schema.numel
+
+
+def _measured(shard: ShardUpload) -> float:
+    """Return the norm of a shard that is in. Raises RemoteProtocolError for other bytes than were signed, StorageError."""
+    encoded = shard.read()
+    check_payload(shard.header, encoded.data)
+    return measure(encoded)
 
 
 def _unbelieved(claimed: Measured, counts: Work) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from aggregator.control.run import Run
 from aggregator.control.snapshot_donors import donors_of
 from aggregator.control.views import injection_state
+from aggregator.security.certificates import public_hash
 from aggregator.services.authorization import Authorizer
 from aggregator.services.readers import SnapshotReaders, UpdateReaders, send
 from edit.errors import EditError, GoneError, RefusedError, RemoteProtocolError
@@ -23,6 +24,7 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.merging.injection import Injection
 from edit.records import EncodedTensor
+from edit.trust.signatures import key_hash
 from editpb import data_pb2 as dpb
 from editpb import tensors_pb2 as tpb
 from editpb.data_messages import (
@@ -37,6 +39,7 @@ from editpb.identity import Identity
 from editpb.injection_messages import inject_header_from_pb, injection_state_to_pb
 from editpb.limits import MAX_COUNT, MAX_READ_S
 from editpb.messages import ContributionHeader, UpdateRequest
+from editpb.signed_contributions import check_signature, config_digest, signs
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.chunk_frames import ReceivedChunk, update_frames
 from editpb.transport.chunks import Reassembly
@@ -68,6 +71,7 @@ class DataService:
     ) -> None:
         self._run, self._authorizer, self._limit_of = run, authorizer, limit_of
         self._snapshot_readers, self._update_readers = SnapshotReaders(), UpdateReaders()
+        self._signed = config_digest(run.config) if signs(run.config) else ""
 
     async def Contribute(self, parts: AsyncIterator[ContributePart], context: Context) -> dpb.ContributionReceipt:
         """Receive one fragment of a pseudo-gradient, or a rank's part of it.
@@ -78,6 +82,7 @@ class DataService:
             with self._authorizer.admit(context, "peer") as identity:
                 header = self._header(identity, (await _first(parts, "a contribution")).header)
                 try:
+                    self._check_signed(context, header)
                     return await self._receive(header, parts)
                 except RemoteProtocolError as error:
                     self._run.rounds.fault(header.peer_id, header.round_id, str(error))
@@ -92,6 +97,14 @@ class DataService:
         if header.rank >= (ranks := self._run.attendances.ranks(identity.peer_id)):
             raise RemoteProtocolError(f"rank is {header.rank}, but Hello announced ranks = {ranks}: attend with all of them")
         return header
+
+    def _check_signed(self, context: Context, header: ContributionHeader) -> None:
+        """Raise RemoteProtocolError unless the caller has signed the header, where the run has contributions signed."""
+        if not self._signed:
+            return
+        check_signature(header, self._signed)
+        if key_hash(header.public_key) != public_hash(self._authorizer.certificate(context)):
+            raise RemoteProtocolError(f"a contribution of {header.peer_id} is signed with another key than its certificate's")
 
     async def _receive(self, header: ContributionHeader, parts: AsyncIterator[ContributePart]) -> dpb.ContributionReceipt:
         rounds, attendances = self._run.rounds, self._run.attendances
@@ -113,6 +126,7 @@ class DataService:
         async with abort_on_error(context):
             header = self._header(self._authorizer.authorize(context, "peer"), request)
             try:
+                self._check_signed(context, header)
                 shard = self._run.rounds.offer(header)
             except RemoteProtocolError as error:
                 self._run.rounds.fault(header.peer_id, header.round_id, str(error))

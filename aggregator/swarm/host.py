@@ -28,6 +28,7 @@ import grpc
 import torch
 
 from aggregator.control.status import run_status
+from aggregator.data.round_runner import Source
 from aggregator.resources import Clock
 from aggregator.security.authority import Authority
 from aggregator.security.members import Members
@@ -64,7 +65,16 @@ from aggregator.swarm.standing import (
     lasting,
     state_of,
 )
-from aggregator.swarm.transfers import body_sizes, fetch_offer, fetch_state, offer_parts, state_parts
+from aggregator.swarm.transfers import (
+    body_sizes,
+    contribution_parts,
+    fetch_contributions,
+    fetch_offer,
+    fetch_state,
+    offer_parts,
+    state_parts,
+)
+from aggregator.swarm.verification import Verification, enrolled_key
 from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
 from edit.council import events as ev
@@ -88,6 +98,7 @@ from edit.errors import (
     ConfigError,
     EditError,
     EvictedError,
+    GoneError,
     RefusedError,
     RemoteProtocolError,
     StaleError,
@@ -105,6 +116,7 @@ from editpb.council_messages import Offering, PartOwner, SwarmDescription, descr
 from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS
 from editpb.limits import check_digest, check_id, one_line
+from editpb.signed_contributions import config_digest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_council_servicer, handlers_of
@@ -143,6 +155,7 @@ _MAX_CALLS = 4096
 _STOP_GRACE_S = 0.5
 _OWNERS_S = 1.0  # who watches the owners is told at least so often: else it asks another host
 _LOOK_S = 0.05
+VERIFY_TRIES = 5  # to fetch what an update was merged from, before its owner is disputed
 _MISSED = "; if the run has ended there, start one of them again: this member takes its end from it"
 _HERE = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")  # as gRPC names callers on this machine
 
@@ -171,7 +184,11 @@ class _HostedPart:
         self.jobs: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self.pulling: tuple[Update, asyncio.Task[Offer]] | None = None  # an owner's update that is fetched
         self.pulled: Offer | None = None  # one that is here, until the council has been told; no other is fetched before
+        self.verified: tuple[MergeRecord, ...] = ()  # what this member merged of it itself, where it verifies the part
+        self.unverified = ("", 0)  # the id of an update that could not be verified, and how often
+        self.disputed = ""  # the id of the update that was disputed last
         self.own: tuple[Offer, tuple[MergeRecord, ...]] | None = None  # what an engine here made
+        self.sources: tuple[Source, ...] = ()  # of that
         self.engine: Engine | None = None
 
     async def do(self, call: Callable[..., _T], *arguments: object) -> _T:
@@ -242,6 +259,7 @@ class Host:
         self._saved = folder.saved()
         self.parts: list[_HostedPart] = []
         self._stores: list[Store] = []
+        self._config_digest = config_digest(config)  # in what peers sign
         merged_by = merging(config)
         for number, schema in enumerate(schemas):
             self._stores.append(Store(folder.part(number), merged_by, run_id))
@@ -657,7 +675,7 @@ class Host:
                 self._follow(record)
             case ev.Hold(update):
                 part = self.parts[update.part]
-                own = part.own if part.own is not None and part.own[0].update == update else (part.pulled, ())
+                own = part.own if part.own is not None and part.own[0].update == update else (part.pulled, part.verified)
                 part.jobs.put_nowait(partial(self._hold, part, effect, *own))
             case ev.Adopt():
                 self.parts[effect.part].jobs.put_nowait(partial(self._adopt, self.parts[effect.part], effect))
@@ -785,7 +803,7 @@ class Host:
         if self.council.why_refused(sender, update) or update.part >= len(self.parts):
             return
         part = self.parts[update.part]
-        if part.replica.state.held == update or part.pulled is not None:
+        if part.replica.state.held == update or part.pulled is not None or part.disputed == update.id:
             return
         if part.pulling is not None:
             if part.pulling[0].grant >= update.grant:
@@ -801,9 +819,61 @@ class Host:
         if offer.update != update:
             raise RemoteProtocolError(f"part {part.number}: the update is described otherwise than it was announced")
         await part.do(offer.check, self.run_id)
-        part.pulled = offer
+        records = await self._verified(part, sender, offer) if self._is_to_verify(update) else ()
+        part.pulled, part.verified = offer, records
         self.tell(ev.Offered(sender, update))
         return offer
+
+    def _is_to_verify(self, update: Update) -> bool:
+        record = self.council.record
+        return record is not None and self.peer_id in record.parts[update.part].verifiers
+
+    async def _verified(self, part: _HostedPart, sender: str, offer: Offer) -> tuple[MergeRecord, ...]:
+        """Merge an update's contributions here, too; return the records. Raises EditError: the update is not held.
+
+        An owner whose update is another, or who does not show what it merged, is disputed: the part goes to others.
+        """
+        update, owner = offer.update, peer_of(sender)
+        try:
+            records = await self._merged_again(part, owner, offer)
+        except EditError as error:
+            update_id, failed = part.unverified
+            part.unverified = update.id, failed + 1 if update_id == update.id else 1
+            lies = isinstance(error, RemoteProtocolError)
+            if self.council.why_refused(sender, update) or not (lies or part.unverified[1] >= VERIFY_TRIES):
+                raise
+            part.disputed = update.id
+            reason = one_line(f"{owner} is not believed: {error}", MOST_TEXT)
+            self._note(f"part {part.number}: {reason}")
+            self.tell(ev.Disputed(part.number, update.grant, reason))
+            raise
+        _log.info("part %d: outer step %d is verified", part.number, update.outer_step)
+        return records
+
+    async def _merged_again(self, part: _HostedPart, owner: str, offer: Offer) -> tuple[MergeRecord, ...]:
+        verification = Verification(
+            self.run_id,
+            self._config,
+            part.schema,
+            part.replica.outer.due,
+            offer.update,
+            self._config_digest,
+            enrolled_key(self.council.record),
+            self._folder.engine(part.number) / "verified",
+            self._files,
+        )
+        try:
+            stub = self.links.stub(owner)
+            await fetch_contributions(
+                stub, part.number, offer.update, part.schema, lambda one: verification.declare(one).upload
+            )
+
+            def merge() -> tuple[MergeRecord, ...]:
+                return part.replica.verify(offer, verification.contributed())
+
+            return await part.do(merge)
+        finally:
+            verification.close()
 
     def _pull_ended(self, part: _HostedPart, task: asyncio.Task[Offer]) -> None:
         if part.pulling is not None and part.pulling[1] is task:
@@ -832,7 +902,7 @@ class Host:
         answer = await part.do(carry_out, part.replica, effect)
         self._say(part, answer)
         if part.own is not None and part.own[0].update.outer_step <= part.replica.state.outer_step:
-            part.own = None  # the journal has it
+            part.own, part.sources = None, ()  # the journal has it
         if self.gossip is not None:
             self.gossip.tell()
 
@@ -918,7 +988,7 @@ class Host:
         return {*record.members} - self.links.connected - {self.peer_id} if record is not None else set()
 
     async def _cease(self, part: _HostedPart, reason: str) -> None:
-        engine, part.engine, part.own = part.engine, None, None
+        engine, part.engine, part.own, part.sources = part.engine, None, None, ()
         await part.do(part.replica.cease, reason)
         if engine is not None:
             await engine.close()
@@ -927,7 +997,7 @@ class Host:
         if part.engine is None or part.engine.grant != grant:
             return  # it was refused when the grant ended
         offer = await part.do(part.replica.made, grant, proposal)
-        part.own = offer, proposal.records
+        part.own, part.sources = (offer, proposal.records), part.engine.run.rounds.sources
         self.tell(ev.Made(offer.update))
 
     async def _refuse(self, part: _HostedPart, update: Update, reason: str) -> None:
@@ -1199,6 +1269,20 @@ class Host:
                 self.check_evicted(reader)
                 yield message
 
+    async def contributions(
+        self, reader: str, number: int, update_id: str, chunk_bytes: int = CHUNK_BYTES
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the messages that bring what an update of an engine here was merged from. Raises GoneError, RefusedError."""
+        part, record = self.parts[number], self.council.record
+        if record is None or reader not in record.parts[number].verifiers:
+            raise RefusedError(f"{reader} does not verify part {number}")
+        if part.own is None or part.own[0].update.id != update_id:
+            raise GoneError(f"part {number}: this update is not offered here")
+        async with self._kept.place(reader):
+            async for message in contribution_parts(part.sources, chunk_bytes):
+                self.check_evicted(reader)
+                yield message
+
     async def state(self, reader: str, number: int, chunk_bytes: int = CHUNK_BYTES) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring a part's state. Raises GoneError."""
         async with self._states.place(reader):
@@ -1290,6 +1374,15 @@ class _CouncilService:
             limit = self._host.limit_of(context)
             parts = self._host.offer(reader, number, request.outer_step, update_id, limit.chunk_bytes)
             await send(context.write, parts, limit=limit)
+
+    async def FetchContributions(self, request: pb.OfferRequest, context: Context) -> None:
+        """See the service."""
+        async with abort_on_error(context):
+            reader = self._host.member(context)
+            number = part_of(context.invocation_metadata(), len(self._host.parts))
+            update_id = check_digest("id", request.id.hex())
+            limit = self._host.limit_of(context)
+            await send(context.write, self._host.contributions(reader, number, update_id, limit.chunk_bytes), limit=limit)
 
     async def WatchOwners(self, request: pb.OwnersRequest, context: Context) -> None:
         """See the service."""
@@ -1501,6 +1594,7 @@ def found_swarm(
         parts=tuple(Part(owner=peer_id, grant=0, outer_step=0, digest=digest) for digest in digests),
         config_hash=config_hash,
         lease_s=lease_s,
+        verify=config.swarm.verify if config.swarm is not None else 0,
         holders=(peer_id,),
         roots=(root,) if root is not None else (),
         enrolled={peer_id: Enrolled("0" * 32, key)} if root is not None else {},

@@ -162,7 +162,7 @@ class Settings:
     def timing(self, config: RunConfig) -> Timing:
         """Return how fast the council notices. Raises ConfigError."""
         swarm = self.swarm(config)
-        return Timing(heartbeat_s=swarm.heartbeat_s, lease_s=swarm.lease_s, forget_s=swarm.forget_s)
+        return Timing(heartbeat_s=swarm.heartbeat_s, lease_s=swarm.lease_s, forget_s=swarm.forget_s, verify_s=swarm.verify_s)
 
     def schemas(self, config: RunConfig) -> tuple[tuple[range, Schema], ...]:
         """Return the fragments of each part, and their schema. Raises ConfigError."""

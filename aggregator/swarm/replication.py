@@ -17,16 +17,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from aggregator.data.round_runner import commit_tokens, weighted_tokens
 from aggregator.storage.store import Store
 from aggregator.swarm.engine_store import EngineStore, Proposal
 from aggregator.swarm.offers import Offer, Round
+from aggregator.swarm.verification import Contributed
 from edit.config.run import RunConfig
 from edit.council.events import Adopt, Applied, Failed, Fetch, Held, Hold
 from edit.council.record import MOST_COUNT, PartState, Update
 from edit.errors import EditError, GoneError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import MergeRecord, OuterState
+from edit.plain_text import parse_json
 from edit.records import Commit
+from editpb.limits import one_line
+from editpb.signed_contributions import signs
 
 __all__ = ["Fetching", "PartReplica", "PartSnapshot", "Source", "Wanted", "carry_out"]
 
@@ -75,6 +80,9 @@ class PartReplica:
         self._damaged = False  # the parameters here are not those that the state's name means: only a snapshot helps
         self._engine: EngineStore | None = None
         self._proposed = ""  # the id of what the engine waits for
+        self._verifies = signs(config)
+        self._verified = ""  # the id of the update that was verified last
+        self._continuous = (-1, 0)  # a grant, and the outer step up to which all that it left out is known here
         self._recover()
 
     @property
@@ -119,6 +127,8 @@ class PartReplica:
 
         propose: takes each merged round, in the engine's worker thread; the caller gives it to `made`, in its own.
         """
+        if self._verifies:
+            self.outer.forget_unrecorded()  # those who verify this grant have nothing of it, either
         self._engine = EngineStore(self._store, folder, self._config, self._run_id, propose)
         return self._engine
 
@@ -140,13 +150,44 @@ class PartReplica:
             self._engine.end(reason)
         self._engine, self._proposed = None, ""
 
+    # -- who verifies ------------------------------------------------------------------------------------------------------
+
+    def verify(self, offer: Offer, contributed: Contributed) -> tuple[MergeRecord, ...]:
+        """Merge the contributions to an update once more; return the records, with what they leave out, for `hold`.
+
+        Raises RemoteProtocolError, in one line, when the update is another; GoneError when it cannot be told here.
+        """
+        update, state, outer = offer.update, self._state, self.outer
+        what = f"part {self._part}: the update to outer step {update.outer_step}"
+        if (update.outer_step, update.base) != (state.outer_step + 1, state.digest):
+            raise GoneError(f"{what} is not the next one any more")
+        if update.grant != self._continuous[0]:
+            self._continuous = update.grant, state.outer_step
+            outer.forget_unrecorded()
+        elif self._continuous[1] != state.outer_step:
+            raise GoneError(f"{what}: what the updates of this grant left out is not known here")
+        theirs = offer.merged(outer)
+        if theirs.round_id != contributed.round_id:
+            raise RemoteProtocolError(f"{what} is of round {theirs.round_id}, its contributions of {contributed.round_id}")
+        records = tuple(outer.record(outer.reduce(i, contributed.fragments[i])) for i in outer.due)
+        tokens = {one.fragment_id: weighted_tokens(one, contributed.tokens[one.fragment_id]) for one in records}
+        mine = Round(theirs.round_id, theirs.reason, outer.digest, records)
+        total = min(self._store.tokens + commit_tokens(outer.schema, tokens), MOST_COUNT)
+        again = Offer.of(self._run_id, self._part, update.grant, state.digest, total, mine)
+        if again.update != update:
+            raise RemoteProtocolError(f"{what} is not what its contributions merge to: {_difference(again, offer)}")
+        self._verified = update.id
+        return records
+
     # -- all members -------------------------------------------------------------------------------------------------------
 
     def hold(self, offer: Offer, own: Sequence[MergeRecord] = ()) -> None:
         """Write an update to the journal, in place of the one that is held; it is on disk when this returns.
 
-        own: the owner's records, with what they leave out. Raises RemoteProtocolError for bytes that are no update to the
-        state here, StorageError; after both nothing, or what was held before, is held.
+        own: the records of the owner, or of who has verified them, with what they leave out.
+
+        Raises RemoteProtocolError for bytes that are no update to the state here, StorageError; after both nothing, or what was
+        held before, is held.
         """
         update, state = offer.update, self._state
         if (update.part, update.outer_step, update.base) != (self._part, state.outer_step + 1, state.digest):
@@ -185,6 +226,8 @@ class PartReplica:
         if update.id != self._proposed or self._engine is None or not self._engine.take(update):
             self._store.adopted(outer.commit(merged.round_id, merged.reason, list(merged.records)), asdict(update))
         self._held, self._state = None, PartState(update.outer_step, update.id)
+        if update.id == self._verified:
+            self._continuous = update.grant, update.outer_step
         if update.outer_step % self._config.storage.checkpoint_every == 0:
             self._checkpoint()
         if (commit := self._store.update(update.outer_step)) is not None:
@@ -345,6 +388,21 @@ def carry_out(
         else:
             fetching.give(found)
     return fetching.answer
+
+
+def _difference(again: Offer, offer: Offer) -> str:
+    """Return in words how an owner's update differs from what it should be."""
+    if again.update.tokens != offer.update.tokens:
+        return f"{offer.update.tokens} tokens are said to be merged in all, not {again.update.tokens}"
+    mine, theirs = (parse_json(each.manifest) for each in (again, offer))
+    if mine["theta"] != theirs["theta"]:
+        return "it was merged for other parameters"
+    for i, (ours, other) in enumerate(zip(mine["fragments"], theirs["fragments"], strict=True)):
+        keys = [key for key in sorted({*ours, *other}) if ours.get(key) != other.get(key)]
+        if keys or bytes(again.bodies[i]) != bytes(offer.bodies[i]):
+            said = [f"{key} = {one_line(str(other.get(key)), 60)}, not {one_line(str(ours.get(key)), 60)}" for key in keys[:1]]
+            return f"fragment {ours.get('fragment_id', i)}: {', '.join(said) or 'other bytes'}"
+    return "it is described otherwise"
 
 
 def _applied(part: int, replica: PartReplica) -> Applied:

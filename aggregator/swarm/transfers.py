@@ -15,17 +15,23 @@ import grpc
 import torch
 from torch import Tensor
 
+from aggregator.data.round_runner import Source
+from aggregator.storage.upload_buffer import Upload
 from aggregator.swarm.offers import MOST_MANIFEST, Offer
 from aggregator.swarm.replication import PartSnapshot
 from edit.codecs import codec
+from edit.council.record import Update
 from edit.errors import RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.plain_text import parse_json
 from editpb import council_pb2 as pb
 from editpb.council_messages import (
+    MergedContribution,
     OfferHeader,
     StateHeader,
+    merged_contribution_from_pb,
+    merged_contribution_to_pb,
     offer_header_from_pb,
     offer_header_to_pb,
     state_header_from_pb,
@@ -40,7 +46,16 @@ from editpb.transport.status import from_rpc
 if TYPE_CHECKING:
     from editpb.council_pb2_grpc import CouncilStub
 
-__all__ = ["body_sizes", "fetch_offer", "fetch_phi", "fetch_state", "offer_parts", "state_parts"]
+__all__ = [
+    "body_sizes",
+    "contribution_parts",
+    "fetch_contributions",
+    "fetch_offer",
+    "fetch_phi",
+    "fetch_state",
+    "offer_parts",
+    "state_parts",
+]
 
 STALL_S = 10.0
 MIN_BYTES_PER_S = 1 << 17  # about 1 Mbit/s
@@ -65,6 +80,16 @@ async def offer_parts(offer: Offer, chunk_bytes: int = CHUNK_BYTES) -> AsyncGene
     yield pb.OfferPart(header=offer_header_to_pb(OfferHeader(offer.update, len(offer.manifest), sizes)))
     for i, data in enumerate((offer.manifest, *offer.bodies)):
         for frame in update_frames(i, memoryview(data), chunk_bytes=lambda: chunk_bytes):
+            yield frame
+
+
+async def contribution_parts(
+    sources: Sequence[Source], chunk_bytes: int = CHUNK_BYTES
+) -> AsyncGenerator[pb.ContributionsPart | bytes, None]:
+    """Yield the messages that bring what an update was merged from, likewise. Raises StorageError when that is gone."""
+    for i, source in enumerate(sources):
+        yield pb.ContributionsPart(header=merged_contribution_to_pb(MergedContribution(source.shard.header, source.work)))
+        for frame in update_frames(i, source.shard.upload.payload(), chunk_bytes=lambda: chunk_bytes):
             yield frame
 
 
@@ -107,6 +132,44 @@ async def fetch_offer(stub: CouncilStub, part: int, outer_step: int, update_id: 
     request = pb.OfferRequest(outer_step=outer_step, id=bytes.fromhex(update_id))
     header, (manifest, *bodies) = await _received(stub.FetchOffer(request, metadata=metadata_of(part)), announced)
     return Offer(header.update, bytes(manifest), tuple(bodies))
+
+
+async def fetch_contributions(
+    stub: CouncilStub, part: int, update: Update, schema: Schema, take: Callable[[MergedContribution], Upload]
+) -> None:
+    """Receive what an update was merged from, one shard after the other.
+
+    Args:
+        schema: of the part.
+        take: checks each, and returns where its bytes go.
+
+    Raises what `take` raises, RemoteProtocolError, TransportError, GoneError, RefusedError.
+    """
+    request = pb.OfferRequest(outer_step=update.outer_step, id=bytes.fromhex(update.id))
+    call: Any = stub.FetchContributions(request, metadata=metadata_of(part))
+    clock, uploads = asyncio.get_running_loop().time, list[Upload]()
+    give_up_at = clock() + STALL_S
+    try:
+        while True:
+            async with asyncio.timeout(min(STALL_S, give_up_at - clock())):
+                message = await call.read()
+            if message is grpc.aio.EOF:
+                break
+            if isinstance(message, ReceivedChunk):
+                if not uploads or message.fragment_id != len(uploads) - 1:
+                    fail(f"part {part}: a chunk without the header of its contribution")
+                await uploads[-1].write(message.offset, message.data)
+                continue
+            if message.WhichOneof("kind") != "header" or (uploads and not uploads[-1].complete):
+                fail(f"part {part}: a contribution ends before it is whole")
+            uploads.append(take(merged_contribution_from_pb(message.header, schema)))
+            give_up_at += uploads[-1].total_bytes / MIN_BYTES_PER_S
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc(error) from None
+    except TimeoutError:
+        raise TransportError("the source of a fetch is too slow") from None
+    finally:
+        call.cancel()
 
 
 async def fetch_state(stub: CouncilStub, part: int, schema: Schema) -> PartSnapshot:

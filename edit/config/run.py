@@ -255,6 +255,11 @@ class SwarmConfig:
     # How members find each other beside the addresses that they know: "dht": by hivemind's DHT; "auto": where it is installed;
     # "addresses": not at all.
     discovery: Annotated[str, OneOf("auto", "addresses", "dht")] = "auto"
+    # Number of members, beside the owner of a part, that compute each of its updates themselves from the signed contributions:
+    # it counts only if all come to the same bits. As many as there are in a smaller swarm. 0: owners are believed.
+    verify: Annotated[int, Between(0, 6)] = 0
+    # With verify: seconds after which an update that a quorum holds, and not all who verify it, is given up, and others verify.
+    verify_s: Annotated[float, Between(0.1, 3600)] = 60.0
 
     def __post_init__(self) -> None:
         check_bounds("swarm.", self)
@@ -303,6 +308,14 @@ class RunConfig:
         if self.swarm is not None and self.swarm.parts > 1:
             rule = "must be 0 with swarm.parts above 1: each part would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
+        if self.swarm is not None and self.swarm.verify:
+            self._check_verified(self.swarm.verify)
+
+    def _check_verified(self, verify: int) -> None:
+        rule = 'must be 0 with outer.algorithm = "gossip": nobody owns a part of the model'
+        require(self.outer.algorithm == "mean", "swarm.verify", verify, rule)
+        rule = f"must be 0 with swarm.verify = {verify}: a signature is of one round"
+        require(self.rounds.max_staleness == 0, "rounds.max_staleness", self.rounds.max_staleness, rule)
 
     def _check_robust(self) -> None:
         """Raise ConfigError where a robust rule cannot be kept with the other settings."""
@@ -576,6 +589,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         beside="of entry:",
     ),
     NoEffect("penalty", {"options"}, "penalty.detector", ("level", "edit")),
+    NoEffect("swarm", {"verify_s"}, "swarm.verify", (0,)),
     NoEffect("rounds", _OF_ROUNDS, "rounds.merging", ("arrivals",)),
     NoEffect("rounds", _OF_ROUNDS[1:], "outer.algorithm", ("gossip",), note=": there is no round of all peers"),
     NoEffect("codec", {"up_decay"}, "codec.up", ("fp32",), note=_LOSSLESS, also=_nothing_left_out("up"), beside=_ALL_FP32),

@@ -272,7 +272,7 @@ class Disputed:
 
     part: int
     grant: int
-    reason: str
+    reason: str  # becomes that of a Release, whose bounds hold
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,13 +57,15 @@ Owners
 11. A part whose owner, or a verifier of it, was silent for a lease, or whose connection broke, goes to the live voter with the
     fewest parts that is up to date on it, with the next grant. A new leader gives the one that it replaces no fresh lease. The
     owner may Release a grant: when it was restarted, because the engine before may have offered something, and when its disk
-    fails. A verifier may Release what it disputes; then others get the part, if there are others. Where loads differ by two
-    or more, one part moves to a voter that has been live for 5 leases.
+    fails. A verifier may Release what it disputes, or when it was restarted; then others get the part, if there are others.
+    Whom two others disagreed with owns and verifies nothing, if others can; a leader knows what it heard itself. Where loads
+    differ by two or more, one part moves to a voter that has been live for 5 leases.
 12. An owner's update is held when its grant, its outer step and its base are those of the record and the state here; it
     replaces only what was held for an older grant. When it is on disk the leader hears of it: Accepted says what is held. See
     `edit.council.parts`.
 13. An update becomes the outer step when its grant is the record's, its outer step the next, its base the record's digest, and
-    when a quorum, and all verifiers of the part, say themselves that they hold it. No word of its owner is needed.
+    when a quorum, and all verifiers of the part, say themselves that they hold it. No word of its owner is needed. Where a
+    quorum holds it, and a verifier does not for verify_s more, others verify, with the next grant.
 14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed, with new grants.
 15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
     that is not the record's is damage, mended by a snapshot; never an assertion.
@@ -113,7 +115,7 @@ any        Committed                   owner changed                            
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import median_low
@@ -199,11 +201,13 @@ class Timing:
     heartbeat_s: float = 0.25
     lease_s: float = 1.0  # the shortest; see rule 8
     forget_s: float = 60.0
+    verify_s: float = 60.0  # in which all who verify a part hold what a quorum holds
 
     def __post_init__(self) -> None:
         check_seconds("lease_s", self.lease_s, MOST_LEASE_S)
         check_seconds("heartbeat_s", self.heartbeat_s, self.lease_s / 2)
         check_seconds("forget_s", self.forget_s, 1e9)
+        check_seconds("verify_s", self.verify_s, 1e9)
 
 
 class Role(Enum):
@@ -286,6 +290,8 @@ class Council:
         self._accepted = set[str]()  # names that have the present version on disk
         self._heard: dict[str, _Heard] = {}  # by peer_id
         self._moved: dict[int, set[str]] = {}  # parts that change hands with the next version, and who should not get them
+        self._unverified: dict[int, tuple[Update, float]] = {}  # by part: what a quorum holds, since when
+        self._against: dict[str, set[str]] = {}  # by peer: who disagreed with it about an update
         self._ended: dict[int, int] = {}  # the grants of the parts whose engine ended
         self._leavers: dict[str, float] = {}  # who asked to leave, and when at first
         self._former = frozenset[str]()  # who had a part in the version before: told once when this one is committed
@@ -368,6 +374,7 @@ class Council:
         if self._wants_hello:
             times.append(self._hello_at)
         if self.role is Role.LEADER:
+            times += [since + self._timing.verify_s for _, since in self._unverified.values()]
             times += [self._beat_at, *(heard.at + self._lease_s for heard in self._heard.values() if self._is_fresh(heard))]
         elif self._may_stand:
             times.append(self._election_at)
@@ -532,6 +539,7 @@ class Council:
         self.role, self._leader, self._led_term, self._draft = Role.LEADER, self._peer_id, self.term, None
         self._heard = {p: _Heard("", self._now, self._now, p == replaced) for p in (*record.members, *self._electors)}
         self._moved, self._ended, self._leavers, self._former = {}, {}, {}, frozenset()
+        self._unverified, self._against = {}, {}
         self._publish(record)
 
     def _replaced(self) -> str:
@@ -728,6 +736,8 @@ class Council:
         record = self._draft or self.record
         assert record is not None
         record = self._without_leavers(self._with_steps(record))
+        self._give_up_unverified(record)
+        distrusted = self._distrusted
         live = {peer_of(name) for name in record.voters if name in record.names and self._is_live(peer_of(name))}
         fit = [
             {
@@ -737,11 +747,11 @@ class Council:
             }
             for i, part in enumerate(record.parts)
         ]
-        changed = record.assigned(live, fit, self._moved)
+        changed = record.assigned(live, fit, self._moved, distrusted)
         self._moved = {i: avoid for i, avoid in self._moved.items() if not fit[i]}  # later, when somebody can take it
         if changed is record:
             steady = {p for p in live if self._now - self._heard_of(p).since > STEADY_LEASES * self._lease_s}
-            changed = record.balanced([able & steady for able in fit])
+            changed = record.balanced([able & steady - distrusted for able in fit])
         changed = _with_roots(self._with_lease(self._with_voters(changed)))
         if self._ended and self._ended == {i: part.grant for i, part in enumerate(changed.parts)}:
             self._ended, changed = {}, replace(changed, phase=Phase.FINISHED)
@@ -778,17 +788,52 @@ class Council:
         if record.phase is Phase.FINISHED:
             return record
         for i, part in enumerate(record.parts):
-            holders: dict[Update, set[str]] = {}
-            for heard in map(self._heard_of, self._electors):
-                held = heard.states[i].held if i < len(heard.states) else None
-                if held is not None and held.part == i and held.continues(part) and heard.states[i].digest == held.base:
-                    holders.setdefault(held, set()).add(heard.name)
-            for update, names in holders.items():
+            for update, names in self._holders(record, i).items():
                 if self._is_held(names, part, record):
                     tokens = max(part.tokens, update.tokens)
                     step = replace(part, outer_step=update.outer_step, digest=update.digest, update=update.id, tokens=tokens)
                     record = record.with_part(i, step)
         return record
+
+    def _give_up_unverified(self, record: Record) -> None:
+        """Rule 13: verify_s after a quorum holds an update, whoever should verify it and does not is left."""
+        waiting = dict[int, tuple[Update, float]]()
+        for i, part in enumerate(record.parts):
+            if not part.verifiers or record.phase is Phase.FINISHED:
+                continue
+            for update, names in self._holders(record, i).items():
+                if not record.agreed(names):
+                    continue
+                known, since = self._unverified.get(i, (update, self._now))
+                waiting[i] = update, since if known == update else self._now
+                if self._now < waiting[i][1] + self._timing.verify_s:
+                    continue
+                del waiting[i]
+                late = {*part.verifiers} - {peer_of(name) for name in names}
+                self._moved[i] = late
+                self._disagree(part.owner, late)
+                text = f"part {i}, owned by {part.owner}: not verified within {self._timing.verify_s:g} s by"
+                self._effects.append(Noticed(f"{text} {', '.join(sorted(late))}"))
+        self._unverified = waiting
+
+    def _disagree(self, peer_id: str, others: Set[str]) -> None:
+        for other in others - {peer_id}:
+            self._against.setdefault(peer_id, set()).add(other)
+            self._against.setdefault(other, set()).add(peer_id)
+
+    @property
+    def _distrusted(self) -> frozenset[str]:
+        """Rule 11: whom two others disagreed with, as far as this leader has heard."""
+        return frozenset(peer_id for peer_id, others in self._against.items() if len(others) > 1)
+
+    def _holders(self, record: Record, i: int) -> dict[Update, set[str]]:
+        """Return who holds which update that a part may go on with."""
+        part, holders = record.parts[i], dict[Update, set[str]]()
+        for heard in map(self._heard_of, self._electors):
+            held = heard.states[i].held if i < len(heard.states) else None
+            if held is not None and held.part == i and held.continues(part) and heard.states[i].digest == held.base:
+                holders.setdefault(held, set()).add(heard.name)
+        return holders
 
     def _is_held(self, names: set[str], part: Part, record: Record) -> bool:
         """Whether enough members have an update on disk (I2)."""
@@ -809,6 +854,8 @@ class Council:
         part = record.parts[message.part]
         if isinstance(message, Release) and peer_id in (part.owner, *part.verifiers):
             self._moved[message.part] = {part.owner, peer_id} if message.away else set()
+            if message.away and peer_id != part.owner:
+                self._disagree(part.owner, {peer_id})
             self._effects.append(Noticed(f"part {message.part}, owned by {part.owner}: {peer_id} says: {message.reason}"))
         elif isinstance(message, Ended) and peer_id == part.owner:
             self._ended[message.part] = message.grant

@@ -100,8 +100,9 @@ class Parts:
                 mine.to_release = None
             if mine.ended is not None and mine.ended.grant != part.grant:
                 mine.ended = None
-            if first and part.owner == self._peer_id:
-                # I4: an engine before this process may have offered an update under this grant; this one makes another
+            if first and self._peer_id in (part.owner, *part.verifiers):
+                # I4: an engine before this process may have offered an update under this grant; this one makes another.
+                # And who verifies must have seen all that the owner did under a grant.
                 mine.to_release = Release(i, part.grant, "its process has started", away=False)
                 self._tell_leader(mine.to_release)
             self._follow(i, part)

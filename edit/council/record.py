@@ -70,6 +70,10 @@ MOST_ROOT = 4096  # characters of a certificate
 MOST_TEXT = 256  # characters of an address, a reason
 MOST_LEASE_S = 60.0
 
+# Grants of a new lineage begin so far above those that the survivor knows: what was signed for a round of the lost members is
+# of no use in it.
+_RECOVERED = 1 << 20
+
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}#[0-9]{1,19}")
 _INVITATION = re.compile(r"[0-9a-f]{32}")
@@ -300,26 +304,40 @@ class Record:
         reachable = {peer_id for peer_id, member in self.members.items() if member.reachable}
         return peer_of(name) in reachable or not any(peer_of(voter) in reachable for voter in self.voters)
 
-    def assigned(self, live: Set[str], fit: Sequence[Collection[str]], avoid: Mapping[int, Set[str]]) -> Record:
+    def assigned(
+        self,
+        live: Set[str],
+        fit: Sequence[Collection[str]],
+        avoid: Mapping[int, Set[str]],
+        distrusted: Set[str] = frozenset(),
+    ) -> Record:
         """Return the record with an owner, and verifiers, for each part that has none which is live. Each change is a grant.
 
         Args:
             live: the peers that may go on owning and verifying what they have.
             fit: per part, the peers that may take it over: live, and up to date on this part.
             avoid: parts that change hands in any case, and the peers that should not get them if others can.
+            distrusted: peers that own and verify nothing if others can. One of them verifies where nobody else does.
         """
         parts = list(self.parts)
         for i, part in enumerate(parts):
-            wanted = min(self.verify, len({*fit[i]} - {part.owner}))
-            served = part.owner in live and live >= {*part.verifiers} and len(part.verifiers) >= wanted
-            if i not in avoid and served:
+            others = {*fit[i]} - {part.owner}
+            served = part.owner in live and live >= {*part.verifiers}
+            if i not in avoid and served and len(part.verifiers) >= self._verifiers_of(others, distrusted):
                 continue
-            able = sorted({*fit[i]} - avoid.get(i, frozenset())) or sorted(fit[i])
-            able.sort(key=lambda peer_id: (peer_id != part.owner, [other.owner for other in parts].count(peer_id)))
+            avoided, load = avoid.get(i, frozenset()), [other.owner for other in parts].count
+            able = sorted(fit[i])
+            able.sort(key=lambda p: (p in avoided, p in distrusted, p != part.owner, load(p)))
             if able:
-                verifiers = tuple(able[1 : 1 + self.verify])
-                parts[i] = replace(part, owner=able[0], grant=part.grant + 1, verifiers=verifiers)
+                owner, *others_able = able
+                most = self._verifiers_of({*others_able}, distrusted)
+                others_able.sort(key=lambda p: (p in distrusted, p in avoided))
+                parts[i] = replace(part, owner=owner, grant=part.grant + 1, verifiers=tuple(others_able[:most]))
         return replace(self, parts=tuple(parts)) if tuple(parts) != self.parts else self
+
+    def _verifiers_of(self, others: Set[str], distrusted: Set[str]) -> int:
+        """Return how many of these verify a part: as many as are wanted and trusted; one that is not, if nobody is."""
+        return min(self.verify, max(len(others - distrusted), 1 if others else 0))
 
     def balanced(self, fit: Sequence[Collection[str]]) -> Record:
         """Return the record with one part moved from the owner of most to one of at least two fewer, if there is one."""
@@ -383,7 +401,7 @@ class Saved:
                 if not state.digest:
                     raise StorageError(f"this member has no state of a part that is at outer step {part.outer_step}")
                 part = replace(part, outer_step=state.outer_step, digest=state.digest, update="")
-            parts.append(replace(part, owner=peer_id, grant=part.grant + 1, verifiers=()))
+            parts.append(replace(part, owner=peer_id, grant=part.grant + _RECOVERED, verifiers=()))
         old, me = self.record, name_of(peer_id, self.incarnation)
         member = replace(old.members.get(peer_id, Member(incarnation=self.incarnation)), incarnation=self.incarnation)
         changed: dict[str, Any] = {"members": {peer_id: member}, "voters": (me,), "before": (), "parts": tuple(parts)}

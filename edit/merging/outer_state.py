@@ -194,6 +194,11 @@ class OuterState:
         """`edit.fragments.digest.fragment_hash` of each fragment."""
         return tuple(fragment.theta_hash for fragment in self._fragments)
 
+    def forget_unrecorded(self) -> None:
+        """Let go of what the records' codec has left out so far. theta, the optimizer's state and the statistics stay."""
+        for fragment in self._fragments:
+            fragment.unrecorded = None
+
     def reduce(self, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
         """Merge the contributions to one fragment. Changes nothing. Raises as `edit.merging.mergers.Merger.merge`."""
         fragment, statistics = self.schema.fragments[fragment_id], self._fragments[fragment_id].statistics

@@ -89,6 +89,10 @@ class PeerFolder:
         credentials = grpc.ssl_channel_credentials(ca, key, certificate)
         return Enrolment(identity, endpoints, credentials, serving, certificate, ca, validity)
 
+    def key(self) -> bytes:
+        """Return this folder's private key, in PEM. Raises ConfigError (missing, readable by others)."""
+        return self._read_key()
+
     def make_key(self) -> ec.EllipticCurvePrivateKey:
         """Return this folder's key, so that joining can be retried; create one (P-256, 0600) if there is none.
 

@@ -97,7 +97,8 @@ def _connect(
         async def keep(channels: Channels) -> None:  # the host renews the certificate that lies in the folder
             await Renewal(folder, enrolled, channels, asks=False).keep()
 
-        with connect_swarm(io, hosts, swarm.parts, credentials, identity, ranks, limit, keep=keep) as connected:
+        key = folder.key()
+        with connect_swarm(io, hosts, swarm.parts, credentials, identity, ranks, limit, key=key, keep=keep) as connected:
             check_ranks(connected[1], launch.size)
             yield connected
     except Interrupted:

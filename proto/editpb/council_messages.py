@@ -25,15 +25,19 @@ from edit.council.record import (
     Stamp,
     Update,
 )
+from edit.fragments.schema import Schema
 from edit.plain_text import parse_json
+from edit.rounds.work_claims import Work
 from editpb import council_pb2 as pb
+from editpb.data_messages import contribution_header_from_pb, contribution_header_to_pb
 from editpb.invitation import is_endpoint
-from editpb.limits import MAX_CONFIG_CHARS, MAX_COUNT, at_most, check_id, check_text, fail, within
-from editpb.messages import PROTOCOL
+from editpb.limits import MAX_CONFIG_CHARS, MAX_COUNT, MAX_STEP, at_most, check_id, check_text, fail, within
+from editpb.messages import PROTOCOL, ContributionHeader
 
 __all__ = [
     "COUNCIL_BYTES",
     "Introduction",
+    "MergedContribution",
     "OfferHeader",
     "Offering",
     "PartOwner",
@@ -43,6 +47,8 @@ __all__ = [
     "Word",
     "description_from_pb",
     "description_to_pb",
+    "merged_contribution_from_pb",
+    "merged_contribution_to_pb",
     "message_from_pb",
     "message_to_pb",
     "offer_header_from_pb",
@@ -73,6 +79,14 @@ class Offering:
     """From an owner: fetch this update, and hold it."""
 
     update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class MergedContribution:
+    """What an owner says of a shard of a contribution that it has merged. work: that the contribution counts for."""
+
+    header: ContributionHeader
+    work: Work
 
 
 Word = Introduction | Offering | Message
@@ -298,6 +312,19 @@ def _update(update: Update) -> pb.PartUpdate:
         digest=bytes.fromhex(update.digest),
         tokens=update.tokens,
     )
+
+
+def merged_contribution_to_pb(merged: MergedContribution) -> pb.MergedContribution:
+    """Encode what an owner says of a shard that it has merged."""
+    header, work = contribution_header_to_pb(merged.header), merged.work
+    return pb.MergedContribution(header=header, inner_steps=work.inner_steps, tokens=work.tokens)
+
+
+def merged_contribution_from_pb(message: pb.MergedContribution, schema: Schema) -> MergedContribution:
+    """Decode what an owner says of a shard that it has merged. schema: of the part."""
+    inner_steps = within("inner_steps", message.inner_steps, 1, MAX_STEP)
+    work = Work(inner_steps, within("tokens", message.tokens, 0, MAX_COUNT))
+    return MergedContribution(contribution_header_from_pb(message.header, schema), work)
 
 
 def _update_from(message: pb.PartUpdate) -> Update:

@@ -213,6 +213,24 @@ class OfferPart(_message.Message):
     chunk: _data_pb2.FragmentChunk
     def __init__(self, header: _Optional[_Union[OfferHeader, _Mapping]] = ..., chunk: _Optional[_Union[_data_pb2.FragmentChunk, _Mapping]] = ...) -> None: ...
 
+class MergedContribution(_message.Message):
+    __slots__ = ("header", "inner_steps", "tokens")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    header: _data_pb2.ContributionHeader
+    inner_steps: int
+    tokens: int
+    def __init__(self, header: _Optional[_Union[_data_pb2.ContributionHeader, _Mapping]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class ContributionsPart(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: MergedContribution
+    chunk: _data_pb2.FragmentChunk
+    def __init__(self, header: _Optional[_Union[MergedContribution, _Mapping]] = ..., chunk: _Optional[_Union[_data_pb2.FragmentChunk, _Mapping]] = ...) -> None: ...
+
 class StateRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -46,6 +46,11 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.OfferRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.OfferPart.FromString,
                 _registered_method=True)
+        self.FetchContributions = channel.unary_stream(
+                '/editpb.Council/FetchContributions',
+                request_serializer=editpb_dot_council__pb2.OfferRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.ContributionsPart.FromString,
+                _registered_method=True)
         self.FetchState = channel.unary_stream(
                 '/editpb.Council/FetchState',
                 request_serializer=editpb_dot_council__pb2.StateRequest.SerializeToString,
@@ -112,6 +117,13 @@ class CouncilServicer(object):
 
     def FetchOffer(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchContributions(self, request, context):
+        """For those who verify the part: what the update that is offered was merged from.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -196,6 +208,11 @@ def add_CouncilServicer_to_server(servicer, server):
                     servicer.FetchOffer,
                     request_deserializer=editpb_dot_council__pb2.OfferRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.OfferPart.SerializeToString,
+            ),
+            'FetchContributions': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchContributions,
+                    request_deserializer=editpb_dot_council__pb2.OfferRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.ContributionsPart.SerializeToString,
             ),
             'FetchState': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchState,
@@ -304,6 +321,33 @@ class Council(object):
             '/editpb.Council/FetchOffer',
             editpb_dot_council__pb2.OfferRequest.SerializeToString,
             editpb_dot_council__pb2.OfferPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchContributions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/editpb.Council/FetchContributions',
+            editpb_dot_council__pb2.OfferRequest.SerializeToString,
+            editpb_dot_council__pb2.ContributionsPart.FromString,
             options,
             channel_credentials,
             insecure,

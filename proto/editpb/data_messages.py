@@ -13,6 +13,7 @@ from edit.codecs import codec
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Shard
 from edit.records import Commit, EncodedTensor, FragmentCommit
+from edit.trust.signatures import MOST_KEY_BYTES, SIGNATURE_BYTES
 from editpb import data_pb2 as dpb
 from editpb import limits as lim
 from editpb import messages as msg
@@ -65,6 +66,9 @@ def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.Contributio
         rank=header.rank,
         attempt=header.attempt,
         boxes=boxes_to_pb(header.boxes or ()),
+        payload_blake3=header.payload_blake3,
+        public_key=header.public_key,
+        signature=header.signature,
     )
 
 
@@ -88,13 +92,24 @@ def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema)
         total_bytes=within("total_bytes", message.total_bytes, 1, lim.MAX_BYTES),
         rank=within("rank", message.rank, 0, lim.MAX_RANKS - 1),
         attempt=within("attempt", message.attempt, 0, lim.MAX_COUNT),
+        payload_blake3=message.payload_blake3,
+        public_key=message.public_key,
+        signature=message.signature,
     )
+    _check_signed(header)
     check_encoded_size(header.codec, header.numel, header.total_bytes, f"fragment {header.fragment_id}")
     if header.schema_hash != schema.schema_hash:
         return header
     shard = _shard_of(_fragment_of(schema, header.fragment_id), message.boxes)
     _check_numel(shard, shard.numel, header.numel)
     return header if shard.is_whole else dataclasses.replace(header, boxes=shard.boxes)
+
+
+def _check_signed(header: msg.ContributionHeader) -> None:
+    """Whether it is the peer's signature is not known here."""
+    sizes = len(header.payload_blake3), len(header.public_key), len(header.signature)
+    if sizes != (0, 0, 0) and not (sizes[0] == 32 and 0 < sizes[1] <= MOST_KEY_BYTES and sizes[2] == SIGNATURE_BYTES):
+        fail(f"a signed contribution with a hash of {sizes[0]} bytes, a key of {sizes[1]} and a signature of {sizes[2]}")
 
 
 def _fragment_of(schema: Schema, fragment_id: int) -> FragmentSpec:

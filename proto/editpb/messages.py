@@ -191,6 +191,9 @@ class ContributionHeader:
     rank: int = 0
     attempt: int = 0  # grows with each contribution of the replica, equal at all ranks; a newer one replaces an older one
     boxes: tuple[Box, ...] | None = None  # what of the fragment the payload holds; None: all of it
+    payload_blake3: bytes = b""  # with the two that follow, or none of them: `editpb.signed_contributions`
+    public_key: bytes = b""
+    signature: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

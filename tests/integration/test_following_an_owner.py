@@ -125,13 +125,14 @@ class Sharded:
 
     def __init__(self, at: Trained, name: str, gate: threading.Barrier) -> None:
         self.at, self.name, self.gate, self.credentials = at, name, gate, at.credentials(name)
+        self.key = at.swarm.own(name)[0]
 
     def train(self, ranks: Ranks, held: Sequence[Shard], points: Sequence[str]) -> list[str]:
         """Take an outer step for each point at which the owner ends; return the digests that they led to."""
         identity = Identity(self.at.swarm.run_id, "peer", self.name)
         with (
             IoThread() as io,
-            connect_swarm(io, self.at.addresses(), 1, self.credentials, identity, ranks) as (connection, _, _),
+            connect_swarm(io, self.at.addresses(), 1, self.credentials, identity, ranks, key=self.key) as (connection, _, _),
         ):
             (collective,) = connection.shares
             collective.join(SCHEMA, list, held)
@@ -171,14 +172,18 @@ def deltas(name: str, outer_step: int) -> list[Tensor]:
     return vectors(SIZES, 10 * outer_step + len(name))
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize(("max_staleness", "verify"), [(0, 0), (2, 0), (0, 1)])
 def test_two_ranks_of_a_peer_beside_another_one_take_the_same_steps_wherever_the_owner_ends(
-    max_staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_staleness: int, verify: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toml = TOML.format(start=2, quorum=2).replace("[rounds]", f"[rounds]\nmax_staleness = {max_staleness}")
     toml += "[membership]\nheartbeat_s = 10.0\nlease_s = 1000.0\n"
-    theta = vectors(SIZES, 0)
-    with trained(tmp_path, monkeypatch, SCHEMA, theta, toml) as at, ThreadPoolExecutor() as pool:
+    theta, config = vectors(SIZES, 0), None
+    if verify:
+        values = {key: section for key, section in tomllib.loads(toml).items() if key != "server"}
+        config = RunConfig.from_mapping({**values, "swarm": {"parts": 1, "verify": verify}})
+    with trained(tmp_path, monkeypatch, SCHEMA, theta, toml, config=config) as at, ThreadPoolExecutor() as pool:
+        at.call(at.swarm.enrol("two", "o"))
         gate = threading.Barrier(3, timeout=TRAINS_S)
         two, one = Sharded(at, "two", gate), Sharded(at, "o", gate)
         of_two = pool.submit(at_every_rank, 2, lambda ranks: two.train(ranks, shards(ranks.rank), POINTS))

@@ -434,6 +434,29 @@ def test_a_part_has_the_size_of_its_boxes() -> None:
     assert reason == "fragment blocks.0 has 2 elements in those boxes, 5 were announced"
 
 
+SIGNED = {"payload_blake3": b"h" * 32, "public_key": b"k" * 91, "signature": b"s" * 64}
+
+
+def test_a_signed_contribution_header_survives() -> None:
+    sent = header(**SIGNED)
+    assert contribution_header_from_pb(contribution_header_to_pb(sent), SCHEMA) == sent
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"payload_blake3": b""},
+        {"payload_blake3": b"h" * 31},
+        {"public_key": b""},
+        {"public_key": b"k" * 257},
+        {"signature": b"s" * 65},
+    ],
+)
+def test_a_contribution_is_signed_wholly_or_not_at_all(wrong: dict[str, bytes]) -> None:
+    message = changed(contribution_header_to_pb(header()), **(SIGNED | wrong))
+    assert "a signed contribution with a hash of" in expect_refusal(lambda m: contribution_header_from_pb(m, SCHEMA), message)
+
+
 @pytest.mark.parametrize(("fields", "reason"), [({"rank": 65536}, "rank is 65536"), ({"attempt": 1 << 63}, "attempt")])
 def test_ranks_and_attempts_are_bounded(fields: dict[str, Any], reason: str) -> None:
     message = changed(contribution_header_to_pb(header()), **fields)

@@ -160,7 +160,8 @@ class Swarm:
         host.process += 1
         host.offset = self._random.uniform(0.0, 1000.0)
         host.stopped, host.waiting, host.engines, host.sending, host.torn = False, [], {}, set(), 0
-        timing = Timing(heartbeat_s=self.plan.lease_s / 4, lease_s=self.plan.lease_s, forget_s=6 * self.plan.lease_s)
+        lease_s = self.plan.lease_s
+        timing = Timing(heartbeat_s=lease_s / 4, lease_s=lease_s, forget_s=6 * lease_s, verify_s=8 * lease_s)
         member = Member(incarnation=host.incarnation)
         host.council = self._council("run", host.peer_id, member, saved, host.states, timing, self._clock(host))
         self.note(f"{host.name} starts")

@@ -121,6 +121,7 @@ class AllAggregators(CompositeCollective):
         ranks: of the replica.
         parser: of the configuration, with what it has parsed.
         server: serves this peer's snapshots.
+        key: as `HubCollective`'s.
     """
 
     def __init__(
@@ -131,12 +132,15 @@ class AllAggregators(CompositeCollective):
         ranks: Ranks,
         parser: ConfigParser | None = None,
         server: SnapshotServer | None = None,
+        key: bytes = b"",
     ) -> None:
         self._io = io
         self._server = server
         self._shown: Outer | None = None
         siblings = Siblings(len(channels), parser, server)
-        self._connections = tuple(HubCollective(io, each, identity, ranks=ranks, siblings=siblings) for each in channels)
+        self._connections = tuple(
+            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key) for each in channels
+        )
         super().__init__(self._connections)
 
     @property

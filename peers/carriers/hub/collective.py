@@ -35,6 +35,7 @@ from edit.records import Aborted, Committed, Contribution, Evicted, Finished, Ne
 from edit.replica.ranks import ALONE, Ranks
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, Hello, PeerState, RunPhase, View
+from editpb.signed_contributions import ContributionSigner, signs
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report
 from peers.carriers.hub.data_calls import DataCalls
@@ -100,6 +101,7 @@ class HubCollective:
         ranks: of this replica.
         siblings: what this peer's connections to all aggregators share; None: this is the only one.
         stage: applied to each contribution once its round is known.
+        key: this peer's private key, in PEM, where the run's contributions are signed; empty: it has none here.
         draw: random numbers in [0, 1).
     """
 
@@ -112,6 +114,7 @@ class HubCollective:
         ranks: Ranks = ALONE,
         siblings: Siblings | None = None,
         stage: Stage = as_it_is,
+        key: bytes = b"",
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._io = io
@@ -119,7 +122,7 @@ class HubCollective:
         self._identity = identity
         self._ranks = ranks
         self._siblings = siblings or Siblings()
-        self._stage = stage
+        self._stage, self._key = stage, key
         # The main thread's.
         self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
         self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None  # the loop only completes it
@@ -215,6 +218,7 @@ class HubCollective:
             rank=self._ranks.rank,
             attempt=started_ms * ATTEMPTS,
             stage=self._stage,
+            sign=ContributionSigner(self._key, config) if signs(config) else None,
         )
         downlink = Downlink(
             self._io,

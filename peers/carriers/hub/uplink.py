@@ -35,7 +35,7 @@ from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.session import Sent, Session
 from peers.carriers.io_thread import IoThread
 
-__all__ = ["ATTEMPTS", "RoundContext", "Stage", "Uplink", "as_it_is"]
+__all__ = ["ATTEMPTS", "RoundContext", "Sign", "Stage", "Uplink", "as_it_is"]
 
 ATTEMPTS = 1 << 20  # of one life of the replica; a later life's numbers start above
 SENDING = 2  # fragments whose bytes go out at a time
@@ -63,6 +63,10 @@ replace the payload and nothing else.
 """
 
 
+Sign = Callable[[ContributionHeader, memoryview], ContributionHeader]
+"""Returns a header with the signature of it and of the bytes: `editpb.signed_contributions.ContributionSigner`."""
+
+
 def as_it_is(context: RoundContext, contribution: Contribution) -> Contribution:
     """Return the contribution unchanged: the `Stage` of a run without masks or signatures."""
     return contribution
@@ -78,6 +82,7 @@ class _Attempt:
     fragment_ids: set[int] = field(default_factory=set)  # queued so far
     kept: list[Contribution] = field(default_factory=list)  # what may have to be sent again
     staged: dict[int, Contribution] = field(default_factory=dict)  # by fragment: what is sent to the round that it names
+    signed: dict[int, ContributionHeader] = field(default_factory=dict)  # likewise: a retry has the same signature
     begun: set[int] = field(default_factory=set)  # the fragments of which the coordinator may hold bytes
     sending: dict[asyncio.Task[None], int] = field(default_factory=dict)  # until the receipt; the bytes of each
     unsent: set[asyncio.Task[None]] = field(default_factory=set)  # of these, until all bytes are on their way
@@ -96,6 +101,7 @@ class Uplink:
         rank: this rank in its replica; rank 0 chooses the round.
         attempt: number of the first attempt, equal at all ranks of the replica.
         stage: applied to each contribution once its round is known.
+        sign: applied to each header; None: the run's contributions are not signed.
     """
 
     def __init__(
@@ -109,6 +115,7 @@ class Uplink:
         rank: int = 0,
         attempt: int = 0,
         stage: Stage = as_it_is,
+        sign: Sign | None = None,
     ) -> None:
         self._io = io
         self._session = session
@@ -117,7 +124,7 @@ class Uplink:
         self._schema = schema
         self._rank = rank
         self._number = attempt
-        self._stage = stage
+        self._stage, self._sign = stage, sign
         self.position = 0  # the outer step that the caller last asked about
         self._attempt: _Attempt | None = None
         self._last_round = 0
@@ -240,6 +247,7 @@ class Uplink:
             attempt.unsent.clear()
             attempt.queue = deque(attempt.kept)
             attempt.staged.clear()
+            attempt.signed.clear()
             attempt.begun.clear()
         attempt.sent = attempt.sent._replace(round_id=round_id)
 
@@ -312,7 +320,11 @@ class Uplink:
             attempt=attempt.number,
             boxes=contribution.boxes,
         )
-        return header, data
+        if self._sign is None:
+            return header, data
+        if fragment_id not in attempt.signed:
+            attempt.signed[fragment_id] = self._sign(header, data)
+        return attempt.signed[fragment_id], data
 
     async def _step_of_refusal(self, error: EditError, wanted: Callable[[], bool]) -> int | None:
         """Return the run's outer step at or after the refusal of a contribution; None: not refused, or the step is unknown."""

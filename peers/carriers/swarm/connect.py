@@ -34,6 +34,7 @@ def connect_swarm(
     ranks: Ranks = ALONE,
     limit: SendLimit = UNLIMITED,
     *,
+    key: bytes = b"",
     keep: Callable[[Channels], Coroutine[Any, Any, None]] | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
@@ -49,6 +50,7 @@ def connect_swarm(
         parts: that the model is cut into.
         credentials: of this peer.
         limit: of what is sent.
+        key: this peer's private key, in PEM; it signs contributions where the run has them signed.
         keep: a task that renews the credentials of the channels that it is given.
         ended, failed: what the goodbye says.
     """
@@ -60,7 +62,7 @@ def connect_swarm(
     parser = ConfigParser()
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)
-    with leaving(AllAggregators(io, channels, identity, ranks, parser), ended, failed) as connection:
+    with leaving(AllAggregators(io, channels, identity, ranks, parser, key=key), ended, failed) as connection:
         io.spawn(watch.run())
         try:
             yield connection, read[0][0], min(outer_step for _, outer_step in read)

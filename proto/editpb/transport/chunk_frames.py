@@ -38,10 +38,10 @@ _COUNCIL = "editpb.Council"
 # Tags of protobuf: the field's number, and whether a varint (0) or a length and so many bytes (2) follow.
 _OFFSET = 1 << 3 | 0  # Chunk.offset
 _DATA = 2 << 3 | 2  # Chunk.data
-_CHUNK = 2 << 3 | 2  # `chunk` of ContributePart, UpdatePart, FragmentChunk, OfferPart, StatePart, SwapPart
+_CHUNK = 2 << 3 | 2  # `chunk` of every message of these services that has one
 _FRAGMENT_ID = 1 << 3 | 0  # FragmentChunk.fragment_id
 _LONGEST_VARINT = 9  # bytes; 63 bits
-_Part = TypeVar("_Part", pb.UpdatePart, cpb.OfferPart, cpb.StatePart, cpb.SwapPart)
+_Part = TypeVar("_Part", pb.UpdatePart, cpb.OfferPart, cpb.ContributionsPart, cpb.StatePart, cpb.SwapPart)
 
 
 class ReceivedChunk(NamedTuple):
@@ -69,7 +69,7 @@ def update_frames(
 ) -> Iterator[bytes]:
     """Yield a serialized UpdatePart for each chunk of a fragment's payload, from `start` on.
 
-    The same bytes are an OfferPart, a StatePart, and a SwapPart.
+    The same bytes are an OfferPart, a ContributionsPart, a StatePart, and a SwapPart.
 
     seal: is given each in turn. chunk_bytes: returns the size of the next.
     """
@@ -198,6 +198,7 @@ def council_stub(channel: grpc.aio.Channel) -> council_pb2_grpc.CouncilStub:
     stub: Any = council_pb2_grpc.CouncilStub(channel)
     fetches: tuple[Any, ...] = (
         ("FetchOffer", cpb.OfferRequest, cpb.OfferPart),
+        ("FetchContributions", cpb.OfferRequest, cpb.ContributionsPart),
         ("FetchState", cpb.StateRequest, cpb.StatePart),
         ("FetchPhi", cpb.PhiRequest, cpb.StatePart),
     )
@@ -219,7 +220,12 @@ def council_stub(channel: grpc.aio.Channel) -> council_pb2_grpc.CouncilStub:
 def add_council_servicer(servicer: Any, server: grpc.aio.Server) -> None:
     """Add the Council service: what its fetches and swaps send may be frames, and swaps receive ReceivedChunk for chunks."""
     handlers = handlers_of(council_pb2_grpc.add_CouncilServicer_to_server, servicer)
-    fetches = ("FetchOffer", cpb.OfferRequest), ("FetchState", cpb.StateRequest), ("FetchPhi", cpb.PhiRequest)
+    fetches = (
+        ("FetchOffer", cpb.OfferRequest),
+        ("FetchContributions", cpb.OfferRequest),
+        ("FetchState", cpb.StateRequest),
+        ("FetchPhi", cpb.PhiRequest),
+    )
     for method, request in fetches:
         handlers[method] = grpc.unary_stream_rpc_method_handler(
             getattr(servicer, method), request_deserializer=request.FromString, response_serializer=serialize

@@ -451,6 +451,27 @@ def test_what_hosts_that_swap_cannot_do_is_refused_in_one_line(written: str, mes
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({"outer": {"algorithm": "gossip"}}, 'swarm.verify = 1: must be 0 with outer.algorithm = "gossip"'),
+        (
+            {"rounds": {"max_staleness": 2}},
+            "rounds.max_staleness = 2: must be 0 with swarm.verify = 1: a signature is of one round",
+        ),
+        ({"rounds": {"merging": "arrivals", "max_staleness": 1}}, "rounds.max_staleness = 1: must be 0 with swarm.verify = 1"),
+    ],
+)
+def test_what_does_not_compose_with_verify_is_refused_and_names_both(beside: dict[str, Any], message: str) -> None:
+    assert message in reason({"swarm": {"parts": 1, "verify": 1}, **beside})
+
+
+def test_verify_is_bounded_and_verify_s_has_no_effect_without() -> None:
+    assert "swarm.verify" in reason({"swarm": {"verify": 7}}) and "swarm.verify" in reason({"swarm": {"verify": -1}})
+    assert reason({"swarm": {"verify_s": 5.0}}) == "swarm.verify_s has no effect with swarm.verify = 0; remove it"
+    assert RunConfig.from_mapping({"swarm": {"verify": 2, "verify_s": 5.0}}).swarm.verify == 2
+
+
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read \(No such file.*edit-coordinator init"):
         RunConfig.from_toml(tmp_path / "absent.toml")

@@ -9,7 +9,7 @@ import pytest
 from edit.council import events as ev
 from edit.council.record import PartState
 from edit.errors import LocalProtocolError
-from tests.support.council.table import LEASE_S, Table, start_digest, update
+from tests.support.council.table import LEASE_S, VERIFY_S, Table, start_digest, update
 
 
 def led(*, council_of: str = "abc", leader: str = "c", owners: str = "a") -> Table:
@@ -266,6 +266,79 @@ def test_what_a_verifier_disputes_goes_to_others_and_says_who() -> None:
     after = table.record.parts[0]
     assert after.grant > part.grant and {part.owner, verifier}.isdisjoint({after.owner, *after.verifiers})
     assert any(f"owned by {part.owner}: {verifier} says" in notice.text for notice in table.done(ev.Noticed))
+
+
+def test_who_verifies_and_was_restarted_does_not_go_on_with_the_grant() -> None:
+    """It does not know any more what the owner's updates under it left out. Nobody is blamed."""
+    table = Table("abcd", verify=1)
+    table.elect("d")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    (verifier,) = part.verifiers
+    del table.councils[verifier]  # so quickly that nobody notices
+    table.start(verifier)
+    table.run(LEASE_S)
+    after = table.record.parts[0]
+    assert after.grant > part.grant and after.owner == part.owner and len(after.verifiers) == 1
+    assert not any(council._distrusted for council in table.councils.values())
+
+
+def verified_by(table: Table, liars: str, owner: str) -> bool:
+    """Whether the next update of an owner is agreed on, where these dispute whatever they verify."""
+    part = table.record.parts[0]
+    assert part.owner == owner
+    for verifier in {*part.verifiers} & {*liars}:
+        table.handle(verifier, ev.Disputed(0, part.grant, "outer step 1 is another"))
+    if {*part.verifiers} & {*liars}:
+        table.run(LEASE_S)
+        return False
+    made = table.make(owner)
+    table.run(LEASE_S)
+    return table.record.parts[0].update == made.id
+
+
+@pytest.mark.parametrize("verify", [1, 2])
+def test_one_that_disputes_whatever_it_verifies_is_left_and_stops_nobody(verify: int) -> None:
+    table = Table("abc", verify=verify)
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    for _ in range(6):
+        while (owner := table.record.parts[0].owner) == "b":  # it owns nothing that it could not be disputed for
+            table.handle("a", ev.Disputed(0, table.record.parts[0].grant, "outer step 1 is another"))
+            table.run(LEASE_S)
+        if verified_by(table, "b", owner):
+            break
+    else:
+        raise AssertionError(table.record.parts)
+    part = table.record.parts[0]
+    assert "b" not in (part.owner, *part.verifiers) and len(part.verifiers) == 1
+
+
+def test_of_two_the_one_that_is_not_believed_still_verifies() -> None:
+    """Else whoever disputes could be left alone with the part."""
+    record = Table("ab", verify=1).record
+    found = record.assigned({"a", "b"}, [{"a", "b"}], {}, {"b"})
+    assert (found.parts[0].owner, found.parts[0].verifiers) == ("a", ("b",))
+
+
+def test_one_that_should_verify_and_does_not_is_not_waited_for_longer_than_verify_s() -> None:
+    table = Table("abcd", verify=1)
+    table.elect("d")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    (verifier,) = part.verifiers
+    table.idle = {verifier}
+    table.make(part.owner)
+    table.run(VERIFY_S - LEASE_S)
+    assert table.record.parts[0].grant == part.grant
+    table.run(2 * LEASE_S)
+    after = table.record.parts[0]
+    assert after.grant > part.grant and after.owner == part.owner and verifier not in after.verifiers and after.verifiers
+    said = [notice.text for notice in table.done(ev.Noticed)]
+    assert f"part 0, owned by {part.owner}: not verified within {VERIFY_S:g} s by {verifier}" in said
+    table.make(after.owner)
+    table.run(LEASE_S)
+    assert table.record.parts[0].outer_step == 1
 
 
 def test_only_the_owner_and_the_verifiers_release_a_part() -> None:

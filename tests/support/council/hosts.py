@@ -26,8 +26,9 @@ from aggregator.swarm.host_folder import credentials
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.relayed import RelayedPort
 from edit.config.run import RunConfig
+from edit.council import events as events_of_council
 from edit.council.machine import Role, Timing
-from edit.council.record import Record, name_of
+from edit.council.record import Enrolled, Record, name_of
 from edit.durable_files import write_atomic
 from edit.fragments.assignment import assign
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
@@ -37,6 +38,7 @@ from edit.records import Commit
 from edit.rounds import events
 from editpb.identity import Identity
 from editpb.messages import ContributionHeader
+from editpb.signed_contributions import ContributionSigner, signs
 from editpb.transport.channel_options import channel_options
 from editpb.transport.parts import in_part
 from editpb.transport.send_limit import UNLIMITED, SendLimit
@@ -253,17 +255,20 @@ class Hosts:
         return {peer_id: host.council.states[part].outer_step for peer_id, host in self.running.items()}
 
     @asynccontextmanager
-    async def channel(self, to: str, peer_id: str, role: str = "peer", run_id: str = "") -> AsyncIterator[grpc.aio.Channel]:
-        """A connection to a host, under a certificate of the run's authority."""
-        credentials = grpc.ssl_channel_credentials(self.ca, *self.certificate(peer_id, role, run_id))
+    async def channel(
+        self, to: str, peer_id: str, role: str = "peer", run_id: str = "", *, own: bool = False
+    ) -> AsyncIterator[grpc.aio.Channel]:
+        """A connection to a host, under a certificate of the run's authority: a new one, or the peer's own."""
+        pair = self.own(peer_id) if own else self.certificate(peer_id, role, run_id)
+        credentials = grpc.ssl_channel_credentials(self.ca, *pair)
         options = channel_options(self.running[to].listen, server_name=Identity(self.run_id, "peer", to).server_name)
         async with grpc.aio.secure_channel(self.running[to].listen, credentials, options) as channel:
             yield channel
 
     @asynccontextmanager
-    async def peer(self, to: str, peer_id: str, part: int = 0) -> AsyncIterator[BarePeer]:
+    async def peer(self, to: str, peer_id: str, part: int = 0, *, own: bool = False) -> AsyncIterator[BarePeer]:
         """A peer that trains, at this host."""
-        async with self.channel(to, peer_id) as channel:
+        async with self.channel(to, peer_id, own=own) as channel:
             peer = BarePeer(peer_id, self.run_id, channel, schema_of(part))
             in_part(peer.control, part)
             in_part(peer.data, part)
@@ -276,6 +281,13 @@ class Hosts:
         """Whether all have the part at one outer step, to the bit: parameters, slots, statistics."""
         one, *others = [host.parts[part].replica.snapshot() for host in self.running.values()]
         return all(same(one, other) for other in others)
+
+    async def enrol(self, *peer_ids: str) -> None:
+        """Have all agree on the key of each, as a member with the authority's key does."""
+        for peer_id in peer_ids:
+            key = public_hash(x509.load_pem_x509_certificate(self.own(peer_id)[1]))
+            self.running[self.record.holders[0]].tell(events_of_council.Claim(peer_id, Enrolled("1" * 32, key)))
+        await self.until(lambda: all({*peer_ids} <= host.council.committed.enrolled.keys() for host in self.running.values()))
 
     async def contribute(self, part: int, deltas: Sequence[Tensor], peer_id: str = "peer") -> None:
         """A whole contribution to the owner's open round, as if it had come in by the network."""
@@ -302,6 +314,8 @@ class Hosts:
                 numel=delta.numel(),
                 total_bytes=len(data),
             )
+            if signs(self.config):
+                header = ContributionSigner(self.own(peer_id)[0], self.config)(header, memoryview(data))
             shard = rounds.offer(header)
             assert shard is not None
             await rounds.receive(shard, 0, data)

@@ -13,6 +13,7 @@ from edit.council.machine import Council, Role, Timing
 from edit.council.record import Member, Part, PartState, Record, Saved, Update, name_of, update_id
 
 LEASE_S = 1.0
+VERIFY_S = 20 * LEASE_S
 Mail = tuple[str, str, ev.Message]
 
 
@@ -51,6 +52,7 @@ class Table:
         self.now, self._type = 100.0, council
         self.mail: list[Mail] = []
         self.cut = set[str]()  # peers that nothing reaches or leaves
+        self.idle = set[str]()  # members that take no update that is offered
         self.works = True  # whether holds, adoptions and fetches are carried out at once
         self.log: list[tuple[str, ev.Effect]] = []  # all effects but messages and writes
         self.disks: dict[str, Saved] = {}
@@ -78,7 +80,7 @@ class Table:
         member = Member(incarnation=saved.incarnation)
         if saved.record is not None and peer_id in saved.record.members:
             member = replace(saved.record.members[peer_id], incarnation=saved.incarnation)
-        timing = Timing(heartbeat_s=LEASE_S / 4, lease_s=LEASE_S, forget_s=10 * LEASE_S)
+        timing = Timing(heartbeat_s=LEASE_S / 4, lease_s=LEASE_S, forget_s=10 * LEASE_S, verify_s=VERIFY_S)
         self.councils[peer_id] = self._type("run", peer_id, member, saved, self.states[peer_id], timing, self.now)
         for other in self.councils.keys() - {peer_id}:
             self.handle(peer_id, ev.Connected(other))
@@ -131,7 +133,7 @@ class Table:
                 else:
                     self.handle(peer_id, ev.Failed(part, effect, "the source has it not"))
             case ev.SendOffer(sent):
-                for other in self.councils.keys() - {peer_id} - self.cut:
+                for other in self.councils.keys() - {peer_id} - self.cut - self.idle:
                     if peer_id not in self.cut:
                         self.handle(other, ev.Offered(self.name(peer_id), sent))
             case _:

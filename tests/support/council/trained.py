@@ -19,6 +19,7 @@ from aggregator.data.contributions import ShardUpload
 from aggregator.data.round_runner import RoundRunner
 from aggregator.swarm.engine_store import EngineStore
 from aggregator.swarm.host import Host
+from edit.config.run import RunConfig
 from edit.fragments.schema import Schema
 from edit.records import Commit
 from tests.support.council.hosts import Hosts, hosts
@@ -90,14 +91,21 @@ class Trained:
 
 @contextmanager
 def trained(
-    path: Path, monkeypatch: pytest.MonkeyPatch, schema: Schema, theta: Sequence[Tensor], toml: str, parts: int = 1
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    schema: Schema,
+    theta: Sequence[Tensor],
+    toml: str,
+    parts: int = 1,
+    *,
+    config: RunConfig | None = None,
 ) -> Iterator[Trained]:
-    """Serve in a thread until the block ends."""
+    """Serve in a thread until the block ends. config: in place of what `toml` says."""
     ready: Future[Trained] = Future()
     over = threading.Event()
 
     async def serve() -> None:
-        async with hosts(path, parts, model=(schema, theta), toml=toml) as swarm:
+        async with hosts(path, parts, model=(schema, theta), toml=toml, config=config) as swarm:
             await swarm.grow("a", "b", "c")
             ready.set_result(Trained(swarm, asyncio.get_running_loop()))
             while not over.is_set():

@@ -1,0 +1,88 @@
+"""The signature of a contribution: who contributed which bytes to what, provable to somebody else than who received them.
+
+The statement ("edit-contribution-v1") has the digest of the run's configuration and every field of the header but the
+signature; the header has the BLAKE3 of the payload. So a signature counts for one run, model, round, outer step, fragment,
+shard and payload. Round ids never come twice in a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from blake3 import blake3
+
+from edit.config.run import RunConfig
+from edit.errors import RemoteProtocolError
+from edit.trust.signatures import Signer, is_signed, statement
+from editpb.messages import ContributionHeader
+
+__all__ = ["ContributionSigner", "check_payload", "check_signature", "config_digest", "contribution_statement", "signs"]
+
+_PURPOSE = "edit-contribution-v1"
+
+
+def signs(config: RunConfig) -> bool:
+    """Return whether the contributions of a run are signed."""
+    return config.swarm is not None and config.swarm.verify > 0
+
+
+def config_digest(config: RunConfig) -> str:
+    """Return SHA-256 (hex) of the configuration, as peers receive it."""
+    return hashlib.sha256(config.to_json().encode()).hexdigest()
+
+
+def contribution_statement(header: ContributionHeader, config: str) -> bytes:
+    """Return what is signed. config: `config_digest`."""
+    return statement(_PURPOSE, (config, *_fields_of(header)))
+
+
+def _fields_of(header: ContributionHeader) -> Iterator[bytes | str | int]:
+    for field in fields(header):
+        value = getattr(header, field.name)
+        if field.name == "boxes":
+            boxes = value or ()
+            yield len(boxes) if value is not None else "whole"
+            for box in boxes:
+                yield f"{box.tensor}:{','.join(map(str, box.offsets))}:{','.join(map(str, box.sizes))}"
+        elif field.name != "signature":
+            yield value
+
+
+class ContributionSigner:
+    """Signs the headers of a peer. Raises ConfigError for a key that cannot be used.
+
+    Args:
+        pem: the private key of the peer's certificate.
+        config: of the run.
+    """
+
+    def __init__(self, pem: bytes, config: RunConfig) -> None:
+        self._signer, self._config = Signer(pem), config_digest(config)
+
+    def __call__(self, header: ContributionHeader, data: memoryview) -> ContributionHeader:
+        """Return the header with the payload's hash, the public key and the signature."""
+        named = replace(header, payload_blake3=blake3(data).digest(), public_key=self._signer.public_key)
+        return replace(named, signature=self._signer.sign(contribution_statement(named, self._config)))
+
+
+def check_signature(header: ContributionHeader, config: str) -> None:
+    """Raise RemoteProtocolError, which names the peer, unless the holder of the header's key has signed it.
+
+    Whose key that is, the caller knows: see `edit.trust.signatures.key_hash`.
+    """
+    if not header.signature:
+        raise RemoteProtocolError(f"{_who(header)} is not signed, which swarm.verify asks for")
+    if not is_signed(header.public_key, header.signature, contribution_statement(header, config)):
+        raise RemoteProtocolError(f"{_who(header)}: the signature is not of what the header says")
+
+
+def check_payload(header: ContributionHeader, data: bytes | bytearray | memoryview) -> None:
+    """Raise RemoteProtocolError, which names the peer, unless these are the bytes that a signed header is of."""
+    if header.payload_blake3 and blake3(data).digest() != header.payload_blake3:
+        raise RemoteProtocolError(f"{_who(header)}: the bytes are not those that it signed")
+
+
+def _who(header: ContributionHeader) -> str:
+    return f"contribution of {header.peer_id} to round {header.round_id}, fragment {header.fragment_id}, rank {header.rank}"
