@@ -1,6 +1,6 @@
 """What byzfl 0.0.11 (EPFL) computes for the robust rules: the golden values of tests/edit/merging/test_robust.py.
 
-    python benchmarks/robust_golden.py FOLDER > tests/edit/merging/byzfl.json
+    python benchmarks/robust_golden.py FOLDER --out tests/edit/merging/byzfl.json
 
 Installs byzfl, without its dependencies, into FOLDER. Its package imports torchvision, which the aggregators do not need.
 """
@@ -20,8 +20,8 @@ import numpy as np
 VERSION = "0.0.11"
 
 
-def main(folder: Path) -> None:
-    """Print the vectors and what each rule makes of them."""
+def golden(folder: Path) -> str:
+    """Return, as JSON, the vectors and what each rule makes of them."""
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"byzfl=={VERSION}"]
     subprocess.run(install, check=True)
     package = types.ModuleType("byzfl")
@@ -54,10 +54,17 @@ def main(folder: Path) -> None:
         if n >= 2 * f + 3:
             found["multi_krum"] = rules.MultiKrum(f=f)(rows)
         cases.append({"hostile": f, "rows": rows.tolist(), **{name: value.tolist() for name, value in found.items()}})
-    json.dump({"byzfl": VERSION, "cases": cases}, sys.stdout)
+    return json.dumps({"byzfl": VERSION, "cases": cases})
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where byzfl is installed")
+    parser.add_argument("--out", type=Path, required=True, help="the file that is written")
+    arguments = parser.parse_args()
+    arguments.out.write_text(golden(arguments.folder))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where byzfl is installed")
-    main(parser.parse_args().folder)
+    main()
