@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from aggregator.control.history import History
@@ -15,6 +16,7 @@ from aggregator.metrics import file_names
 from aggregator.operator_client import call_operator, read_status
 from aggregator.run_feed import MemberChanged, PeerReported
 from aggregator.storage.state_folder import StateFolder
+from edit.config.run import RunConfig
 from edit.errors import TransportError
 from edit.plain_text import parse_json
 from editpb.messages import Heartbeat, PeerState
@@ -27,18 +29,18 @@ _LIVE = {"starting", "training", "exchanging"}
 
 def whole_status(folder: StateFolder) -> RunStatus:
     """Return the run's status with its whole past. Raises ConfigError, and RefusedError when the coordinator does."""
-    past = Past()
-    for line in _lines(folder):
-        past.take(line)
+    past = Past.read(folder.metrics)
     try:
-        return past.under(call_operator(folder, read_status)) if folder.bound() else past.alone(folder)
+        if folder.bound():
+            return past.under(call_operator(folder, read_status))
     except TransportError:
-        return past.alone(folder)
+        pass
+    return past.alone(folder.run_id, folder.config(), "the coordinator")
 
 
-def _lines(folder: StateFolder) -> Iterator[Mapping[str, Any]]:
+def _lines(metrics: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the lines of metrics.jsonl and of the files before it, oldest first; without those that are damaged."""
-    for path in reversed(file_names(folder.metrics)):
+    for path in reversed(file_names(metrics)):
         if path.exists():
             with path.open("rb") as file:
                 for text in file:
@@ -58,6 +60,14 @@ class Past:
     rounds: list[RoundReport] = field(default_factory=list)
     members: dict[str, MemberStatus] = field(default_factory=dict)
     t: float = 0.0  # of the last line
+
+    @classmethod
+    def read(cls, metrics: Path) -> Past:
+        """Return what a metrics.jsonl and the files before it say."""
+        past = cls()
+        for line in _lines(metrics):
+            past.take(line)
+        return past
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Take one line; of another kind, or without what its kind has, it is left out."""
@@ -101,9 +111,8 @@ class Past:
             events=tuple(replace(event, number=number) for number, event in enumerate(events, 1)),
         )
 
-    def alone(self, folder: StateFolder) -> RunStatus:
-        """Return how the run stood at the last line."""
-        config = folder.config()
+    def alone(self, run_id: str, config: RunConfig, who: str) -> RunStatus:
+        """Return how the run stood at the last line. who: does not run."""
         last = next((report for report in reversed(self.rounds) if report.committed), None)
         outer_step = last.outer_step if last is not None else 0
         members = []
@@ -112,13 +121,13 @@ class Past:
             told = {"verdict": verdict.verdict, "verdict_reason": verdict.reason} if verdict is not None else {}
             members.append(replace(member, **told))  # type: ignore[arg-type]
         return RunStatus(
-            run_id=folder.run_id,
+            run_id=run_id,
             phase="finished" if outer_step >= config.sync.outer_steps else "stopped",
             outer_step=outer_step,
             outer_steps=config.sync.outer_steps,
             round_id=0,
             reason="",
-            waiting_for="the coordinator, which does not run" if outer_step < config.sync.outer_steps else "",
+            waiting_for=f"{who}, which does not run" if outer_step < config.sync.outer_steps else "",
             draining=False,
             tokens=0,
             stop_tokens=config.sync.tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Mapping
@@ -16,7 +17,9 @@ from rich.text import Text
 from aggregator.swarm import operate
 from aggregator.swarm.standing import Report
 from edit.command_line import SHORT_HELP, log_to_stderr
+from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
+from edit.web import check_installed
 from editpb.invitation import MAX_TEXT_CHARS
 
 __all__ = ["app", "print_report"]
@@ -89,6 +92,52 @@ def status(
         typer.echo(json_text(told.as_json(), indent=2))
     else:
         print_report(Console(), told)
+
+
+@app.command()
+def watch(folder: Folder) -> None:
+    """Show the swarm as it goes on: who leads, members, rounds, losses, events; until the run has finished, or Ctrl-C."""
+    from aggregator.swarm.watching import SwarmWatch
+    from edit.view.live import show
+
+    asyncio.run(show(SwarmWatch(folder).statuses, Console(), time.time))
+
+
+@app.command()
+def report(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Write the page of the swarm, as `web` shows it, to one file; where no host answers, from what this folder has kept."""
+    check_installed()
+    from aggregator.swarm.watching import whole_status
+    from edit.web.page import render_page
+
+    told = whole_status(folder)
+    try:
+        out.write_text(render_page(told), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    typer.echo(f"{out}: {told.phase}, outer step {told.outer_step} of {told.outer_steps}")
+
+
+@app.command()
+def web(
+    folder: Folder,
+    listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",
+    certificate: Annotated[
+        Path | None, typer.Option(help="Elsewhere than on loopback, show this certificate (PEM) to browsers.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+) -> None:
+    """Show the swarm as a page in the browser: the council, members, rounds, curves, events, settings. It has no orders."""
+    check_installed()
+    from aggregator.swarm.watching import SwarmWatch
+    from edit.web.serve import Tls, serve_page
+
+    watching = SwarmWatch(folder)
+    tls = Tls(certificate, key, folder / "ca.pem") if certificate is not None and key is not None else None
+    serve_page(watching.statuses, watching.identity, listen=listen, tls=tls, say=typer.echo)
 
 
 @app.command()

@@ -46,6 +46,7 @@ from editpb.identity import Identity
 from editpb.invitation import Invitation
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
+from editpb.transport.parts import in_part
 from editpb.transport.status import from_rpc, handshake_refusal
 
 if TYPE_CHECKING:
@@ -53,12 +54,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Recovery",
+    "Survey",
     "drain",
     "evict",
     "leave",
     "make_relay",
     "new_authority",
     "operator_credentials",
+    "part_control",
     "pause",
     "recover",
     "rejoin",
@@ -67,6 +70,7 @@ __all__ = [
     "seek_members",
     "share_authority",
     "status",
+    "survey",
 ]
 
 _T = TypeVar("_T")
@@ -208,24 +212,66 @@ async def _status(folder: _Folder, at: str) -> Report:
     if at and not address:
         raise ConfigError(f"{at} is not known here, or has no address; known are {', '.join(others) or 'none'}")
     try:
-        if not address:
-            raise TransportError("its host was never started")
-        said = await _ask(folder, first, address, folder.client)
+        return (await _survey(folder, first, address)).report
     except TransportError as error:
         if at:
             raise
         return _from_files(folder, str(error), others)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """How the swarm stands, by what its hosts answered just now."""
+
+    record: Record  # the newest
+    report: Report
+    addresses: Mapping[str, str]  # HOST:PORT by peer_id, of all that are known to have one
+
+
+async def survey(path: Path) -> Survey:
+    """Ask the host of a member's folder how the swarm stands, or, where it does not answer, another member's.
+
+    Raises ConfigError, StorageError, and TransportError when nobody answers.
+    """
+    folder = _Folder(path)
+    hosts = {folder.identity.peer_id: folder.own_address(), **folder.others()}
+    failures = []
+    for who, address in list(hosts.items())[:MOST_ASKED]:
+        try:
+            return await _survey(folder, who, address)
+        except (TransportError, StaleError) as error:
+            failures.append(f"{who}: {error}")
+    raise TransportError(f"no member answers: {'; '.join(failures)}")
+
+
+async def _survey(folder: _Folder, first: str, address: str) -> Survey:
+    """Ask one host, then the leader and the owners that it names. Raises as `_ask`; StaleError before it was let in."""
+    if not address:
+        raise TransportError("its host was never started")
+    said = await _ask(folder, first, address, folder.client)
     record = said.record
     if record is None:
         raise StaleError(f"{first} was not let in yet: {said.leader or 'nobody'} leads; is it connected to any member?")
+    own = folder.identity.peer_id
     wanted = {said.leader, *(part.owner for part in record.parts)} - {first, ""}
-    known = folder.others(record)
+    known = folder.others(record) | ({own: folder.own_address()} if folder.own_address() else {})
     standings, silent = await _ask_all(folder, {each: known[each] for each in wanted if each in known}, folder.client)
     standings = {first: said, **standings}
-    silent |= dict.fromkeys(wanted - known.keys() - {folder.identity.peer_id}, "it has no address")
+    silent |= dict.fromkeys(wanted - known.keys() - {own}, "it has no address")
     newest = _newest(folder, standings)
     assert newest is not None
-    return report(newest, f"{first} at {address}", standings, silent, said.term)
+    return Survey(newest, report(newest, f"{first} at {address}", standings, silent, said.term), known)
+
+
+@asynccontextmanager
+async def part_control(path: Path, who: str, address: str, part: int) -> AsyncIterator[Any]:
+    """Connect to the owner of a part with the member's certificate of now, and yield a ControlStub for this part.
+
+    Raises ConfigError, StorageError, and as `_connected`.
+    """
+    folder = _Folder(path)
+    async with _connected(folder, who, address, folder.client) as channel:
+        yield in_part(control_pb2_grpc.ControlStub(channel), part)
 
 
 def _from_files(folder: _Folder, why: str, others: Mapping[str, str]) -> Report:

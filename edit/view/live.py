@@ -41,7 +41,14 @@ async def show(
     def frame(rounds: int, events: int) -> Frame:
         run_id = status.run_id if status is not None else ""
         return Frame(
-            run_id=run_id, started=started, now=unix(), rounds=rounds, events=events, problem=problem, width=console.width
+            run_id=run_id,
+            started=started,
+            now=unix(),
+            rounds=rounds,
+            events=events,
+            problem=problem,
+            width=console.width,
+            swarm=status is not None and status.council is not None,
         )
 
     with open_display(console, frame) as display:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edit.plain_text import printable
-from edit.view.observations import Point, Status
+from edit.view.observations import Point, Status, SwarmStatus
 from editpb.run_status import Curve, MemberStatus, RoundReport, RunStatus
 
 __all__ = ["Cell", "Event", "PeerRow", "RoundRow", "RunState", "Total"]
@@ -219,6 +219,7 @@ class RunState:
             tokens=status.tokens,
             waiting_for=printable(status.waiting_for),
             eta_s=status.eta_s,
+            swarm=_swarm(status),
         )
         curves = {(curve.kind, curve.peer_id): curve for curve in status.curves}
         for one in trains:
@@ -365,6 +366,20 @@ def _row(report: RoundReport) -> RoundRow:
         bytes_out=report.bytes_out,
         digests={0: report.digest},
         cells=cells,
+    )
+
+
+def _swarm(status: RunStatus) -> SwarmStatus | None:
+    """Return how a swarm stands; None: there is a coordinator."""
+    if (told := status.council) is None:
+        return None
+    return SwarmStatus(
+        leader=printable(told.leader),
+        owners=tuple(printable(part.owner) for part in told.parts),
+        steps=tuple(part.outer_step for part in told.parts),
+        quorum=printable(told.quorum),
+        has_quorum=not told.lost,
+        away={printable(one.peer_id): printable(one.why) for one in told.members if one.state == "away"},
     )
 
 

@@ -17,10 +17,12 @@ __all__ = [
     "COLOURS",
     "VERDICTS",
     "Cell",
+    "Council",
     "Grid",
     "MemberRow",
     "Overview",
     "charts",
+    "council",
     "event_rows",
     "grid",
     "member_rows",
@@ -40,6 +42,7 @@ PHASES = {
     "collecting": "Collecting contributions",
     "committing": "Merging",
     "paused": "Paused",
+    "stopped": "Stopped",
     "finished": "Finished",
 }
 
@@ -99,6 +102,18 @@ class MemberRow:
     certificate: str
     certificate_tone: str
     evictable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Council:
+    """Who agrees in a swarm, and who owns its parts."""
+
+    leads: str
+    quorum: str
+    lost: bool
+    members: tuple[tuple[str, str, str, str, str, str], ...]  # name, state, its tone, vote, parts, why
+    parts: tuple[tuple[str, str, str, str, str], ...]  # number, owner, outer step, held by, what it waits for
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +276,41 @@ def _certificate(expires: float, now: float) -> str:
 def _certificate_tone(expires: float, now: float) -> str:
     left = expires - now
     return "quiet" if not expires or left > SOON_S else "fault" if left > VERY_SOON_S else "bad"
+
+
+def council(status: RunStatus) -> Council | None:
+    """Return how those who agree in a swarm stand; None: there is a coordinator."""
+    told = status.council
+    if told is None:
+        return None
+    tones = {"leads": "good", "here": "good", "late": "fault", "away": "bad"}
+    return Council(
+        leads=f"{printable(told.leader)} leads" if told.leader else "Nobody is known to lead",
+        quorum=printable(told.quorum),
+        lost=told.lost,
+        members=tuple(
+            (
+                printable(one.peer_id),
+                printable(one.state),
+                tones.get(one.state, "quiet"),
+                "votes" if one.votes else "",
+                ", ".join(map(str, one.owns)),
+                printable(one.why),
+            )
+            for one in told.members
+        ),
+        parts=tuple(
+            (
+                str(one.part),
+                printable(one.owner),
+                f"{one.outer_step:,}",
+                f"{one.held_by} of {len(told.members)}" if one.held_by >= 0 else "not known",
+                printable(one.waiting_for),
+            )
+            for one in told.parts
+        ),
+        notes=tuple(map(printable, told.notes)),
+    )
 
 
 # ---- rounds --------------------------------------------------------------------------------------------------------------

@@ -246,6 +246,51 @@ def status(
 
 
 @app.command()
+def watch(home: HomeOption = Path("edit-peer")) -> None:
+    """Show the swarm as it goes on: who leads, members, rounds, losses, events; until the run has finished, or Ctrl-C.
+
+    It asks this member's host, or another's, and the owner of each part. It only looks on: ending it does nothing to the run.
+
+    Example: edit-peer swarm watch --home a
+    """
+    _operate("watch", home)
+
+
+@app.command()
+def report(
+    home: HomeOption = Path("edit-peer"),
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Write the page of the swarm, as `web` shows it, to one file; where no host answers, from what this folder has kept.
+
+    Needs: pip install 'edit-localsgd[web]'
+
+    Example: edit-peer swarm report --home a --out report.html
+    """
+    _operate("report", home, "--out", out)
+
+
+@app.command()
+def web(
+    home: HomeOption = Path("edit-peer"),
+    listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",
+    certificate: Annotated[
+        Path | None, typer.Option(help="Elsewhere than on loopback, show this certificate (PEM) to browsers.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+) -> None:
+    """Show the swarm as a page in the browser: who leads and owns what, members, rounds, curves, events, settings.
+
+    A process of its own, beside the member. On loopback it prints a link that opens the page once; elsewhere a browser needs a
+    member's certificate. It only reads. Needs: pip install 'edit-localsgd[web]'
+
+    Example: edit-peer swarm web --home a
+    """
+    more = [word for name, path in (("--certificate", certificate), ("--key", key)) if path for word in (name, path)]
+    _operate("web", home, "--listen", listen, *more)
+
+
+@app.command()
 def evict(
     name: Annotated[str, typer.Argument(help="The name of the member.")],
     home: HomeOption = Path("edit-peer"),

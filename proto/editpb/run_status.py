@@ -17,6 +17,9 @@ __all__ = [
     "KEPT_EVENTS",
     "KEPT_ROUNDS",
     "ROUNDS_PER_START",
+    "CouncilMember",
+    "CouncilPart",
+    "CouncilStatus",
     "Curve",
     "Event",
     "MemberStatus",
@@ -282,11 +285,72 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CouncilPart:
+    """A part of a swarm's model."""
+
+    part: int
+    owner: str  # peer_id
+    outer_step: int  # the last one that is agreed on
+    held_by: int  # members that are known to have it; -1: nobody knows, as nobody leads
+    waiting_for: str = ""  # of its round, in words
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CouncilPart:
+        """Return the part that `as_json` of a status wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        return cls(**_typed(cls, values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CouncilMember:
+    """A member of a swarm."""
+
+    peer_id: str
+    votes: bool
+    state: str  # leads, here, late, away, unknown
+    owns: tuple[int, ...] = ()  # parts
+    why: str = ""  # it is late, away, or does not vote
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CouncilMember:
+        """Return the member that `as_json` of a status wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        return cls(**_typed(cls, values), owns=tuple(map(int, values.get("owns", ()))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CouncilStatus:
+    """How those who agree in a swarm stand, by what its hosts said."""
+
+    leader: str  # peer_id; empty: nobody leads, or nobody who answers says so
+    quorum: str  # how many voters are here and how many are needed, in words
+    lost: bool  # too few voters are here: nothing is agreed on until others return
+    term: int
+    version: int  # of the record in this term
+    parts: tuple[CouncilPart, ...]
+    members: tuple[CouncilMember, ...]
+    notes: tuple[str, ...] = ()  # what else is to be said
+
+    def as_json(self) -> dict[str, object]:
+        """Return the values of `council`."""
+        lists = {"parts": [_plain(one) for one in self.parts], "members": [_plain(one) for one in self.members]}
+        return {**_plain(self), **lists, "notes": list(self.notes)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CouncilStatus:
+        """Return the status that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        return cls(
+            **_typed(cls, values),
+            parts=tuple(map(CouncilPart.from_json, values["parts"])),
+            members=tuple(map(CouncilMember.from_json, values["members"])),
+            notes=tuple(map(str, values.get("notes", ()))),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """One aggregator's run as it stands."""
+    """One aggregator's run as it stands, or the whole run's (`editpb.whole_run`)."""
 
     run_id: str  # the run's name and eight hexadecimal digits
-    phase: str  # founding, gathering, collecting, committing, paused, finished
+    phase: str  # founding, gathering, collecting, committing, paused, finished; stopped: no aggregator runs
     outer_step: int  # the last committed one
     outer_steps: int  # where the run ends
     round_id: int  # the open round; 0: none
@@ -311,6 +375,7 @@ class RunStatus:
     settings: tuple[Setting, ...] = ()
     aggregator: int = 0  # which one this is; 0 is the coordinator
     aggregators: tuple[RunStatus, ...] = ()  # the further ones, as far as they were asked and answered
+    council: CouncilStatus | None = None  # of a whole swarm; None: there is a coordinator, or it is one part's status
 
     def as_json(self) -> dict[str, object]:
         """Return the values of `status --json`: flat, stable names for scripts; no deadline is -1. `json_text` writes them."""
@@ -342,6 +407,8 @@ class RunStatus:
         }
         if self.aggregator:
             return {"aggregator": self.aggregator, **status}
+        if self.council is not None:
+            status["council"] = self.council.as_json()
         return {**status, "aggregators": [one.as_json() for one in self.aggregators]}
 
     @classmethod
@@ -365,7 +432,8 @@ class RunStatus:
         for name in ("deadline_in_s", "eta_s"):
             seconds = _number(values.get(name, -1.0))
             plain[name] = seconds if seconds >= 0 else None
-        return cls(**plain, **found)
+        council = CouncilStatus.from_json(values["council"]) if values.get("council") is not None else None
+        return cls(**plain, **found, council=council)
 
     def updated(self, news: RunStatus) -> RunStatus:
         """Return the later status that a message of Watch leads to: it has only the rounds and events since this one."""

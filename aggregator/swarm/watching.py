@@ -1,0 +1,245 @@
+"""The whole swarm as one status, again and again, for `watch`, `report` and `web`: what the hosts say of the council, and what
+the owner of each part says of its rounds.
+
+It asks as the member of a folder: its own host first, another where that does not answer. It only looks on. Its memory is one
+status per part, and each of these is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+from aggregator.control.status import settings_of
+from aggregator.past import Past
+from aggregator.swarm.host_folder import Settings, identity_of
+from aggregator.swarm.member_folder import MemberFolder
+from aggregator.swarm.operate import Survey, part_control, survey
+from aggregator.swarm.standing import Report
+from edit.config.run import RunConfig
+from edit.council.record import Phase
+from edit.errors import EditError, TransportError
+from editpb.run_status import CouncilMember, CouncilPart, CouncilStatus, RunStatus
+from editpb.transport.watch import watch
+from editpb.whole_run import continued, whole_run
+
+__all__ = ["SwarmWatch", "council_status", "whole_status"]
+
+FIRST_S = 5.0  # for how long the owners' first answers are waited for
+AGAIN_S = 1.0  # after an owner did not answer
+
+
+class SwarmWatch:
+    """Watches the swarm of a member's folder. It remembers what it has seen, so one that is asked again goes on.
+
+    Args:
+        path: the folder.
+        every_s: between two statuses.
+        unix: seconds since 1970.
+    """
+
+    def __init__(self, path: Path, every_s: float = 1.0, unix: Callable[[], float] = time.time) -> None:
+        self._path, self._every_s, self._unix = path, every_s, unix
+        self.identity = identity_of(path)
+        self._config, self._fragments = _settings(path)
+        self._parts: list[RunStatus | None] = [None] * len(self._fragments)
+        self._troubles: dict[int, str] = {}  # why nothing newer comes of a part
+        self._owners: dict[int, tuple[str, int, str]] = {}  # name, grant, address: who is watched
+        self._told = asyncio.Event()
+
+    def remember(self, parts: Sequence[RunStatus | None]) -> None:
+        """Take what is known of each part's past."""
+        self._parts = [*parts]
+
+    async def statuses(self) -> AsyncGenerator[RunStatus, None]:
+        """Yield how the swarm stands, until the run has finished. Raises as `survey`."""
+        tasks: dict[int, asyncio.Task[None]] = {}
+        waited = False
+        try:
+            while True:
+                found = await survey(self._path)
+                for number, part in enumerate(found.record.parts[: len(self._parts)]):
+                    owner = part.owner, part.grant, found.addresses.get(part.owner, "")
+                    if self._owners.get(number) != owner or number not in tasks or tasks[number].done():
+                        if number in tasks:
+                            await _ended(tasks[number])
+                        self._owners[number] = owner
+                        tasks[number] = asyncio.create_task(self._follow(number, *owner))
+                if not waited:
+                    waited = True
+                    await self._first_answers()
+                if (status := self._status(found)) is not None:
+                    yield status
+                    if status.phase == "finished":
+                        return
+                await asyncio.sleep(self._every_s)
+        finally:
+            self._owners.clear()
+            for task in tasks.values():
+                await _ended(task)
+
+    async def _first_answers(self) -> None:
+        """Wait until every part's owner has answered, or did not."""
+        try:
+            async with asyncio.timeout(FIRST_S):
+                while any(part is None and i not in self._troubles for i, part in enumerate(self._parts)):
+                    await self._told.wait()
+                    self._told.clear()
+        except TimeoutError:
+            return
+
+    async def _follow(self, number: int, owner: str, grant: int, address: str) -> None:
+        """Take what the owner of a part says, for ever; its trouble is told, not raised."""
+        while True:
+            try:
+                if not address:
+                    raise TransportError(f"{owner} has no address at which this member could ask it")
+                await self._take(number, owner, address)
+                raise TransportError(f"{owner} has ended the connection")
+            except EditError as error:
+                self._troubles[number] = str(error)
+                self._told.set()
+            await asyncio.sleep(AGAIN_S)
+
+    async def _take(self, number: int, owner: str, address: str) -> None:
+        before = self._parts[number]
+        async with (
+            part_control(self._path, owner, address, number) as stub,
+            aclosing(watch(stub, owner, self._every_s)) as told,
+        ):
+            async for status in told:
+                self._parts[number] = continued(before, status)
+                self._troubles.pop(number, None)
+                self._told.set()
+
+    def _status(self, found: Survey) -> RunStatus | None:
+        """Return the whole swarm's status; what is agreed on goes before what one owner says."""
+        record, told = found.record, found.report
+        merged = whole_run(self._parts, self._fragments, record.members.keys() | record.evicted.keys())
+        status = merged or _unknown(self.identity.run_id, self._config)
+        council = council_status(told)
+        troubles = {
+            number: why
+            for number, why in self._troubles.items()
+            if record.phase is not Phase.FINISHED and number in self._owners
+        }
+        reasons = (
+            ["too few voters are here: nothing is agreed on until others return; all train on alone"] if council.lost else []
+        )
+        reasons += [f"part {number}: {why}" for number, why in sorted(troubles.items())]
+        states = {row.peer_id: row for row in council.members}
+        members = tuple(
+            replace(row, state="evicted", reason=record.evicted[row.peer_id])
+            if row.peer_id in record.evicted
+            else replace(row, state="lost", reason=states[row.peer_id].why)
+            if row.peer_id in states
+            and states[row.peer_id].state == "away"
+            and row.state in ("starting", "training", "exchanging")
+            else row
+            for row in status.members
+        )
+        return replace(
+            status,
+            run_id=record.run_id,
+            phase=_phase(record.phase, status.phase),
+            outer_step=min(part.outer_step for part in record.parts),
+            outer_steps=self._config.sync.outer_steps,
+            tokens=min(part.tokens for part in record.parts),
+            stop_tokens=self._config.sync.tokens,
+            draining=record.phase is Phase.DRAINING,
+            reason="; ".join(filter(None, (*reasons, status.reason))),
+            waiting_for="" if record.phase is Phase.FINISHED else status.waiting_for,
+            eta_s=None if record.phase is Phase.FINISHED else status.eta_s,
+            members=members,
+            settings=settings_of(self._config),
+            council=council,
+            t=self._unix(),
+        )
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _settings(path: Path) -> tuple[RunConfig, Sequence[Sequence[int]]]:
+    """Return the run's settings, and the ids of each part's fragments."""
+    settings = Settings.load(path)
+    config = settings.config()
+    return config, [ids for ids, _ in settings.schemas(config)]
+
+
+def _phase(agreed: Phase, seen: str) -> str:
+    """Return the phase of the whole run: what is agreed on, and while it runs, what the owners do."""
+    if agreed in (Phase.RUNNING, Phase.DRAINING):
+        return seen if seen not in ("finished", "paused", "stopped") else "gathering"
+    return "paused" if agreed is Phase.PAUSED else "finished"
+
+
+def council_status(told: Report) -> CouncilStatus:
+    """Return what a report says, as a part of a status."""
+    return CouncilStatus(
+        leader=told.leader,
+        quorum=told.quorum,
+        lost=told.has_quorum is False,
+        term=told.term,
+        version=told.version,
+        parts=tuple(
+            CouncilPart(
+                part=row["part"],
+                owner=row["owner"],
+                outer_step=row["outer_step"],
+                held_by=-1 if row["holders"] is None else len(row["holders"]),
+                waiting_for=row["waits"],
+            )
+            for row in told.parts
+        ),
+        members=tuple(
+            CouncilMember(
+                peer_id=row["peer_id"], votes=row["voter"], state=row["state"], owns=tuple(row["owns"]), why=row["why"]
+            )
+            for row in told.members
+        ),
+        notes=told.notes,
+    )
+
+
+def whole_status(path: Path) -> RunStatus:
+    """Return how the swarm of a member's folder stands, with what is kept of its past in this folder.
+
+    Where no host answers, it is how the run stood when this member last owned parts. Raises ConfigError, StorageError.
+    """
+    past = _past(path)
+
+    async def ask() -> RunStatus:
+        watching = SwarmWatch(path)
+        watching.remember(past)
+        async with aclosing(watching.statuses()) as statuses:
+            return await anext(statuses)
+
+    try:
+        return asyncio.run(ask())
+    except TransportError as error:
+        config, fragments = _settings(path)
+        status = whole_run(past, fragments) or _unknown(identity_of(path).run_id, config)
+        return replace(status, settings=settings_of(config), reason=str(error) if status.phase != "finished" else "")
+
+
+def _past(path: Path) -> list[RunStatus | None]:
+    """Return what the engines of this folder have written of each part; None: this member never owned it."""
+    config, fragments = _settings(path)
+    run_id, folder = identity_of(path).run_id, MemberFolder(path)
+    found: list[RunStatus | None] = []
+    for number in range(len(fragments)):
+        metrics = folder.engine(number) / "metrics.jsonl"
+        found.append(Past.read(metrics).alone(run_id, config, "the swarm") if metrics.exists() else None)
+    return found
+
+
+def _unknown(run_id: str, config: RunConfig) -> RunStatus:
+    """Return the status of a run of which no owner has said anything."""
+    return replace(Past().alone(run_id, config, "the owner of a part"), phase="stopped")

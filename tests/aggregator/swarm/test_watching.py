@@ -1,0 +1,80 @@
+"""The whole swarm as one status: all parts in one row, who leads, owners that change, hosts that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import torch
+
+from aggregator.swarm.host_folder import Settings
+from aggregator.swarm.watching import SwarmWatch, whole_status
+from edit.errors import TransportError
+from edit.web.page import render_page
+from editpb.run_status import RunStatus
+from tests.aggregator.swarm.test_operating import equip, in_thread, scenario
+from tests.support.council.hosts import SIZES, Hosts, schema_of
+
+ONES = [torch.ones(size) for size in SIZES]
+PARTS = 2
+
+
+@pytest.fixture(autouse=True)
+def model_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hosts of the test have random vectors in place of a model."""
+    ids = [(range(i * len(SIZES), (i + 1) * len(SIZES)), schema_of(i)) for i in range(PARTS)]
+    monkeypatch.setattr(Settings, "schemas", lambda self, config: tuple(ids))
+
+
+async def first_that(statuses: AsyncIterator[RunStatus], condition: Callable[[RunStatus], object]) -> RunStatus:
+    """Return the first status that is so. The loop's time stands still, so the statuses' pauses are let pass by hand."""
+    last = None
+    for _ in range(200):
+        last = await anext(statuses)
+        if condition(last):
+            return last
+    raise AssertionError(last)
+
+
+def test_all_parts_are_one_run_and_a_member_that_stops_is_away(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "b")
+        for part in range(PARTS):
+            await swarm.contribute(part, ONES)
+        await swarm.until(lambda: all(set(swarm.steps(part).values()) == {1} for part in range(PARTS)))
+        async with aclosing(SwarmWatch(folder, every_s=0.0).statuses()) as statuses:
+            told = await first_that(statuses, lambda status: status.rounds and status.council.leader == "a")
+            (round_,) = told.rounds
+            assert (round_.outer_step, round_.number, round_.committed) == (1, 1, True)
+            assert [each.fragment_id for each in round_.fragments] == list(range(PARTS * len(SIZES)))
+            assert told.outer_step == 1 and told.tokens == 10 and told.run_id == swarm.run_id
+            assert [part.owner for part in told.council.parts] == [part.owner for part in swarm.record.parts]
+            assert {one.peer_id for one in told.council.members} == {"a", "b", "c"} and not told.council.lost
+            assert {setting.name for setting in told.settings} >= {"sync.every", "swarm.parts"}
+            page = render_page(told)
+            assert "a leads" in page and "3 of 3 here, 2 needed" in page
+        written = await in_thread(whole_status, folder)
+        assert [report.outer_step for report in written.rounds] == [1]
+
+    scenario(tmp_path, body, parts=PARTS)
+
+
+def test_without_any_host_it_says_what_the_folder_has_kept(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        for part in range(PARTS):
+            await swarm.contribute(part, ONES)
+        await swarm.until(lambda: all(set(swarm.steps(part).values()) == {1} for part in range(PARTS)))
+        owners = [part.owner for part in swarm.record.parts]
+        folder = equip(swarm, owners[0])
+        for peer_id in "cba":
+            await swarm.stop(peer_id)
+        told = await in_thread(whole_status, folder)
+        assert told.phase == "stopped" and "no member answers" in told.reason and told.council is None
+        assert told.outer_step == 1, owners
+        with pytest.raises(TransportError, match="no member answers"):
+            await asyncio.wait_for(anext(SwarmWatch(folder).statuses()), 30)
+
+    scenario(tmp_path, body, parts=PARTS)
