@@ -235,7 +235,7 @@ class RunState:
     def outer_step(self) -> int:
         """The last committed outer step."""
         committed = max((row.outer_step for row in self.rounds if row.committed), default=0)
-        return max(committed, self.status.outer_step if self.status is not None and self.status.swarm is None else 0)
+        return max(committed, self.status.outer_step if self.status is not None else 0)
 
     @property
     def last_step(self) -> int:

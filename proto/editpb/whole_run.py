@@ -11,7 +11,7 @@ as one aggregator's status is.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from editpb.run_status import (
@@ -177,9 +177,10 @@ def _outer_step(
         reasons[f"nothing is known of part {', '.join(map(str, lacking))}, whose owner was another"] = None
     verdicts, base = [], 0
     for number, report in of:
+        ids: Sequence[int]
         if fragments is None:
             ids = range(base, base + 1 + max((each.fragment_id for each in report.fragments), default=-1))
-            base = ids.stop
+            base += len(ids)
         else:
             ids = fragments[number]
         verdicts += [
@@ -269,12 +270,15 @@ def _curve(kind: str, of: Sequence[Curve]) -> Curve:
         return max(of, key=lambda curve: (curve.x[-1], len(curve.x)))
     points = [dict(zip(curve.x, zip(curve.t, curve.y, strict=True), strict=True)) for curve in of]
     steps = sorted(set.intersection(*(set(each) for each in points)))
-    joined = {"norm": lambda ys: math.hypot(*ys), "round_s": max, "bytes_in": sum, "bytes_out": sum}.get(kind, _mean)
+    ways: dict[str, Callable[[list[float]], float]] = {"norm": lambda ys: math.hypot(*ys), "round_s": max} | dict.fromkeys(
+        _SUMS, sum
+    )
+    joined = ways.get(kind, _mean)
     return replace(
         of[0],
         x=tuple(steps),
         t=tuple(max(each[step][0] for each in points) for step in steps),
-        y=tuple(float(joined([each[step][1] for each in points])) for step in steps),
+        y=tuple(joined([each[step][1] for each in points]) for step in steps),
     )
 
 
