@@ -22,5 +22,6 @@ other members (a `Source` is given), clocks, the event loop, peers that train.
     process.py        that process: `python -m aggregator.swarm FOLDER`
     standing.py       what hosts say of themselves, and what several say together, in words
     operate.py        what an operator does from a member's folder: status, orders, leaving, recovery
+    watching.py       the whole swarm as one status, again and again, for `watch`, `report`, `web`
     commands.py       `python -m aggregator.swarm VERB FOLDER`
 """

@@ -144,7 +144,7 @@ class _Pages:
                 status = _shown(self._feed.status, viewer)
                 for name in PARTS:
                     text = render_part(name, status, problem=self._feed.problem, csrf=viewer.csrf)
-                    if sent.get(name) != text:
+                    if sent.get(name, "") != text:  # a part that says nothing of this run is not sent
                         sent[name] = text
                         yield _event(name, text)
                 newest = status.rounds[-1].round_id if status.rounds else 0

@@ -270,9 +270,7 @@ def _curve(kind: str, of: Sequence[Curve]) -> Curve:
         return max(of, key=lambda curve: (curve.x[-1], len(curve.x)))
     points = [dict(zip(curve.x, zip(curve.t, curve.y, strict=True), strict=True)) for curve in of]
     steps = sorted(set.intersection(*(set(each) for each in points)))
-    ways: dict[str, Callable[[list[float]], float]] = {"norm": lambda ys: math.hypot(*ys), "round_s": max} | dict.fromkeys(
-        _SUMS, sum
-    )
+    ways: dict[str, Callable[[list[float]], float]] = {"round_s": max, "bytes_in": sum, "bytes_out": sum, "norm": _norm}
     joined = ways.get(kind, _mean)
     return replace(
         of[0],
@@ -280,6 +278,11 @@ def _curve(kind: str, of: Sequence[Curve]) -> Curve:
         t=tuple(max(each[step][0] for each in points) for step in steps),
         y=tuple(joined([each[step][1] for each in points]) for step in steps),
     )
+
+
+def _norm(norms: list[float]) -> float:
+    """Return the norm of the whole of which these are the parts'."""
+    return math.hypot(*norms)
 
 
 def _events(parts: Sequence[tuple[int, RunStatus]], named: bool) -> tuple[Event, ...]:
