@@ -7,7 +7,17 @@ import random
 from dataclasses import replace
 
 from edit.records import FragmentCommit, PeerVerdict, Verdict
-from editpb.run_status import Curve, Event, MemberStatus, RoundReport, RunStatus, Setting
+from editpb.run_status import (
+    CouncilMember,
+    CouncilPart,
+    CouncilStatus,
+    Curve,
+    Event,
+    MemberStatus,
+    RoundReport,
+    RunStatus,
+    Setting,
+)
 
 T = 1_795_300_000.0  # unix seconds: when these statuses are said
 PEERS = ("aurora", "basel", "cambridge", "delft", "espoo")
@@ -87,6 +97,16 @@ def hostile_run() -> RunStatus:
         curves=tuple(replace(one, peer_id=HOSTILE) for one in status.curves if one.kind == "loss")[:1],
         events=(Event(number=1, t=T, kind=HOSTILE, peer_id=HOSTILE, text=HOSTILE, tone=HOSTILE),),
         settings=(Setting(name=HOSTILE, value=HOSTILE, default=""),),
+        council=CouncilStatus(
+            leader=HOSTILE,
+            quorum=HOSTILE,
+            lost=True,
+            term=1,
+            version=1,
+            parts=(CouncilPart(part=0, owner=HOSTILE, outer_step=1, held_by=1, waiting_for=HOSTILE),),
+            members=(CouncilMember(peer_id=HOSTILE, votes=True, state=HOSTILE, owns=(0,), why=HOSTILE),),
+            notes=(HOSTILE,),
+        ),
     )
 
 
