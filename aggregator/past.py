@@ -92,7 +92,13 @@ class Past:
 
     def _report(self, peer_id: str, line: Mapping[str, Any], t: float) -> None:
         member = MemberStatus.from_json({**line, "role": "peer", "reason": ""})
-        beat = Heartbeat(state=PeerState(member.state), inner_steps=member.inner_steps, loss=member.loss)
+        beat = Heartbeat(
+            state=PeerState(member.state),
+            inner_steps=member.inner_steps,
+            outer_step=member.outer_step,
+            loss=member.loss,
+            metrics=member.metrics,
+        )
         self.history.on_event(PeerReported(peer_id, beat), t)
         self.members[peer_id] = replace(member, reason=self._member(peer_id).reason)
 

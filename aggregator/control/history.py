@@ -33,6 +33,7 @@ _POINTS = 256  # of a curve, at most
 _POINTS_IN_ALL = 1 << 15  # that a status has
 _WORDS = 500  # characters of an event
 _PACED = 20  # outer steps whose pace counts
+HELD_OUT = "held_out"  # the metric of a peer that is drawn as its held-out loss
 _SILENT_S = 60.0  # longer than that between two reports, nobody knows what a peer did
 _SHARES = {
     PeerPhase.COMPUTE: "computing",
@@ -88,6 +89,7 @@ class History:
         self._curves: dict[tuple[str, str], Line] = {}  # by kind and peer_id
         self._steps: dict[str, Steps] = {}
         self._trained: dict[str, int] = {}  # inner steps of the last point of each peer's loss
+        self._evaluated: dict[str, int] = {}  # outer step of the last point of each peer's held-out loss
         self._away: set[str] = set()
         self._seen: dict[str, float] = {}  # when each peer reported last
         self._shares: dict[str, dict[str, float]] = {}  # seconds by share, by peer_id
@@ -105,6 +107,11 @@ class History:
                 if steps > self._trained.get(peer_id, 0):
                     self._trained[peer_id] = steps
                     self._line("loss", peer_id).add(steps, unix, heartbeat.loss)
+                held_out, step = heartbeat.metrics.get(HELD_OUT), heartbeat.outer_step
+                committed = self._paced[-1][1] if self._paced else 0
+                if held_out is not None and self._evaluated.get(peer_id, 0) < step <= committed:  # above that it cannot be
+                    self._evaluated[peer_id] = step
+                    self._line(HELD_OUT, peer_id).add(step, unix, held_out)
             case RoundReport():
                 self._round(event, unix)
             case MemberChanged(peer_id, "training" | "exchanging", live=True) if peer_id in self._away:

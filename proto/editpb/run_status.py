@@ -216,7 +216,7 @@ class Curve:
     ----------  -----------------------------------------------------  -----------------------------------------
     loss        training loss of a peer                                its inner steps, over all of its processes
     norm        norm of a peer's pseudo-gradient, or of the merged one  outer step
-    held_out    loss on text that nobody trains on                     outer step
+    held_out    a peer's metric `held_out`: on text nobody trains on    outer step
     cosine      `RoundReport.cosine`                                   outer step
     bytes_in    received by the aggregator until then                  outer step
     bytes_out   sent to one peer until then                            outer step
@@ -456,7 +456,7 @@ class RunStatus:
         return replace(
             self,
             members=tuple(one if one.peer_id == peer_id else replace(one, loss=math.nan, metrics={}) for one in self.members),
-            curves=tuple(one for one in self.curves if one.kind != "loss" or one.peer_id == peer_id),
+            curves=tuple(one for one in self.curves if one.kind not in ("loss", "held_out") or one.peer_id == peer_id),
         )
 
 

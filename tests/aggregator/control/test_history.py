@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from edit.records import FragmentCommit, PeerVerdict, Verdict
 from edit.rounds.deadlines import PeerPhase
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import Curve, RoundReport
+from tests.support.statuses import busy_run
 
 
 class Told:
@@ -155,3 +157,17 @@ def test_the_end_is_told_from_the_usual_pace_whatever_a_pause_took() -> None:
     assert told.history.eta_s(10, 0, told.t + 4) == pytest.approx(46.0)
     assert told.history.eta_s(10, 0, told.t + 4000) == 0.0
     assert told.history.eta_s(10, 700, told.t) == pytest.approx(20.0)
+
+
+def test_a_held_out_loss_that_a_peer_reports_is_its_curve_by_outer_step_and_is_shared_as_losses_are() -> None:
+    told = Told()
+    told.commit(1, verdict("a"))
+    told.commit(2, verdict("a"))
+    for step, value in ((1, 4.0), (1, 4.5), (2, 3.5), (1, 9.0), (1 << 50, 1.0)):
+        beat = Heartbeat(state=PeerState.TRAINING, outer_step=step, metrics={"held_out": value, "accuracy": 0.5})
+        told.event(PeerReported("a", beat))
+    curve = told.curve("held_out", "a")
+    assert (curve.x, curve.y) == ((1.0, 2.0), (4.0, 3.5)), "of each step that the run has, one"
+    status = replace(busy_run(1), curves=(curve,))
+    assert status.shown_to("peer", "b", False).curves == ()
+    assert status.shown_to("peer", "a", False).curves == status.shown_to("peer", "b", True).curves == (curve,)
