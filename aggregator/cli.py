@@ -20,12 +20,12 @@ from aggregator.storage.state_folder import StateFolder, address_of
 from edit.command_line import SHORT_HELP, exit_codes, log_to_stderr, run_command, with_version
 from edit.config.overrides import with_settings
 from edit.config.presets import with_preset, without_ineffective
-from edit.errors import ConfigError
+from edit.errors import ConfigError, TransportError
 from edit.plain_text import json_text
 from edit.plugins import pin
 from edit.view.status import print_members, print_status
 from edit.web import check_installed
-from editpb.invitation import is_loopback
+from editpb.invitation import endpoint_of, is_loopback
 from editpb.run_status import RunStatus
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
     help="Coordinate a training run: create it, serve it, invite peers, control it, export the model.\n\n"
     f"{exit_codes(0, 2, 3, 4, 69, 70, 130)}\n\n"
@@ -148,18 +149,18 @@ def serve(
         int, typer.Option(help="CPU threads that merge. More than one only on a machine that does nothing else.", min=1)
     ] = 1,
     accept_rollback: Annotated[
-        bool, typer.Option("--accept-rollback", help="Go on although the folder lost committed outer steps.")
+        bool, typer.Option("--accept-rollback", help="Start even though the folder lost committed outer steps.")
     ] = False,
     dht_peers: Annotated[
         list[str] | None,
         typer.Option(
             "--dht-peers",
-            help="Say where this is in the DHT of this libp2p node: /ip4/192.0.2.1/tcp/4001/p2p/12D3... Repeatable.",
+            help="Announce the coordinator in the DHT of this libp2p node: /ip4/192.0.2.1/tcp/4001/p2p/12D3... Repeatable.",
             metavar="ADDRESS",
         ),
     ] = None,
     keep_serving: Annotated[
-        bool, typer.Option("--keep-serving", help="Serve on when the run has finished, until Ctrl-C or SIGTERM.")
+        bool, typer.Option("--keep-serving", help="Continue to serve after the run has finished, until Ctrl-C or SIGTERM.")
     ] = False,
     trackers: Annotated[
         list[str] | None,
@@ -213,7 +214,7 @@ def invite(
     name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],
     state: State = Path("edit-run"),
     role: Annotated[str, typer.Option(help="peer, region, observer or operator.")] = "peer",
-    hours: Annotated[float, typer.Option(help="The invitation is valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
+    hours: Annotated[float, typer.Option(help="How many hours the invitation is valid.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation, one line on stdout. Send it to the member's operator over a channel you trust.
 
@@ -239,19 +240,25 @@ def _enrol_endpoints(folder: StateFolder) -> tuple[str, ...]:
         if not (bound := folder.bound()):
             raise ConfigError(f"{folder.run_toml}: server.enrol_listen has port 0; start `edit-coordinator serve` first")
         port = bound["enrol_listen"].rpartition(":")[2]
-    return tuple(f"{host}:{port}" for host in server.advertise)
+    return tuple(endpoint_of(host, port) for host in server.advertise)
 
 
 @app.command()
 def status(
     state: State = Path("edit-run"),
     as_json: AsJson = False,
-    rounds: Annotated[int, typer.Option(help="Show so many of the last rounds.", min=0, max=200)] = 8,
+    rounds: Annotated[int, typer.Option(help="How many of the last rounds to show.", min=0, max=200)] = 8,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it anew every 2 s until the run has finished; with --json, a line each time.")
+        bool,
+        typer.Option(
+            "--watch",
+            help="Print it anew every 2 s until the run has finished; with --json, a line each time.",
+        ),
     ] = False,
 ) -> None:
     """Show the run: its phase, its members, and the last rounds with the reason why each closed.
+
+    After the end of the run, how it ended, from the files in --state. `watch` is the same as a live screen with curves.
 
     Example: edit-coordinator status --state my-run
     """
@@ -271,12 +278,25 @@ def status(
 
 
 def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
-    """Return what all aggregators answered, and that as one status. Raises TransportError when the coordinator did not."""
-    from aggregator.operator_client import call_every, read_status
+    """Return what all aggregators answered, and that as one status.
 
-    answers = call_every(StateFolder(state), read_status)
-    if 0 not in answers.said:
-        answers.check()
+    A coordinator that has ended with its run says nothing; then it is how the run ended. Raises TransportError when the
+    coordinator does not answer and the run has not ended.
+    """
+    from aggregator.operator_client import Answers, call_every, read_status
+    from aggregator.past import Past
+
+    folder = StateFolder(state)
+    try:
+        answers = call_every(folder, read_status)
+        if 0 not in answers.said:
+            answers.check()
+    except TransportError as error:
+        ended = Past.read(folder.metrics).alone(folder.run_id, folder.config(), "the coordinator")
+        if ended.phase != "finished":
+            at = f" The last commit was outer step {ended.outer_step} of {ended.outer_steps}" if ended.outer_step else ""
+            raise TransportError(f"{error}{at}") from error
+        return Answers({0: ended}, []), replace(ended, reason=f"the run has ended at outer step {ended.outer_step}")
     further = tuple(replace(one, aggregator=number) for number, one in answers.said.items() if number > 0)
     return answers, replace(answers.said[0], aggregators=further)
 
@@ -285,7 +305,8 @@ def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
 def watch(state: State = Path("edit-run")) -> None:
     """Show the run as it goes on: members, rounds, losses, events; until it has finished, or Ctrl-C.
 
-    On a terminal a screen of 100 columns, elsewhere lines. It only looks on: ending it does nothing to the run.
+    On a terminal a screen of 100 columns, elsewhere lines; `status` prints tables instead, once or with --watch again and
+    again. It only looks on: ending it does nothing to the run.
 
     Example: edit-coordinator watch --state my-run
     """
@@ -322,7 +343,10 @@ def web(
     state: State = Path("edit-run"),
     listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",
     certificate: Annotated[
-        Path | None, typer.Option(help="Elsewhere than on loopback, show this certificate (PEM). Default: the coordinator's.")
+        Path | None,
+        typer.Option(
+            help="The certificate of the page's server (PEM); a loopback address needs none. Default: the coordinator's."
+        ),
     ] = None,
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
 ) -> None:
@@ -372,7 +396,7 @@ def evict(
 
 @app.command()
 def pause(state: State = Path("edit-run")) -> None:
-    """Pause the run until `resume`, also over a restart: abort the open round and open no other. Peers wait at their exchange.
+    """Pause the run until `resume`, even if `serve` is restarted. The open round is aborted; peers wait at their exchange.
 
     Example: edit-coordinator pause --state my-run
     """

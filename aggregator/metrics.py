@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 
-from aggregator.run_feed import MemberChanged, PeerReported, RoundReport, RunEvent
+from aggregator.run_feed import MemberChanged, PeerReported, RoundReport, RunEnded, RunEvent
 from edit.plain_text import json_text
 
 __all__ = ["KEPT", "MetricsLog", "file_names"]
@@ -50,7 +50,7 @@ class MetricsLog:
         self._refused = self._overrun = False  # said already
 
     def on_event(self, event: RunEvent, unix: float) -> None:
-        """Write the line of an event that has one: a closed round, a member's change, a peer's report."""
+        """Write the line of an event that has one: a closed round, a member's change, a peer's report, the end of the run."""
         match event:
             case RoundReport():
                 self.line("round", unix, event.as_json())
@@ -58,6 +58,8 @@ class MetricsLog:
                 self.line("member", unix, {"peer_id": peer_id, "state": state, "reason": reason})
             case PeerReported(peer_id, heartbeat):
                 self.line("peer", unix, {"peer_id": peer_id, **heartbeat.as_json()})
+            case RunEnded(outer_step, tokens):
+                self.line("end", unix, {"outer_step": outer_step, "tokens": tokens})
 
     def line(self, kind: str, unix: float, fields: Mapping[str, object]) -> None:
         """Append one line, soon; `unix`: seconds since 1970."""

@@ -22,7 +22,7 @@ from edit.plain_text import parse_json
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import KEPT_EVENTS, KEPT_ROUNDS, MemberStatus, RoundReport, RunStatus
 
-__all__ = ["Past", "whole_status"]
+__all__ = ["Past", "past_of", "whole_status"]
 
 _LIVE = {"starting", "training", "exchanging"}
 
@@ -60,6 +60,7 @@ class Past:
     rounds: list[RoundReport] = field(default_factory=list)
     members: dict[str, MemberStatus] = field(default_factory=dict)
     t: float = 0.0  # of the last line
+    ended: bool = False  # the run has ended, and no round was closed since: by its outer steps, its tokens or a drain
 
     @classmethod
     def read(cls, metrics: Path) -> Past:
@@ -78,12 +79,15 @@ class Past:
                     report = RoundReport.from_json(line)
                     self.history.on_event(report, t)
                     self.rounds = [*self.rounds[-KEPT_ROUNDS + 1 :], report]
+                    self.ended = False
                 case "member":
                     peer_id, state, reason = str(line["peer_id"]), str(line["state"]), str(line["reason"])
                     self.history.on_event(MemberChanged(peer_id, state, reason, live=state in _LIVE), t)
                     self.members[peer_id] = replace(self._member(peer_id), state=state, reason=reason)
                 case "peer":
                     self._report(str(line["peer_id"]), line, t)
+                case "end":
+                    self.ended = True
                 case _:
                     return
             self.t = t
@@ -121,6 +125,7 @@ class Past:
         """Return how the run stood at the last line. who: does not run."""
         last = next((report for report in reversed(self.rounds) if report.committed), None)
         outer_step = last.outer_step if last is not None else 0
+        ended = self.ended or outer_step >= config.sync.outer_steps
         members = []
         for peer_id, member in sorted(self.members.items()):
             verdict = self.history.verdict(peer_id)
@@ -128,12 +133,12 @@ class Past:
             members.append(replace(member, **told))  # type: ignore[arg-type]
         return RunStatus(
             run_id=run_id,
-            phase="finished" if outer_step >= config.sync.outer_steps else "stopped",
+            phase="finished" if ended else "stopped",
             outer_step=outer_step,
             outer_steps=config.sync.outer_steps,
             round_id=0,
             reason="",
-            waiting_for=f"{who}, which does not run" if outer_step < config.sync.outer_steps else "",
+            waiting_for="" if ended else f"{who}, which does not run",
             draining=False,
             tokens=0,
             stop_tokens=config.sync.tokens,

@@ -331,7 +331,7 @@ def _line(event: RunEvent) -> tuple[int, str] | None:
             return logging.WARNING, f"{peer_id}: quarantined for {seconds:.0f} s, its bytes were bad too often: {reason}"
         case RoundReport():
             result = "committed" if event.committed else "aborted"
-            return logging.INFO, f"round {event.round_id} {result}: {event.reason} ({event.seconds:.2f} s)"
+            return logging.INFO, f"round {event.number} {result}: {event.reason} ({event.seconds:.2f} s)"
         case RunEnded(outer_step, tokens):
             return logging.INFO, f"finished at outer step {outer_step}, {tokens} tokens"
         case OrderGiven(order, "", _):

@@ -50,7 +50,7 @@ from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
 from edit.trackers.choose import NO_TRACKERS, TrackerChoice
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
-from editpb.invitation import is_maddr
+from editpb.invitation import endpoint_of, is_maddr
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_data_servicer
@@ -166,7 +166,7 @@ class Coordinator:
     def endpoints(self) -> tuple[str, ...]:
         """Return HOST:PORT of control and data, as peers reach them."""
         port = self.listen.rpartition(":")[2]
-        return tuple(f"{host}:{port}" for host in self.config.server.advertise)
+        return tuple(endpoint_of(host, port) for host in self.config.server.advertise)
 
     async def start(self) -> None:
         """Recover, bind the ports, write them to addresses.json. Raises ConfigError (a port in use), StorageError."""

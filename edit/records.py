@@ -39,10 +39,27 @@ __all__ = [
     "Snapshot",
     "Update",
     "Verdict",
+    "round_name",
+    "round_number",
 ]
 
 MAX_METRICS, MAX_METRIC_CHARS = 32, 64  # that one peer reports, and of the name of each
+ROUNDS_PER_START = 1_000_000  # what `round_number` cuts off: ids of a start, and of a swarm's owner, begin at a multiple of it
 MOST_TOKENS = (1 << 63) - 1  # a run counts no further: what a signed 64-bit number holds
+
+
+def round_number(round_id: int) -> int:
+    """Return a round's number as people count: 1, 2, 3, ... since the aggregator started; 0 where none is open.
+
+    Ids ascend over restarts and over the owners of a part, so they are long: messages and tables show the number, JSON the id.
+    """
+    return round_id % ROUNDS_PER_START
+
+
+def round_name(round_id: int, newest: int) -> str:
+    """Return `round 7`, or `round 7 of an earlier start` where the round with the id `newest` is of a later one."""
+    earlier = round_id // ROUNDS_PER_START < newest // ROUNDS_PER_START
+    return f"round {round_number(round_id)}{' of an earlier start' if earlier else ''}"
 
 
 @dataclass(frozen=True, slots=True)

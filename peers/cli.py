@@ -47,6 +47,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
     help="Take part in a training run: join it with an invitation, then train.\n\n"
     f"{exit_codes(0, 2, 3, 4, 69, 70, 130)}\n\n"
@@ -119,7 +120,7 @@ def region(
     hours: HoursOption = None,
     allow: AllowOption = None,
 ) -> None:
-    """Connect a site's run to a run above it, in which the whole site is one peer.
+    """Make the run of a site one peer of another run, the run above.
 
     --home is the identity in the run above, --below the one in the site's run. The progress of the site's run is contributed to
     the run above; what the run above commits is added to the site's parameters with its next commit. A new site's run starts
@@ -139,7 +140,8 @@ def web(
     home: HomeOption = Path("edit-peer"),
     listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",
     certificate: Annotated[
-        Path | None, typer.Option(help="Elsewhere than on loopback, which needs it, show this certificate (PEM).")
+        Path | None,
+        typer.Option(help="The certificate of the page's server (PEM); only a loopback address needs none."),
     ] = None,
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
 ) -> None:
@@ -160,7 +162,7 @@ def web(
 def status(
     home: HomeOption = Path("edit-peer"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
-    rounds: Annotated[int, typer.Option(help="Show so many of the last rounds.", min=0, max=200)] = 8,
+    rounds: Annotated[int, typer.Option(help="How many of the last rounds to show.", min=0, max=200)] = 8,
 ) -> None:
     """Show the run, from anywhere, with the certificate of an observer, an operator or any other member.
 
@@ -221,7 +223,7 @@ def explain(
 def alone(
     run: Annotated[Path, typer.Option(help="The run.toml with the model and the inner optimizer.")],
     data: DataOption,
-    steps: Annotated[int, typer.Option(help="Train for so many inner steps.", min=1)],
+    steps: Annotated[int, typer.Option(help="How many inner steps to train.", min=1)],
     out: Annotated[Path, typer.Option(help="Write alone.jsonl and model.safetensors to this folder.")],
     validation: Annotated[Path | None, typer.Option(help="Measure the loss on this held-out data at the end.")] = None,
     data_options: DataOptionsOption = None,

@@ -39,7 +39,7 @@ AllowOption = Annotated[
     typer.Option(
         "--allow",
         "--allow-model",
-        help="Allow the plug-in NAME: what the run names entry:NAME, code of an installed package. Repeatable.",
+        help="Allow the plug-in that the run names entry:NAME: code of an installed package. Repeatable.",
     ),
 ]
 TrackerOption = Annotated[
@@ -56,12 +56,12 @@ TrackerOptionsOption = Annotated[
 ]
 FolderOption = Annotated[
     Path | None,
-    typer.Option(help="For an hf: model: a folder with config.json; if this peer founds the run, also the initial weights."),
+    typer.Option(help="For an hf: model: a folder with config.json, and with the initial weights if this peer founds the run."),
 ]
 MaxMbitOption = Annotated[
     float | None,
     typer.Option(
-        help="Send at most so many 10^6 bits per second: contributions, updates, parameters. Default: no bound.", min=0.1
+        help="Most megabits to send per second, of contributions, updates and parameters. Default: no bound.", min=0.1
     ),
 ]
 DhtPeersOption = Annotated[
@@ -88,12 +88,12 @@ def _training(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     metrics: Annotated[Path | None, typer.Option(help="Append metrics of the training to this file, as JSON lines.")] = None,
-    throttle: Annotated[float, typer.Option(help="For tests: make each inner step take so many times as long.")] = 1.0,
+    throttle: Annotated[float, typer.Option(help="For tests: make each inner step this many times as long.")] = 1.0,
     fault: Annotated[str, typer.Option(help="For tests: nan@K,huge@L damages the contribution at outer step K or L.")] = "",
     allow: AllowOption = None,
     model_folder: FolderOption = None,
     tensor_parallel: Annotated[
-        int, typer.Option(help="Split each matrix product over so many ranks; the other ranks use FSDP2.")
+        int, typer.Option(help="Split each matrix product over this many ranks (tensor parallelism); FSDP2 over the others.")
     ] = 1,
     checkpoints: Annotated[
         Path | None, typer.Option(help="Folder of checkpoints, visible to all machines of this peer. Default: in --home.")
@@ -101,7 +101,7 @@ def _training(
     checkpoint_every: Annotated[
         int, typer.Option(help="Minimum outer steps between two checkpoints; 0 writes and reads none.")
     ] = 1,
-    keep_checkpoints: Annotated[int, typer.Option(help="Keep so many checkpoints.")] = 2,
+    keep_checkpoints: Annotated[int, typer.Option(help="How many checkpoints to keep.")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start without a checkpoint; move existing ones aside.")] = False,
     new_data: Annotated[
         bool,
@@ -111,7 +111,7 @@ def _training(
     trackers: TrackerOption = None,
     tracker_options: TrackerOptionsOption = None,
     hide_loss: Annotated[
-        bool, typer.Option("--hide-loss", help="Keep the training loss to this site: the run is not told it, nobody sees it.")
+        bool, typer.Option("--hide-loss", help="Do not report the training loss to the run: nobody outside this site sees it.")
     ] = False,
 ) -> PeerOptions:
     """Return what these options say. Raises ConfigError."""

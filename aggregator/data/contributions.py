@@ -28,7 +28,7 @@ from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Cover, Shard
 from edit.merging.merge import Measured, ShardPayload
 from edit.merging.norms import whole_norm
-from edit.records import EncodedTensor
+from edit.records import EncodedTensor, round_number
 from editpb.messages import ContributionHeader
 
 MAX_PIECES = 1 << 17  # about 32 MB
@@ -245,7 +245,7 @@ class Contributions:
         """Return the fragment that this shard is part of. Raises StaleError when it no longer is."""
         contribution = self.find(shard.header)
         if contribution is None:
-            raise StaleError(f"round {shard.header.round_id} is over, and so is this contribution to it")
+            raise StaleError(f"round {round_number(shard.header.round_id)} is over, and so is this contribution to it")
         fragment = contribution.fragments[shard.header.fragment_id]
         fragment.check_current(shard)
         return fragment
@@ -278,7 +278,8 @@ def _pieces(header: ContributionHeader) -> int:
 
 
 def _who(header: ContributionHeader) -> str:
-    return f"contribution of {header.peer_id} to round {header.round_id}, fragment {header.fragment_id}, rank {header.rank}"
+    number = round_number(header.round_id)
+    return f"contribution of {header.peer_id} to round {number}, fragment {header.fragment_id}, rank {header.rank}"
 
 
 def _difference(one: ContributionHeader, other: ContributionHeader) -> str:

@@ -45,7 +45,7 @@ from edit.merging.injection import Injected, Injection, check_order, check_run
 from edit.merging.merge import Measured, measure
 from edit.merging.mergers import Admission, Screened, admission, screen
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
-from edit.records import Commit
+from edit.records import Commit, round_number
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
@@ -336,7 +336,7 @@ class RoundRunner:
     def _refuse_too_few(self, effect: events.Reduce, screened: Screened) -> None:
         """Raise RefusedError when the policy has left fewer contributions than the quorum."""
         for reason in screened.reasons:
-            _log.info("round %d, fragment %d: rejected %s", effect.round_id, effect.fragment_id, reason)
+            _log.info("round %d, fragment %d: rejected %s", round_number(effect.round_id), effect.fragment_id, reason)
         if screened.rejected and len(screened.admitted) < self._quorum:
             few = f"{len(screened.admitted)} of quorum {self._quorum}"
             raise RefusedError(f"too few are admitted: {few} (rejected {'; '.join(screened.reasons)})")
@@ -391,7 +391,7 @@ class RoundRunner:
         reason = str(error)
         if not isinstance(error, StorageError | RefusedError | PluginError):  # a bug, or bytes that passed every check before
             reason = f"{type(error).__name__}: {error}"
-            _log.error("round %d failed: %s", round_id, reason, exc_info=error)
+            _log.error("round %d failed: %s", round_number(round_id), reason, exc_info=error)
         self.feed(events.RoundFailed(round_id, reason))
 
     def _close(self, effect: events.RoundClosed) -> None:

@@ -195,8 +195,14 @@ class DataService:
             async for fragment_id, payload, start in payloads:
                 data = memoryview(payload.data).cast("B")[: start + left]
                 seal = Seal(key, shards[fragment_id], start) if key else None
-                size = lambda: min(self._update_readers.chunk_bytes, limit.chunk_bytes)  # noqa: E731
-                for frame in update_frames(fragment_id, data, start=start, seal=seal, chunk_bytes=size):
+                frames = update_frames(
+                    fragment_id,
+                    data,
+                    start=start,
+                    seal=seal,
+                    chunk_bytes=lambda: min(self._update_readers.chunk_bytes, limit.chunk_bytes),
+                )
+                for frame in frames:
                     self._authorizer.authorize(context, "peer")
                     yield frame
                 if (left := left - (len(data) - start)) <= 0:

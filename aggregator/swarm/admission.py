@@ -50,7 +50,7 @@ from editpb import council_pb2 as pb
 from editpb import enrolment_pb2 as epb
 from editpb.council_messages import SwarmDescription, description_from_pb
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault, invited_by, is_signed_by
-from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, guest_key, is_endpoint
+from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, endpoint_of, guest_key, is_endpoint
 from editpb.limits import one_line
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import channel_options
@@ -207,7 +207,7 @@ def invite(path: Path, peer_id: str, *, hours: float, now: float) -> Invitation:
     known, holders = addresses_of(record), record.holders if record is not None else ()
     port = int(folder.listen.rpartition(":")[2]) or member.port()
     if folder.advertise and port:
-        known[own] = (f"{folder.advertise}:{port}",)
+        known[own] = (endpoint_of(folder.advertise, port),)
     elif folder.relay:
         known[own] = (folder.relay,)
     if not known.keys() & {own, *holders}:

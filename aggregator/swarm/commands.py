@@ -71,7 +71,7 @@ def seek_members(
 def invite(
     folder: Folder,
     name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],
-    hours: Annotated[float, typer.Option(help="The invitation is valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
+    hours: Annotated[float, typer.Option(help="How many hours the invitation is valid.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation, the authority's fingerprint, and where it may be redeemed, a line each."""
     from aggregator.swarm.admission import invite as make

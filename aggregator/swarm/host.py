@@ -114,7 +114,7 @@ from editpb import council_pb2 as pb
 from editpb.control_messages import evict_request_from_pb
 from editpb.council_messages import Offering, PartOwner, SwarmDescription, description_to_pb, owners_to_pb
 from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
-from editpb.invitation import MAX_ENDPOINTS
+from editpb.invitation import MAX_ENDPOINTS, endpoint_of
 from editpb.limits import check_digest, check_id, one_line
 from editpb.signed_contributions import config_digest
 from editpb.transport.abort_on_error import abort_on_error
@@ -299,7 +299,8 @@ class Host:
         self._server.add_generic_rpc_handlers((_ToEngines(self, orders),))
         port = self._bind()
         saved = await self._begun()
-        addresses = (f"{self._place.advertise}:{port}",) if self._place.advertise else tuple(filter(None, (self._place.relay,)))
+        addresses = (endpoint_of(self._place.advertise, port),) if self._place.advertise else ()
+        addresses = addresses or tuple(filter(None, (self._place.relay,)))
         reachable, authority = bool(addresses), self._certified_by()
         member = self._member = Member(
             incarnation=saved.incarnation, addresses=addresses, reachable=reachable, authority=authority

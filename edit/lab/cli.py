@@ -30,6 +30,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
     help="Try the project on one machine: a demo, a simulation of many peers, a run under random faults, measurements.\n\n"
     f"{exit_codes(0, 1, 2, 70, 130)}\n\n"
@@ -39,6 +40,7 @@ with_version(app, "edit-lab")
 
 bench = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     help="Measure on this machine, beside a limit or other systems in the same run.\n\n"
     "Each prints a table; --results appends lines of JSON, --plot draws an SVG. Other work on the machine disturbs wall "
     "seconds; CPU seconds say more then.",
@@ -84,7 +86,7 @@ def demo(
 def simulate(
     scenario: Annotated[Path | None, typer.Option(help="Read this TOML file; options and --set override it.")] = None,
     peers: Annotated[int | None, typer.Option(help="Number of peers.", show_default="100")] = None,
-    rounds: Annotated[int | None, typer.Option(help="End after so many commits.", show_default="1000")] = None,
+    rounds: Annotated[int | None, typer.Option(help="End after this many commits.", show_default="1000")] = None,
     mode: Annotated[str | None, typer.Option(help="sync.mode: blocking or delayed.", show_default="blocking")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random draw.", show_default="0")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any key of a scenario. Repeatable.")] = None,
@@ -107,7 +109,7 @@ def simulate(
 @app.command()
 def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the faults; the same seed and options give the same schedule.")] = 0,
-    minutes: Annotated[float, typer.Option(help="Inject faults for so many minutes.")] = 1.0,
+    minutes: Annotated[float, typer.Option(help="How many minutes to inject faults.")] = 1.0,
     peers: Annotated[int | None, typer.Option(help="Number of peers.", show_default="3; with --swarm 5")] = None,
     swarm: Annotated[
         bool,
@@ -115,7 +117,7 @@ def chaos(
     ] = False,
     sharded: Annotated[bool, typer.Option("--sharded", help="Make one of them a torchrun replica of two ranks.")] = False,
     kills: Annotated[
-        int, typer.Option(help="Only kill, so many times, whatever --minutes says.", show_default="faults of all kinds")
+        int, typer.Option(help="Only kill, this many times; --minutes is ignored.", show_default="faults of all kinds")
     ] = 0,
     hostile: Annotated[int, typer.Option(help="Number of hostile members beside them, fewer than there are peers.")] = 0,
     gap: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,

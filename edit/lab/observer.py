@@ -5,7 +5,7 @@ A call on a broken connection returns None: try again later. Control and data ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,5 +112,5 @@ def open_observer(state: Path) -> Observer:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{state}: is not the folder of a served run ({error})") from error
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-    connect: Callable[[], grpc.Channel] = lambda: grpc.secure_channel(address, credentials, options=channel_options(address))  # noqa: E731
-    return Observer(folder.run_id, connect(), connect())
+    control, data = (grpc.secure_channel(address, credentials, options=channel_options(address)) for _ in range(2))
+    return Observer(folder.run_id, control, data)

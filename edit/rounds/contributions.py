@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from edit.records import round_number
 from edit.rounds.work_claims import WorkBounds
 
 __all__ = ["ContributionBook", "InFlightContribution"]
@@ -72,19 +73,19 @@ class ContributionBook:
         """
         known, merged = self._in_hand.get(peer_id), self._merged.get(peer_id)
         if not self._first_round_id <= round_id <= newest_round_id:
-            return f"round {round_id} was never opened since the coordinator started; contribute to a new one"
+            return f"round {round_number(round_id)} was never opened since the coordinator started; contribute to a new one"
         if outer_step > run_step:
             return f"computed against outer step {outer_step}; the run is at {run_step}"
         if run_step - outer_step > self._max_staleness:
             return self._too_stale(outer_step, run_step)
         if merged is not None and round_id <= merged[0]:
-            return f"a contribution to round {merged[0]} is part of outer step {merged[1]} already"
+            return f"a contribution to round {round_number(merged[0])} is part of outer step {merged[1]} already"
         if known is None or (known.round_id, known.outer_step) == (round_id, outer_step):
             return ""
         if known.whole:
-            return f"the contribution to round {known.round_id} is in and waits to be merged"
+            return f"the contribution to round {round_number(known.round_id)} is in and waits to be merged"
         if known.round_id > round_id:
-            return f"a newer contribution, to round {known.round_id}, has come"
+            return f"a newer contribution, to round {round_number(known.round_id)}, has come"
         return ""
 
     def begin(self, peer_id: str, round_id: int, outer_step: int, now: float) -> InFlightContribution | None:

@@ -122,7 +122,7 @@ from collections.abc import Callable, Collection, Mapping, Set
 
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
-from edit.records import MOST_TOKENS
+from edit.records import MOST_TOKENS, round_name, round_number
 from edit.rounds.absences import Absences
 from edit.rounds.contributions import ContributionBook
 from edit.rounds.deadlines import Deadlines, PeerPhase
@@ -504,7 +504,7 @@ class RoundMachine:
             raise LocalProtocolError(f"Arrived with fragment {fragment_id}; due are {self._due_now}")
         contribution = self._book.get(peer_id, round_id)
         if contribution is None and self._book.carries:
-            return Refused(peer_id, f"the contribution to round {round_id} is no longer held", stale=True)
+            return Refused(peer_id, f"the contribution to round {round_number(round_id)} is no longer held", stale=True)
         outer_step = contribution.outer_step if contribution is not None else self._outer_step
         if refused := self._offered(Offered(peer_id, round_id, outer_step, fragment_id), now):
             return refused
@@ -537,9 +537,9 @@ class RoundMachine:
         if current is None:
             return None
         if peer_id in current.faults:
-            return Refused(peer_id, f"out of round {current.round_id}: {current.faults[peer_id]}", stale=False)
+            return Refused(peer_id, f"out of round {round_number(current.round_id)}: {current.faults[peer_id]}", stale=False)
         if current.close_reason and not self._book.carries and peer_id not in current.delivered[fragment_id]:
-            return Refused(peer_id, f"round {round_id} is closed: {current.close_reason}", stale=True)
+            return Refused(peer_id, f"round {round_number(round_id)} is closed: {current.close_reason}", stale=True)
         return None
 
     def _late(self, peer_id: str, round_id: int, outer_step: int) -> str:
@@ -551,7 +551,7 @@ class RoundMachine:
         elif current is None:
             return f"no round is open: the run is {self.phase.value}"
         elif round_id != current.round_id:
-            return f"round {round_id} is not open; round {current.round_id} is"
+            return f"{round_name(round_id, current.round_id)} is not open; round {round_number(current.round_id)} is"
         return self._book.refusal(peer_id, round_id, outer_step, self._next_round_id - 1, self._outer_step)
 
     def _progress(self, event: Progress, now: float) -> None:

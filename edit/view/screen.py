@@ -13,10 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from edit.records import round_number
 from edit.view.observations import SwarmStatus
 from edit.view.state import Cell, Event, PeerRow, RoundRow, RunState
 from edit.view.units import bytes_text, duration_text, resample, sparkline
-from editpb.run_status import round_number
 
 __all__ = ["Frame", "event_line", "progress_line", "render"]
 

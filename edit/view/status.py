@@ -26,7 +26,7 @@ def print_status(console: Console, run: RunStatus, rounds: int) -> None:
     table = Table("round", "outer step", "result", "reason", "s", "MB in", "MB out", box=None, header_style="dim")
     for report in run.rounds[-rounds:] if rounds else ():
         table.add_row(
-            str(report.round_id),
+            str(report.number),
             str(report.outer_step),
             Text("committed", "green") if report.committed else Text("aborted", "yellow"),
             _words(report.reason),
@@ -34,7 +34,8 @@ def print_status(console: Console, run: RunStatus, rounds: int) -> None:
             f"{report.bytes_in / 1e6:.2f}",
             f"{report.bytes_out / 1e6:.2f}",
         )
-    console.print(table)
+    if table.row_count:
+        console.print(table)
 
 
 def _words(text: str, style: str = "") -> Text:
@@ -43,12 +44,20 @@ def _words(text: str, style: str = "") -> Text:
 
 
 def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
-    facts = (
-        f"  {run.phase}  outer step {run.outer_step} of {run.outer_steps}  "
-        f"{run.parameters:,} parameters  digest {run.digest[:12]}"
-        f"{'  draining' if run.draining and run.phase != 'finished' else ''}"
-    )
-    console.print(who + _words(facts))
+    facts = [
+        run.phase,
+        f"outer step {run.outer_step} of {run.outer_steps}",
+        f"{run.parameters:,} parameters" if run.parameters else "",
+        f"digest {run.digest[:12]}" if run.digest else "",
+        "draining" if run.draining and run.phase != "finished" else "",
+    ]
+    lines = [who]
+    for fact in filter(None, facts):  # a fact is never cut: one for which a narrow terminal has no room begins a line
+        if lines[-1].cell_len + 2 + len(fact) > console.width:
+            lines.append(Text(""))
+        lines[-1] += _words(f"  {fact}")
+    for line in lines:
+        console.print(line, soft_wrap=True)
     if chosen := next((each.value for each in run.settings if each.name == "outer.chosen"), ""):
         console.print(_words(f"outer.preset = auto chose {chosen}"), soft_wrap=True)
     if run.waiting_for:

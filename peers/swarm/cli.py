@@ -23,8 +23,9 @@ __all__ = ["app"]
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
-    help="Train without a coordinator: members that agree among themselves, of which any may die.\n\n"
+    help="Train without a coordinator: the members agree on each outer step, and any of them may die.\n\n"
     "Start a swarm on one machine, send each further member an invitation, and join with it. Every command can be repeated, "
     "and goes on where it was.\n\n"
     "Example: edit-peer swarm start run.toml --data ~/books --home a",
@@ -71,10 +72,10 @@ def start(
     ] = "second",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="SECTION.KEY=VALUE: found the swarm with this setting, whatever RUN_TOML says. Repeatable."),
+        typer.Option("--set", help="SECTION.KEY=VALUE: found the swarm with this setting instead of RUN_TOML's. Repeatable."),
     ] = None,
 ) -> None:
-    """Found a swarm, print an invitation for a second member, and train. The same command goes on after a stop or a crash.
+    """Found a swarm, print an invitation for a second member, and train. After a stop or a crash, the same command continues.
 
     Other machines can join only with --advertise or --relay. The founder's folder also has the run's authority, which lets
     others in: keep it, and keep it secret. Ctrl-C or SIGTERM saves and leaves; a second one ends the process at once.
@@ -156,7 +157,7 @@ def join(
     relay: RelayOption = None,
     dht_peers: DhtPeersOption = None,
 ) -> None:
-    """Join a swarm with an invitation, and train. The same command goes on after a stop or a crash.
+    """Join a swarm with an invitation, and train. After a stop or a crash, the same command continues.
 
     An invitation is a secret, and is used once. Other users of this machine can see a command line, but not a file of yours, or
     stdin. Ctrl-C or SIGTERM saves and leaves; a second one ends the process at once.
@@ -187,7 +188,7 @@ def host(
     hours: HoursOption = None,
     allow: AllowOption = None,
 ) -> None:
-    """Be a member that does not train: it holds the model, votes, and can own parts. No GPU is needed.
+    """Run a member that does not train: it holds the model, votes, and can own parts. It needs no GPU.
 
     It ends when the run has finished, or at Ctrl-C or SIGTERM; the same command goes on.
 
@@ -221,7 +222,7 @@ def host(
 def invite(
     name: Annotated[str, typer.Argument(help="The name of the new member.")],
     home: HomeOption = Path("edit-peer"),
-    hours: Annotated[float, typer.Option(help="The invitation is valid for so many hours.", min=0.01, max=24 * 365)] = 24.0,
+    hours: Annotated[float, typer.Option(help="How many hours the invitation is valid.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation, one line on stdout. Send it to the new member over a channel you trust.
 
@@ -337,7 +338,7 @@ def share_authority(
 ) -> None:
     """Give a member a copy of the authority's key: it can let others in, and give orders, too.
 
-    Needs a copy in --home. `status` shows who has one. It is taken back from all by `new-authority`.
+    Needs a copy in --home. `status` shows who has one; `new-authority` makes all copies useless.
 
     Example: edit-peer swarm share-authority university-b --home a
     """
@@ -346,9 +347,9 @@ def share_authority(
 
 @app.command()
 def new_authority(home: HomeOption = Path("edit-peer")) -> None:
-    """Replace the authority's key: this member has the new one, and all copies of the one before are of no use any more.
+    """Replace the authority's key: this member has the new one, and every copy of the old one becomes useless.
 
-    Members get certificates of the new one by themselves; who is away meanwhile is invited again. Needs a copy in --home,
+    Members get new certificates by themselves; one that is away meanwhile must be invited again. Needs a copy in --home,
     and its host must run.
 
     Example: edit-peer swarm new-authority --home a
@@ -405,7 +406,7 @@ def recover(
 
 @app.command()
 def rejoin(home: HomeOption = Path("edit-peer")) -> None:
-    """After another member has recovered: put aside what this one has of before, so that it can join again.
+    """After another member has recovered: move this one's earlier state aside, so that it can join again.
 
     Example: edit-peer swarm rejoin --home c
     """

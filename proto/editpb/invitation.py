@@ -32,6 +32,7 @@ __all__ = [
     "TOKEN",
     "Invitation",
     "SwarmAccess",
+    "endpoint_of",
     "fingerprint",
     "guest_key",
     "is_endpoint",
@@ -55,6 +56,12 @@ def is_endpoint(text: str) -> bool:
     """Return whether `text` is HOST:PORT (an IPv6 address in brackets), port 1 to 65535."""
     found = _ENDPOINT.fullmatch(text)
     return found is not None and 0 < int(found[2]) < 65536
+
+
+def endpoint_of(host: str, port: int | str) -> str:
+    """Return HOST:PORT, an IPv6 address in brackets, whether it came in them or not."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def is_loopback(host: str) -> bool:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from edit.records import FragmentCommit, PeerVerdict, Verdict
+from edit.records import FragmentCommit, PeerVerdict, Verdict, round_number
 
 __all__ = [
     "KEPT_EVENTS",
     "KEPT_ROUNDS",
-    "ROUNDS_PER_START",
     "CouncilMember",
     "CouncilPart",
     "CouncilStatus",
@@ -27,11 +26,9 @@ __all__ = [
     "RoundReport",
     "RunStatus",
     "Setting",
-    "round_number",
 ]
 
 KEPT_ROUNDS, KEPT_EVENTS = 200, 500  # that a status shows
-ROUNDS_PER_START = 1_000_000  # ids of rounds of one start of a coordinator, or of one owner of a part
 _WORST = (
     Verdict.NONFINITE,
     Verdict.REJECTED,
@@ -42,11 +39,6 @@ _WORST = (
     Verdict.IDLE,
     Verdict.OK,
 )
-
-
-def round_number(round_id: int) -> int:
-    """Return a round's number as people count: 1, 2, 3, ... since the aggregator started; 0 where none is open."""
-    return round_id % ROUNDS_PER_START
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

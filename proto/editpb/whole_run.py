@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
+from edit.records import ROUNDS_PER_START
 from editpb.run_status import (
     KEPT_EVENTS,
     KEPT_ROUNDS,
-    ROUNDS_PER_START,
     Curve,
     Event,
     MemberStatus,

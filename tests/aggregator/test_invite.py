@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from aggregator.cli import app
-from editpb.invitation import Invitation
+from editpb.invitation import Invitation, is_endpoint
 
 LOOPBACK = "only this machine reaches these addresses"
 
@@ -16,6 +16,8 @@ LOOPBACK = "only this machine reaches these addresses"
     [
         (["127.0.0.1", "localhost"], False),
         (["[::1]"], False),
+        (["::1"], False),
+        (["2001:db8::7"], True),
         (["127.0.0.1", "train.example"], True),
         (["10.0.0.7"], True),
     ],
@@ -30,5 +32,6 @@ def test_invite_names_the_addresses_and_says_when_only_this_machine_reaches_them
     assert said.exit_code == 0
     enrol = Invitation.decode(said.stdout.strip()).enrol
     assert f"redeemed at {', '.join(enrol)}" in said.stderr
-    assert [endpoint.rpartition(":")[0] for endpoint in enrol] == advertise
+    assert [endpoint.rpartition(":")[0].strip("[]") for endpoint in enrol] == [host.strip("[]") for host in advertise]
+    assert all(map(is_endpoint, enrol)), "an IPv6 address in brackets"
     assert (LOOPBACK not in said.stderr) == reachable

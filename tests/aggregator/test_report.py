@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from aggregator.cli import app
 from aggregator.past import Past, whole_status
 from aggregator.storage.state_folder import StateFolder
-from edit.errors import ConfigError
+from edit.errors import ConfigError, TransportError
+from tests.aggregator.test_run_feed import REPORT
 from tests.support.loops import on_a_loop, until
 from tests.support.served import TOML, Served, found_run, held_clock, new_folder, served, theta
 
@@ -60,6 +61,9 @@ def test_a_report_has_all_starts_of_a_run_whether_it_is_served_or_not(tmp_path: 
     first()
     stopped = whole_status(folder)
     assert (stopped.phase, stopped.outer_step, stopped.waiting_for) == ("stopped", 2, "the coordinator, which does not run")
+    silent = CliRunner().invoke(app, ["status", "--state", str(folder.path)])
+    with pytest.raises(TransportError, match=r"does not answer.* The last commit was outer step 2 of 3$"):
+        raise silent.exception or AssertionError(silent.stdout)
     second()
     ended = whole_status(folder)
     assert (ended.phase, ended.outer_step, ended.eta_s) == ("finished", 3, None)
@@ -69,6 +73,9 @@ def test_a_report_has_all_starts_of_a_run_whether_it_is_served_or_not(tmp_path: 
     norms = next(each for each in ended.curves if (each.kind, each.peer_id) == ("norm", "ada"))
     assert norms.x == (1.0, 2.0, 3.0)
     assert any("ada" in event.text for event in ended.events)
+    told = CliRunner().invoke(app, ["status", "--state", str(folder.path)])
+    assert told.exit_code == 0 and "the run has ended at outer step 3" in told.stdout, told.exception
+    assert "ada" in told.stdout and "digest" in told.stdout
     page = report(folder, tmp_path / "ended.html")
     assert "ada" in page and "Finished" in page and "<script src" not in page
 
@@ -79,6 +86,14 @@ def test_lines_that_are_damaged_or_of_another_kind_are_left_out() -> None:
         past.take(line)
     past.take({"kind": "member", "t": 3.0, "peer_id": "a", "state": "lost", "reason": "silent"})
     assert past.t == 3.0 and past.rounds == [] and [*past.members] == ["a"]
+
+
+def test_a_run_that_was_drained_has_ended_until_a_further_round_is_closed(tmp_path: Path) -> None:
+    folder, past = new_folder(tmp_path / "run"), Past()
+    past.take({"kind": "end", "t": 1.0, "outer_step": 2, "tokens": 5})
+    assert past.alone(folder).phase == "finished" and past.alone(folder).waiting_for == ""
+    past.take({"kind": "round", "t": 2.0, **REPORT.as_json()})
+    assert past.alone(folder).phase == "stopped"
 
 
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

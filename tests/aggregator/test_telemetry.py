@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from aggregator.run_feed import FragmentMerged, RoundChanged, RoundReport, StepCommitted
 from aggregator.telemetry import RoundSpans
-from edit.records import Commit
+from edit.records import ROUNDS_PER_START, Commit
 from edit.telemetry import trace_id
-from editpb.run_status import ROUNDS_PER_START
 from tests.support.telemetry import InMemory, seconds
 
 ROUND = 3 * ROUNDS_PER_START + 2

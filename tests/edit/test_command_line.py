@@ -141,3 +141,9 @@ def test_every_program_says_its_version_and_helps_in_short(module: str, program:
     short, long = (CliRunner().invoke(app, [option]) for option in ("-h", "--help"))
     assert short.exit_code == 0
     assert short.output == long.output
+
+
+@pytest.mark.parametrize("module", ["aggregator.cli", "peers.cli"])
+def test_a_help_says_what_to_install_in_full(module: str) -> None:
+    told = CliRunner().invoke(importlib.import_module(module).app, ["web", "--help"]).output
+    assert "pip install 'edit-localsgd[web]'" in " ".join(told.split()), "what is in brackets is text, no markup"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import grpc
@@ -27,6 +29,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
+from peers.watching import read_status, statuses
 from tests.integration.test_certificates import shown_by
 from tests.support.running import address, running
 from tests.support.served import SCHEMA, BarePeer, Served, found_run, new_folder, served
@@ -35,16 +38,16 @@ YEAR_S = 365 * DAY_S
 DER = serialization.Encoding.DER
 
 
-def home_of(run: Served, path: Path, peer_id: str = "a", age_s: float = 300 * DAY_S) -> PeerFolder:
+def home_of(run: Served, path: Path, peer_id: str = "a", age_s: float = 300 * DAY_S, role: str = "peer") -> PeerFolder:
     """A peer's folder, whose certificate is `age_s` old and valid for a year."""
-    key, pem = run.certificate(peer_id, lifetime_s=YEAR_S, age_s=age_s)
+    key, pem = run.certificate(peer_id, role, lifetime_s=YEAR_S, age_s=age_s)
     path.mkdir()
     (path / "peer.key").touch(mode=0o600)
     (path / "peer.key").write_bytes(key)
     ca = x509.load_pem_x509_certificate(run.ca).public_bytes(DER)
     own = x509.load_pem_x509_certificate(pem).public_bytes(DER)
     folder = PeerFolder(path)
-    folder.store(Identity(run.folder.run_id, "peer", peer_id), (run.coordinator.listen,), own, ca)
+    folder.store(Identity(run.folder.run_id, role, peer_id), (run.coordinator.listen,), own, ca)
     return folder
 
 
@@ -248,3 +251,21 @@ def test_a_peer_whose_certificate_the_coordinator_does_not_take_is_told_what_tha
 def _ask(io: IoThread, channels: Channels, identity: Identity) -> None:
     with contextlib.suppress(Interrupted):
         read_configuration(io, channels, identity)
+
+
+@pytest.mark.parametrize(("role", "renews"), [("observer", True), ("operator", True), ("peer", False)])
+def test_the_certificate_of_one_that_only_looks_on_is_renewed_while_it_looks(tmp_path: Path, role: str, renews: bool) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run:
+            folder = home_of(run, tmp_path / "home", "looker", role=role)
+            before = files(folder)
+            async with aclosing(statuses(folder, itertools.count(), 0.1)) as told:
+                await anext(told)
+                while renews and files(folder) == before:
+                    await anext(told)
+            changed = {name for name, data in files(folder).items() if data != before[name]}
+            assert changed == ({"peer.pem"} if renews else set())
+            assert (await read_status(folder)).run_id == run.folder.run_id, "the new certificate opens the run"
+        assert not any("Renewal.keep" in repr(task) for task in asyncio.all_tasks()), "what renewed it has ended"
+
+    asyncio.run(scenario())

@@ -17,6 +17,7 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import Commit, Verdict
+from edit.rounds import events
 from editpb import control_pb2, data_pb2
 from editpb.data_messages import contribution_header_to_pb
 from editpb.messages import Expel, View
@@ -249,9 +250,10 @@ def test_parts_that_never_cover_the_fragment_cost_the_deadline_and_not_the_round
             view = await enter([[b], a])
             await contribute_sharded(a[:1], ROWS_2[:1], view.round_id, 0, some(1))  # rank 1 never sends
             await b.contribute(view.round_id, 0, delta(2))
+            machine = run.coordinator.run.rounds.machine
             hands.now = 4.9
-            status = await b.view()
-            assert status.round_id == view.round_id
+            run.coordinator.run._tell_rounds(events.Tick())
+            assert (machine.round_id, machine.phase) == (view.round_id, events.Phase.COLLECTING)
             hands.now = 5.1
             after = await b.view(lambda v: v.outer_step == 1)
             assert after.last_reason == "deadline: 1 of 2 in, quorum 1 (missing: a in part)"

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from edit.records import round_number
 from edit.view.state import Cell, Event, RoundRow, RunState
-from editpb.run_status import round_number
 
 __all__ = ["EventMessages"]
 

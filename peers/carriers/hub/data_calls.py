@@ -25,7 +25,7 @@ from edit.errors import EditError, RemoteProtocolError, TransportError
 from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Snapshot
+from edit.records import Snapshot, round_number
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.data_messages import (
     contribution_header_to_pb,
@@ -151,7 +151,7 @@ class DataCalls:
                     raise TransportError(f"the stream ended after {held.received_bytes} of {total} bytes")
                 piece.arrived(clock.split_s if piece.last else clock.seconds())  # the last answer waits for what is measured
 
-        what = f"round {header.round_id}, fragment {header.fragment_id}"
+        what = f"round {round_number(header.round_id)}, fragment {header.fragment_id}"
         await _retrying(self._channels, what, attempt, wanted, lambda: held.received_bytes)
 
     async def update(self, assembly: UpdateAssembly, wanted: Wanted, arrived: Callable[[], None]) -> None:

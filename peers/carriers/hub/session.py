@@ -43,6 +43,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from edit.errors import EditError, EvictedError, LocalProtocolError, RefusedError
+from edit.records import round_name, round_number
 from edit.worker.catch_up import ApplyUpdates, TakeSnapshot, catch_up
 from editpb.limits import MAX_COUNT
 from editpb.messages import Expel, RunPhase, View, Welcome
@@ -310,9 +311,9 @@ class Session:
         if self.outlived(sent.round_id):
             return ""
         if sent.round_id and view.last_round_id >= sent.round_id:
-            return view.last_reason or f"round {sent.round_id} was lost"
+            return view.last_reason or f"round {round_number(sent.round_id)} was lost"
         if sent.round_id and view.round_id > sent.round_id:
-            return f"round {sent.round_id} was lost; round {view.round_id} is open"
+            return f"{round_name(sent.round_id, view.round_id)} was lost; round {round_number(view.round_id)} is open"
         return ""
 
     # ---- what changes it -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from edit.replica.replica import Outer
 from editpb import data_pb2, tensors_pb2
 from editpb.data_messages import snapshot_request_from_pb
 from editpb.identity import admitted
+from editpb.invitation import endpoint_of
 from editpb.limits import MAX_COUNT
 from editpb.messages import Serving, SnapshotManifest, SnapshotRequest
 from editpb.snapshot_cache import SnapshotCache
@@ -116,7 +117,7 @@ class SnapshotServer:
         except RuntimeError as error:
             raise ConfigError(f"--serve-snapshots {self._listen}: cannot be bound; is the port in use?") from error
         await self._server.start()
-        self._address = f"{self._advertise}:{port}"
+        self._address = endpoint_of(self._advertise, port)
         return self._address
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ from functools import partial
 
 from edit.errors import EditError, LocalProtocolError, RefusedError, RemoteProtocolError, StaleError, TransportError
 from edit.fragments.schema import Schema
-from edit.records import Contribution
+from edit.records import Contribution, round_number
 from editpb.identity import Identity
 from editpb.messages import ContributionHeader
 from peers.carriers.hub.data_calls import DataCalls
@@ -221,7 +221,10 @@ class Uplink:
 
     def _begin(self, attempt: _Attempt, contribution: Contribution, size: int) -> None:
         """Send a fragment; the one after it follows its bytes, and not its receipt a round trip later."""
-        sent = lambda: self._io.change(lambda: self._all_sent(attempt, task))  # noqa: E731
+
+        def sent() -> None:
+            self._io.change(lambda: self._all_sent(attempt, task))
+
         task = self._io.start(self._send(attempt, attempt.sent.round_id, contribution, sent))
         attempt.sending[task] = size
         attempt.unsent.add(task)
@@ -281,10 +284,11 @@ class Uplink:
         again = contribution.fragment_id in attempt.begun
         attempt.begun.add(contribution.fragment_id)
         carries = self._session.carries
-        wanted = lambda: self._wanted(attempt, round_id)  # noqa: E731
+        wanted = partial(self._wanted, attempt, round_id)
         try:
-            ahead = lambda: self._session.ahead_bytes  # noqa: E731
-            await self._data.contribute(header, data, wanted, resuming=again and carries, sent=sent, ahead=ahead)
+            await self._data.contribute(
+                header, data, wanted, resuming=again and carries, sent=sent, ahead=lambda: self._session.ahead_bytes
+            )
         except EditError as error:
             reached = await self._step_of_refusal(error, wanted) if carries else None
             self._io.change(partial(self._failed, attempt, header, error, reached))
@@ -341,7 +345,7 @@ class Uplink:
         With S > 0 there need not be another round: the fragment is sent again with the next news, unless it was refused.
         """
         level = logging.WARNING if isinstance(error, RemoteProtocolError) else logging.INFO
-        _log.log(level, "round %d: fragment %d was not taken: %s", header.round_id, header.fragment_id, error)
+        _log.log(level, "round %d: fragment %d was not taken: %s", round_number(header.round_id), header.fragment_id, error)
         if isinstance(error, RefusedError):
             self._refused = self._refused or error
         if not self._session.carries:

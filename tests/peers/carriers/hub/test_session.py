@@ -51,7 +51,7 @@ TABLE = [
     (view(round_id=R + 1, last_round_id=R, last_reason="too few"), R, Decision.ABORTED, "too few"),
     (view(phase=RunPhase.GATHERING, last_round_id=R), R, Decision.ABORTED, "was lost"),
     (view(round_id=R + 1, last_round_id=R, last_reason="too few"), R + 1, Decision.WAIT, "collecting"),
-    (view(round_id=2_000_001), R, Decision.ABORTED, "round 2000001 is open"),
+    (view(round_id=2_000_001), R, Decision.ABORTED, "round 7 of an earlier start was lost; round 1 is open"),
     (view(round_id=R + 1, last_round_id=R, last_reason="too few"), 0, Decision.WAIT, "collecting"),
 ]
 

@@ -1,0 +1,51 @@
+"""`status` on a terminal of 80 columns: no fact is broken, and rounds have the numbers that people count by."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from edit.view.status import print_status
+from editpb.run_status import RoundReport
+from tests.edit.view.test_live import status
+
+FACTS = ["collecting", "outer step 5 of 40", "820,352 parameters", f"digest {'d' * 12}", "draining"]
+ROUND = RoundReport(
+    round_id=10_000_000_001,
+    outer_step=1,
+    committed=True,
+    reason="all 2 contributors in",
+    seconds=3.4,
+    bytes_in=1,
+    bytes_out=1,
+    missing=(),
+    digest="d",
+    fragments=(),
+)
+
+
+def lines(width: int, **changed: object) -> list[str]:
+    values = {"phase": "collecting", "outer_step": 5, "outer_steps": 40, "parameters": 820_352, "digest": "d" * 64}
+    run = replace(status(), **values | changed)  # type: ignore[arg-type]
+    print_status(Console(file=(screen := io.StringIO()), width=width), run, 8)
+    return screen.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_no_fact_of_the_headline_is_broken(width: int) -> None:
+    told = lines(width, run_id="run-" + "x" * 20, draining=True)
+    for fact in FACTS:
+        assert any(fact in line and len(line) <= width for line in told), fact
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    told = "\n".join(lines(80, digest="", parameters=0, rounds=()))
+    assert "digest" not in told and "parameters" not in told and "MB in" not in told
+
+
+def test_a_rounds_number_counts_from_1() -> None:
+    row = next(line for line in lines(80, rounds=(ROUND,)) if "all 2 contributors in" in line)
+    assert row.split()[0] == "1"
