@@ -51,13 +51,13 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
         f"digest {run.digest[:12]}" if run.digest else "",
         "draining" if run.draining and run.phase != "finished" else "",
     ]
-    lines = [who]
+    rows = [who]
     for fact in filter(None, facts):  # a fact is never cut: one for which a narrow terminal has no room begins a line
-        if lines[-1].cell_len + 2 + len(fact) > console.width:
-            lines.append(Text(""))
-        lines[-1] += _words(f"  {fact}")
-    for line in lines:
-        console.print(line, soft_wrap=True)
+        if rows[-1].cell_len + 2 + len(fact) > console.width:
+            rows.append(Text(""))
+        rows[-1] += _words(f"  {fact}")
+    for row in rows:
+        console.print(row, soft_wrap=True)
     if chosen := next((each.value for each in run.settings if each.name == "outer.chosen"), ""):
         console.print(_words(f"outer.preset = auto chose {chosen}"), soft_wrap=True)
     if run.waiting_for:
