@@ -322,6 +322,8 @@ def metrics() -> Iterator[str]:
     yield keys({"peer_id": "", **Heartbeat(state=next(iter(PeerState)), loss=math.nan).as_json()}, Heartbeat)
     yield "### kind member: a member's state changed\n"
     yield keys({"peer_id": "", "state": "", "reason": ""}, MemberStatus)
+    yield "### kind end: the run has ended, by its outer steps, its tokens or `drain`\n"
+    yield keys({"outer_step": 0, "tokens": 0}, RunStatus)
     yield "A peer writes the file of `--metrics`:\n"
     doc = inspect.getdoc(peers.training.metrics.Metrics) or ""
     yield "```\n" + doc.split("\n\n", 1)[1] + "\n```\n"

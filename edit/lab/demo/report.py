@@ -281,9 +281,9 @@ def _peers_table(results: Results) -> str:
 def results_table(results: Results) -> RenderableType:
     """Return the results for the terminal: headline, every number, the first lines of the sample."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", pad_edge=False)
-    table.add_column("result", no_wrap=True)
+    table.add_column("result", overflow="fold")
     table.add_column("value", justify="right", no_wrap=True, style="bold")
-    table.add_column("how", style="dim", no_wrap=True)
+    table.add_column("how", style="dim", overflow="fold")
     for row in result_rows(results):
         table.add_row(*row)
     sections: list[RenderableType] = [

@@ -1,5 +1,6 @@
 import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -118,6 +119,16 @@ def test_the_terminal_prints_the_rows_of_the_page(make_state):
     for name, value, how in result_rows(results):
         assert re.search(rf"{re.escape(name)}\s+{re.escape(value)}\s+{re.escape(how)}", text)
     assert "if a < b & c:" in text
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_cuts_nothing_off_the_results(make_state, width):
+    results = replace(results_of(make_state()), swarm=True)
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(results_table(results))
+    words = console.export_text().split()
+    for row in result_rows(results):
+        assert all(words.count(word) for cell in row for word in cell.split()), row
 
 
 def test_ticks_are_round_and_inside():
