@@ -144,7 +144,8 @@ def test_metrics_have_a_line_for_each_round_change_of_a_member_and_report(tmp_pa
         for event, _ in LINES:
             log.on_event(event, 5.12345)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["member", "member", "peer", "round"]
+    assert [line["kind"] for line in lines] == ["member", "member", "peer", "round", "end"]
+    assert lines[4] == {"kind": "end", "t": 5.123, "outer_step": 3, "tokens": 100}
     assert {line["t"] for line in lines} == {5.123}
     assert lines[0] == {"kind": "member", "t": 5.123, "peer_id": "a", "state": "lost", "reason": "no heartbeat for 9 s"}
     assert lines[2] == {
