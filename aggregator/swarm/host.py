@@ -299,8 +299,8 @@ class Host:
         self._server.add_generic_rpc_handlers((_ToEngines(self, orders),))
         port = self._bind()
         saved = await self._begun()
-        addresses = (endpoint_of(self._place.advertise, port),) if self._place.advertise else ()
-        addresses = addresses or tuple(filter(None, (self._place.relay,)))
+        own = endpoint_of(self._place.advertise, port) if self._place.advertise else self._place.relay
+        addresses: tuple[str, ...] = tuple(filter(None, (own,)))
         reachable, authority = bool(addresses), self._certified_by()
         member = self._member = Member(
             incarnation=saved.incarnation, addresses=addresses, reachable=reachable, authority=authority
