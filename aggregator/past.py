@@ -22,7 +22,7 @@ from edit.plain_text import parse_json
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import KEPT_EVENTS, KEPT_ROUNDS, MemberStatus, RoundReport, RunStatus
 
-__all__ = ["Past", "past_of", "whole_status"]
+__all__ = ["Past", "whole_status"]
 
 _LIVE = {"starting", "training", "exchanging"}
 
