@@ -1,7 +1,7 @@
 """What a hostile third does to a run: with a plain mean, with the penalty, and with each robust rule.
 
-    python -m benchmarks.hostile_third                        # 3 seeds: about an hour of one core
-    python -m benchmarks.hostile_third --seeds 0 --attacks "sign flip" mimic --rules mean recommended
+    python benchmarks/hostile_third.py                        # 3 seeds: about an hour of one core
+    python benchmarks/hostile_third.py --seeds 0 --attacks "sign flip" mimic --rules mean recommended
 
 Real training in one process, as benchmarks/damage.py has it: a small byte-level GPT on the source of Python's standard library,
 a different part for each of 9 peers; 3 of them attack in every round. They know what the honest peers have contributed to the
