@@ -104,6 +104,8 @@ class Attendances:
     def close(self, attendance: Attendance, reason: str, *, polite: bool) -> bool:
         """Remove a stream that ended. Return whether it still counted, that is, was not replaced before.
 
+        One that `end` has ended loses nobody: the peer attends again, at the engine or the process that comes after this one.
+
         Args:
             reason: the peer's goodbye, "the connection broke", or what was wrong with its messages.
             polite: the peer said goodbye.
@@ -113,7 +115,8 @@ class Attendances:
         if counted:
             del self._open[peer_id, rank]
         if rank == 0:
-            self._publish(self.membership.closed(peer_id, attendance.number, reason, polite=polite))
+            changes = self.membership.closed(peer_id, attendance.number, reason, polite=polite)
+            self._publish(changes if polite or not attendance.over else ())
         elif counted and not polite and not attendance.over and attendance.expelled is None:
             self._feed.publish(RankLost(peer_id, f"rank {rank}: {reason}"))
         return counted

@@ -14,7 +14,7 @@ from aggregator.security.certificates import public_hash
 from edit.durable_files import read_json, write_json
 from edit.errors import RefusedError, StorageError
 from edit.plain_text import parse_json
-from editpb.identity import Identity
+from editpb.identity import Identity, is_signed_by
 from editpb.limits import one_line
 
 __all__ = ["OPERATOR_ID", "MemberRecord", "Members"]
@@ -56,6 +56,7 @@ class Members:
         self._path, self._enrols = path, enrols
         self._keys: Mapping[str, str] = {}  # see `pin`
         self._closed = False  # likewise
+        self._authority: x509.Certificate | None = None  # see `trust`
         if new and not path.exists():
             self._save({})
         try:
@@ -88,6 +89,8 @@ class Members:
             certificate: what it shows. One that was replaced by a newer one for ANOTHER key is refused: the member has another
                 machine. After a renewal, which is for the same key, both are accepted until they expire. None: the newest one.
         """
+        if self._replaced(identity, certificate):
+            return "the authority was replaced, and nobody is its operator or observer any more"
         record = self._records.get(identity.peer_id)
         if record is None:
             return f"{identity.peer_id} is not a member of this run"
@@ -109,7 +112,7 @@ class Members:
         """
         record, issued = self._records.get(identity.peer_id), certificate.not_valid_before_utc.timestamp()
         shut_out = (record is not None and record.evicted is not None) or self.superseded(identity.peer_id, certificate)
-        if shut_out or (identity.role == "peer" and self.unenrolled(identity.peer_id)):
+        if shut_out or self._replaced(identity, certificate) or (identity.role == "peer" and self.unenrolled(identity.peer_id)):
             return
         if self._enrols:
             if record is not None and not record.key and _is_for(record, certificate):
@@ -127,6 +130,19 @@ class Members:
         closed: everybody was enrolled who is a peer, and a certificate alone makes nobody one.
         """
         self._keys, self._closed = keys, closed
+
+    def trust(self, authority: x509.Certificate) -> None:
+        """Say which authority makes operators and observers now, where one can be replaced: one before it makes none any more.
+
+        Peers are not concerned: theirs are renewed one after the other (`pin` says which keys count).
+        """
+        self._authority = authority
+
+    def _replaced(self, identity: Identity, certificate: x509.Certificate | None) -> bool:
+        """Return whether this is an operator or observer of an authority that was replaced."""
+        if self._authority is None or certificate is None or identity.role not in ("operator", "observer"):
+            return False
+        return not is_signed_by(certificate, self._authority)
 
     def unenrolled(self, peer_id: str) -> bool:
         """Return whether this is the name of nobody who was enrolled, where members agree on who was."""

@@ -247,6 +247,8 @@ class Host:
         self._found: Addresses = {}  # by it
         self._settings, self._authority, self._certificate = settings, authority, certificate
         self._trust = Trust(folder.path) if certificate is not None else None
+        if self._trust is not None:
+            members.trust(self._trust.present)
         self._roots: tuple[Root, ...] = ()  # of the record, when they were looked at
         self._replaced_at = -math.inf  # when another authority was trusted
         self._renewers: tuple[str, ...] = ()  # who was known to renew certificates when it was looked at
@@ -775,6 +777,7 @@ class Host:
         except RefusedError as error:
             self._note(str(error))
             return
+        self._members.trust(self._trust.present)
         self.links.renew(self._certificate.credentials())
         if self._discovery is not None:
             self._discovery.renew(self._certificate.pem, self._trust.pem)

@@ -73,6 +73,17 @@ def test_a_rank_that_breaks_is_lost_and_one_that_leaves_or_is_ended_is_not(site:
     assert [one.rank for one in site.attendances] == [0]
 
 
+def test_who_is_ended_here_is_not_lost_unless_it_says_goodbye(site: Site) -> None:
+    """The peer attends again, at the engine or the process that comes after this one."""
+    here, polite = site.open(), site.open("b")
+    site.attendances.end()
+    site.news()
+    site.attendances.close(here, "the connection broke", polite=False)
+    assert site.news() == [] and site.attendances.members() == ["b"]
+    site.attendances.close(polite, "done", polite=True)
+    assert [event.state for event in site.news() if isinstance(event, MemberChanged)] == ["left"]
+
+
 def test_every_change_of_a_member_is_published_with_its_reason(site: Site) -> None:
     attendance = site.open()
     site.attendances.heartbeat(attendance, Heartbeat(state=PeerState.TRAINING))

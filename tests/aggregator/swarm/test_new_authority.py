@@ -23,6 +23,7 @@ from edit.errors import RefusedError, StaleError, TransportError
 from editpb import control_pb2, control_pb2_grpc, council_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.identity import Identity, is_signed_by
+from editpb.transport.parts import in_part
 from tests.aggregator.swarm.test_admission import at, channel, made, redeemed, refused
 from tests.aggregator.swarm.test_host import step
 from tests.aggregator.swarm.test_operating import in_thread
@@ -77,12 +78,18 @@ async def replaced(swarm: Hosts, *peer_ids: str) -> None:
 
 
 async def why_refused(swarm: Hosts, to: str, peer_id: str, role: str = "peer") -> Exception:
-    """Why a member refuses somebody whose certificate was made with the first authority's key."""
+    """Why a member refuses somebody whose certificate was made with the first authority's key.
+
+    An operator gives an order; "operator of the engine" asks the engine of part 0 how its run stands, as an observer may.
+    """
+    asks_engine, role = role.endswith(" of the engine"), role.removesuffix(" of the engine")
     key, pem, identity = new_key(), serialization.Encoding.PEM, Identity(swarm.run_id, role, peer_id)
     certificate = swarm.authority.issuer.issue(identity, key.public_key(), lifetime_s=3600.0, now=time.time())
     trusted = b"".join(root.public_bytes(pem) for root in roots(swarm, to))
     credentials = grpc.ssl_channel_credentials(trusted, key_pem(key), certificate.public_bytes(pem))
     async with channel(swarm, to, credentials) as open_:
+        if asks_engine:
+            return await refused(in_part(control_pb2_grpc.ControlStub(open_), 0).Status(control_pb2.StatusRequest()))
         if role == "operator":
             return await refused(control_pb2_grpc.ControlStub(open_).Pause(control_pb2.PauseRequest()))
         return await refused(council_pb2_grpc.CouncilStub(open_).Describe(pb.DescribeRequest()))
@@ -158,6 +165,11 @@ def test_while_members_still_have_certificates_of_the_old_authority_its_key_open
 
         error = await why_refused(swarm, "a", "operator", "operator")
         assert isinstance(error, RefusedError) and "this copy of its key gives no orders any more" in str(error)
+        engine = swarm.owner()
+        assert engine is not None
+        for role in ("operator", "observer"):
+            error = await why_refused(swarm, engine.peer_id, role, f"{role} of the engine")
+            assert isinstance(error, RefusedError) and "the authority was replaced" in str(error)
         old = replace(forged, ca=swarm.authority.ca_der)
         new = replace(forged, ca=roots(swarm, "a")[0].public_bytes(serialization.Encoding.DER))
         for invitation in (old, new):  # with the certificate of the old authority
