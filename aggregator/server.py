@@ -50,7 +50,7 @@ from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
 from edit.trackers.choose import NO_TRACKERS, TrackerChoice
 from editpb import control_pb2_grpc, enrolment_pb2_grpc
-from editpb.invitation import endpoint_of, is_maddr
+from editpb.invitation import check_dht_peers, endpoint_of
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_data_servicer
@@ -167,6 +167,11 @@ class Coordinator:
         """Return HOST:PORT of control and data, as peers reach them."""
         port = self.listen.rpartition(":")[2]
         return tuple(endpoint_of(host, port) for host in self.config.server.advertise)
+
+    def enrolment_endpoints(self) -> tuple[str, ...]:
+        """Return HOST:PORT where invitations are redeemed; () at a further aggregator."""
+        port = self.enrol_listen.rpartition(":")[2]
+        return tuple(endpoint_of(host, port) for host in self.config.server.advertise) if port else ()
 
     async def start(self) -> None:
         """Recover, bind the ports, write them to addresses.json. Raises ConfigError (a port in use), StorageError."""
@@ -373,8 +378,7 @@ def _check_dht(folder: StateFolder, dht_peers: tuple[str, ...]) -> None:
     """Raise ConfigError unless a coordinator can say in this DHT where it is."""
     if folder.aggregator:
         raise ConfigError("--dht-peers: only the coordinator is found by the run's id; leave it out at further aggregators")
-    if wrong := next((each for each in dht_peers if not is_maddr(each)), None):
-        raise ConfigError(f"--dht-peers {wrong!r:.200}: must be like /ip4/192.0.2.1/tcp/4001/p2p/12D3...")
+    check_dht_peers(dht_peers)
     check_dht("--dht-peers")
 
 
@@ -384,6 +388,6 @@ def _say_where(coordinator: Coordinator, dht_peers: tuple[str, ...]) -> Discover
 
     folder, advertise = coordinator.folder, coordinator.config.server.advertise[0]
     said = Discovery.of_coordinator(folder.run_id, folder.path, coordinator.listen, advertise, dht_peers)
-    said.tell(None, coordinator.endpoints(), "")
+    said.tell(None, coordinator.endpoints(), "", coordinator.enrolment_endpoints())
     said.start(lambda found: None, lambda maddr: None)
     return said

@@ -64,17 +64,19 @@ def join(
         typer.Argument(help="The line that `edit-coordinator invite` printed, a file with it, or - for stdin."),
     ],
     home: HomeOption = Path("edit-peer"),
+    dht_peers: DhtPeersOption = None,
 ) -> None:
     """Redeem an invitation: create a key, and store the certificate in --home. Repeat it if the answer was lost.
 
-    An invitation is a secret. Other users of this machine can see a command line, but not a file of yours, or stdin.
+    An invitation is a secret. Other users of this machine can see a command line, but not a file of yours, or stdin. With
+    --dht-peers a coordinator that is at none of the addresses in the invitation is looked for by its run's id.
 
     Example: edit-peer join - --home my-peer < invitation.txt
     """
     from peers.identity.enrolment import invitation_text
-    from peers.identity.enrolment import join as redeem
+    from peers.identity.seeking import redeem
 
-    identity = redeem(invitation_text(invitation, sys.stdin), home, time.time())
+    identity = redeem(invitation_text(invitation, sys.stdin), home, tuple(dht_peers or ()))
     typer.echo(f"{identity.peer_id} is a {identity.role} of run {identity.run_id}; folder {home}")
     if identity.role in ("observer", "operator"):
         typer.echo(f"next: edit-peer watch --home {home}")

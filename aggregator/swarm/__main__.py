@@ -13,6 +13,7 @@ _VERBS = (
     *(
         "found",
         "seek",
+        "seek-enrolment",
         "seek-members",
         "invite",
         "status",

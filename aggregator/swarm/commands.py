@@ -57,6 +57,16 @@ def seek(
 
 
 @app.command()
+def seek_enrolment(
+    folder: Annotated[Path, typer.Argument(help="A folder for the files of the search.")],
+    dht_peers: Annotated[list[str], typer.Option("--dht-peers", help="A libp2p node of the DHT to begin with. Repeatable.")],
+) -> None:
+    """Print HOST:PORT at which the invitation on stdin, to a run with a coordinator, may be redeemed, a line each."""
+    for address in operate.seek_enrolment(folder, sys.stdin.readline(MAX_TEXT_CHARS + 1), tuple(dht_peers)):
+        typer.echo(address)
+
+
+@app.command()
 def seek_members(
     folder: Annotated[Path, typer.Argument(help="A folder for the files of the search.")],
     dht_peers: Annotated[list[str], typer.Option("--dht-peers", help="A libp2p node of the DHT to begin with. Repeatable.")],

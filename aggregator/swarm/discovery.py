@@ -79,6 +79,7 @@ class _Known:
     leader: str = ""
     maddrs: frozenset[str] = frozenset()  # of the record's members
     evicted: frozenset[str] = frozenset()
+    enrol: tuple[str, ...] = ()  # of a coordinator: where invitations are redeemed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ class _Node:
 class Discovery:
     """The DHT as a host uses it. `start` it, `tell` it, `close` it; used on the host's loop.
 
-    credentials: private key, certificate and authority, in PEM. role: of those who say where they are: peers, in a swarm; the
-    coordinator of a run that has one.
+    credentials: private key, certificate and authority, in PEM; key and certificate b"": who only looks. role: of those who say
+    where they are: peers, in a swarm; the coordinator of a run that has one.
     """
 
     def __init__(
@@ -181,6 +182,20 @@ class Discovery:
         credentials = key, guest.public_bytes(pem), authority.public_bytes(pem)
         return cls(invited.identity.run_id, invited.identity.peer_id, place, credentials)
 
+    @classmethod
+    def of_invited(cls, invited: Invitation, path: Path, seeds: tuple[str, ...]) -> Discovery:
+        """Return the DHT in which who was invited to a run with a coordinator looks for it, and says nothing.
+
+        path: where its node keeps its files. Raises ConfigError.
+        """
+        try:
+            authority = x509.load_der_x509_certificate(invited.ca).public_bytes(serialization.Encoding.PEM)
+        except ValueError as error:
+            raise ConfigError("the invitation is damaged; copy the whole line again") from error
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = NodePlace(path, "127.0.0.1", "", 0, seeds)
+        return cls(invited.identity.run_id, invited.identity.peer_id, place, (b"", b"", authority), "coordinator")
+
     # -- on the host's loop ------------------------------------------------------------------------------------------------
 
     def start(self, found: Callable[[Found], None], reached: Callable[[str], None]) -> None:
@@ -193,9 +208,9 @@ class Discovery:
         self._host, self._found, self._reached = asyncio.get_running_loop(), found, reached
         threading.Thread(target=self._run, name="dht", daemon=True).start()
 
-    def tell(self, record: Record | None, addresses: tuple[str, ...], leader: str) -> None:
-        """Take what the host knows now. addresses: its own."""
-        known = _Known(addresses)
+    def tell(self, record: Record | None, addresses: tuple[str, ...], leader: str, enrol: tuple[str, ...] = ()) -> None:
+        """Take what the host knows now. addresses: its own. enrol: where a coordinator's invitations are redeemed."""
+        known = _Known(addresses, enrol=enrol)
         if record is not None:
             maddrs = frozenset(member.maddr for member in record.members.values() if is_maddr(member.maddr))
             known = _Known(addresses, record.stamp, leader, maddrs, frozenset(record.evicted))
@@ -380,7 +395,12 @@ class Discovery:
             return
         expires = time.time() + TTL_S
         value = Announcement(
-            addresses=known.addresses, maddr=node.maddr, stamp=known.stamp, leader=known.leader, expires=expires
+            addresses=known.addresses,
+            maddr=node.maddr,
+            stamp=known.stamp,
+            leader=known.leader,
+            expires=expires,
+            enrol=known.enrol,
         ).as_value()
         with suppress(TimeoutError):
             await asyncio.wait_for(node.node.store(key_of(self._run_id), value, expires, subkey=self._peer_id), 4 * CALL_S)

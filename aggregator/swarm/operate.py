@@ -592,6 +592,29 @@ def seek_coordinator(path: Path, dht_peers: tuple[str, ...], *, within_s: float 
     return found[COORDINATOR_ID].addresses
 
 
+def seek_enrolment(path: Path, invitation: str, dht_peers: tuple[str, ...], *, within_s: float = SEEK_S) -> tuple[str, ...]:
+    """Return where the coordinator of the run that an invitation is to says that invitations are redeemed.
+
+    path: where the search keeps the files of its node. What counts is signed by a coordinator's certificate of the invitation's
+    authority, and who answers there must show one. Raises ConfigError, TransportError when nothing is found.
+    """
+    check_dht("--dht-peers")
+    from aggregator.swarm.discovery import Discovery  # needs what is not installed everywhere
+
+    invited = Invitation.decode(invitation)
+    if invited.swarm is not None:
+        raise ConfigError("this is an invitation to a swarm")
+    discovery = Discovery.of_invited(invited, path, dht_peers)
+
+    def says(those: Found) -> bool:
+        return COORDINATOR_ID in those and bool(those[COORDINATOR_ID].enrol)
+
+    found = asyncio.run(_sought(discovery, says, within_s))
+    if found is None:
+        raise TransportError(f"the DHT does not know of the coordinator of {invited.identity.run_id} within {within_s:g} s")
+    return found[COORDINATOR_ID].enrol
+
+
 def seek_members(
     path: Path, invitation: str, dht_peers: tuple[str, ...], *, within_s: float = SEEK_S
 ) -> Mapping[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ attempt to connect, for a connection shows who is there.
 others store or send.
 
     stored value  msgpack of [FORMAT, certificate (DER), signature (ECDSA, SHA-256), value]
-    value         msgpack of {addresses, maddr, stamp, leader, expires}
+    value         msgpack of {addresses, maddr, stamp, leader, expires}, of a coordinator also {enrol}
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from edit.council.record import MOST_ADDRESSES, MOST_TEXT, Stamp, check_count
-from edit.errors import ConfigError, EditError
+from edit.errors import ConfigError, EditError, LocalProtocolError
 from editpb.identity import Identity, from_certificate
 from editpb.invitation import is_endpoint, is_maddr
 from editpb.limits import is_id
@@ -52,13 +52,13 @@ class Announcement:
     stamp: Stamp  # of its record of the swarm; tells a person how far it is, and decides nothing
     leader: str  # whom it hears, or ""; likewise
     expires: float  # unix seconds
+    enrol: tuple[str, ...] = ()  # HOST:PORT where invitations of a run with a coordinator are redeemed
 
     def __post_init__(self) -> None:
-        right = isinstance(self.addresses, tuple) and 0 < len(self.addresses) <= MOST_ADDRESSES
-        if not right or not all(
-            isinstance(each, str) and len(each) <= MOST_TEXT and is_endpoint(each) for each in self.addresses
-        ):
+        if not self.addresses or not _are_endpoints(self.addresses):
             raise ValueError(f"addresses {self.addresses!r:.80}")
+        if not _are_endpoints(self.enrol):
+            raise ValueError(f"enrol {self.enrol!r:.80}")
         if self.maddr != "" and not (isinstance(self.maddr, str) and is_maddr(self.maddr)):
             raise ValueError(f"maddr {self.maddr!r:.80}")
         if len(self.stamp) != 3:
@@ -72,7 +72,7 @@ class Announcement:
 
     def as_value(self) -> dict[str, object]:
         """Return it as the DHT's value."""
-        names = ("addresses", "stamp", "maddr", "leader", "expires")
+        names = ("addresses", "stamp", "maddr", "leader", "expires", *(("enrol",) if self.enrol else ()))
         return {name: list(each) if isinstance(each := getattr(self, name), tuple) else each for name in names}
 
     @classmethod
@@ -82,7 +82,16 @@ class Announcement:
             raise ValueError(f"no announcement: {value!r:.80}")
         if len(value["stamp"]) != 3:
             raise ValueError(f"stamp {value['stamp']!r:.80}")
-        return cls(**{**value, "addresses": tuple(value["addresses"]), "stamp": Stamp(*value["stamp"])})
+        lists = {name: tuple(value[name]) for name in ("addresses", "enrol") if isinstance(value.get(name), list)}
+        return cls(**{**value, **lists, "stamp": Stamp(*value["stamp"])})
+
+
+def _are_endpoints(found: object) -> bool:
+    return (
+        isinstance(found, tuple)
+        and len(found) <= MOST_ADDRESSES
+        and all(isinstance(each, str) and len(each) <= MOST_TEXT and is_endpoint(each) for each in found)
+    )
 
 
 class DhtRecord(Protocol):
@@ -101,7 +110,7 @@ class SignedRecords:
         run_id: whose members count.
         key: the DHT's key of the run's records; nothing else is stored at this node.
         authority: certificates in PEM; a member's must be signed by one of them.
-        private_key, certificate: this member's, in PEM.
+        private_key, certificate: this member's, in PEM; b"": who only looks, and signs nothing.
         evicted: whether the record of the swarm shuts a peer out.
         unix: seconds since 1970.
         role: of those whose records count, as their certificates say it.
@@ -121,6 +130,9 @@ class SignedRecords:
         self._role = role
         self._run_id, self._key, self._evicted, self._unix = run_id, key, evicted, unix
         self.renew(certificate, authority)
+        self._private_key: ec.EllipticCurvePrivateKey | None = None
+        if not private_key:
+            return
         try:
             own = serialization.load_pem_private_key(private_key, None)
         except (ValueError, TypeError) as error:
@@ -135,7 +147,8 @@ class SignedRecords:
         Raises ConfigError.
         """
         try:
-            self._certificate = x509.load_pem_x509_certificate(certificate).public_bytes(serialization.Encoding.DER)
+            own = x509.load_pem_x509_certificate(certificate) if certificate else None
+            self._certificate = own.public_bytes(serialization.Encoding.DER) if own is not None else b""
             self._authorities = x509.load_pem_x509_certificates(authority)
         except ValueError as error:
             raise ConfigError(f"peer.key, peer.pem or ca.pem is damaged ({error})") from error
@@ -146,7 +159,9 @@ class SignedRecords:
     priority = 0
 
     def sign_value(self, record: DhtRecord) -> bytes:
-        """Return the value with this member's signature."""
+        """Return the value with this member's signature. Raises LocalProtocolError for who only looks."""
+        if self._private_key is None:
+            raise LocalProtocolError("nothing is announced in the DHT without a certificate of the run")
         signature = self._private_key.sign(_signed(record, record.value), ec.ECDSA(hashes.SHA256()))
         return bytes(msgpack.packb([FORMAT, self._certificate, signature, record.value]))
 

@@ -1,20 +1,27 @@
-"""A coordinator that is at none of its known addresses is looked for in a DHT, by the run's id.
+"""A coordinator that is at none of its known addresses is looked for in a DHT, by the id of the run.
 
-The search is a process of its own, which ends: hivemind, its daemon and its threads stay out of the trainer.
+A peer looks for where it serves, who is invited for where invitations are redeemed. The search is a process of its
+own, which ends: hivemind, its daemon and its threads stay out of the trainer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from editpb.invitation import MAX_ENDPOINTS, is_endpoint
+from edit.errors import ConfigError, TransportError
+from editpb.identity import Identity
+from editpb.invitation import MAX_ENDPOINTS, Invitation, check_dht_peers, is_endpoint
 from peers.carriers.hub.channels import Channels
+from peers.identity.enrolment import join
 
-__all__ = ["Seeking", "searching"]
+__all__ = ["Seeking", "redeem", "searching"]
 
 LOOK_S = 5.0  # between two looks whether it must be sought
 AGAIN_S = 60.0  # from one search to the next
@@ -74,3 +81,38 @@ def searching(home: Path, dht_peers: Sequence[str]) -> Callable[[], Awaitable[tu
         return said[:_SAID].decode(errors="replace").splitlines(), "".join(last).removeprefix("aggregator.swarm: ")
 
     return search
+
+
+def redeem(invitation: str, home: Path, dht_peers: Sequence[str] = ()) -> Identity:
+    """Redeem an invitation to a run with a coordinator into `home`; where nobody answers, at the address that the DHT says.
+
+    The coordinator signs what it says there, and only the invitation's authority counts (`Discovery.of_invited`). Raises as
+    `join`, and ConfigError for dht_peers.
+    """
+    check_dht_peers(dht_peers)
+    try:
+        return join(invitation, home, time.time())
+    except TransportError as silence:
+        if not dht_peers:
+            raise
+        _log.info("%s; the coordinator is looked for in the DHT", silence)
+        found = _sought_enrolment(invitation, home, dht_peers)
+        _log.info("the DHT says that invitations are redeemed at %s", ", ".join(found))
+        elsewhere = replace(Invitation.decode(invitation), enrol=found)
+        return join(elsewhere.encode(), home, time.time())
+
+
+def _sought_enrolment(invitation: str, home: Path, dht_peers: Sequence[str]) -> tuple[str, ...]:
+    words = [sys.executable, "-m", "aggregator.swarm", "seek-enrolment", str(home / "seeking")]
+    words += [f"--dht-peers={each}" for each in dht_peers]
+    told = f"{invitation.strip()}\n"
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, input=told, check=False, timeout=SEARCH_S)
+    except subprocess.TimeoutExpired:
+        raise TransportError(f"the search took longer than {SEARCH_S:g} s; try again") from None
+    lines = done.stdout[:_SAID].splitlines()[:MAX_ENDPOINTS]
+    if found := tuple(line for line in lines if is_endpoint(line)):
+        return found
+    last = "".join(done.stderr.splitlines()[-1:]).removeprefix("aggregator.swarm: ")
+    error = ConfigError if done.returncode == 2 else TransportError
+    raise error(last or "the search in the DHT said nothing")

@@ -12,7 +12,7 @@ from edit import plugins
 from edit.config.plugins import PREFIX, is_entry
 from edit.errors import ConfigError
 from edit.trackers.choose import NO_TRACKERS, TrackerChoice
-from editpb.invitation import is_endpoint, is_maddr
+from editpb.invitation import check_dht_peers, is_endpoint
 from peers.training.fault_injection import Fault
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class PeerOptions:
         if self.keep_checkpoints < 1:
             raise ConfigError(f"--keep-checkpoints {self.keep_checkpoints}: must be at least 1")
         check_data(self.data, self.data_options, self.jsonl_field, self.allowed)
-        if wrong := next((each for each in self.dht_peers if not is_maddr(each)), None):
-            raise ConfigError(f"--dht-peers {wrong!r:.200}: must be like /ip4/192.0.2.1/tcp/4001/p2p/12D3...")
+        check_dht_peers(self.dht_peers)
         self._check_serving()
 
     def _check_serving(self) -> None:

@@ -13,7 +13,7 @@ import ipaddress
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "TOKEN",
     "Invitation",
     "SwarmAccess",
+    "check_dht_peers",
     "endpoint_of",
     "fingerprint",
     "guest_key",
@@ -75,6 +76,12 @@ def is_loopback(host: str) -> bool:
 def is_maddr(text: str) -> bool:
     """Return whether `text` is the multiaddress of a libp2p node, with its id: `/ip4/192.0.2.1/tcp/4001/p2p/12D3...`."""
     return _MADDR.fullmatch(text) is not None
+
+
+def check_dht_peers(nodes: Sequence[str]) -> None:
+    """Raise ConfigError unless these are multiaddresses of libp2p nodes, as `--dht-peers` takes them."""
+    if wrong := next((each for each in nodes if not is_maddr(each)), None):
+        raise ConfigError(f"--dht-peers {wrong!r:.200}: must be like /ip4/192.0.2.1/tcp/4001/p2p/12D3...")
 
 
 def fingerprint(ca_der: bytes) -> str:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import aggregator.cli
+import peers.cli
 from tests.support.council.announced import Run
-from tests.support.daemons import Site, p2pds, small
+from tests.support.daemons import Site, call, p2pds, small
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -52,11 +54,12 @@ def node(path: Path) -> Iterator[str]:
         thread.join(STARTS_S)
 
 
-def test_a_peer_finds_a_coordinator_that_moved_and_takes_an_outer_step(tmp_path: Path) -> None:
+def test_a_peer_finds_a_coordinator_that_moved_and_takes_an_outer_step_and_another_joins_there(tmp_path: Path) -> None:
     settings = small("moves", sync={"every": 2, "outer_steps": 3})
     with Site(tmp_path / "site", settings) as site, node(tmp_path / "node") as maddr:
         first = site.serve()
         site.enrol("a")
+        invitation = call(aggregator.cli.app, "invite", "--state", site.state, "b").splitlines()[0]
         first.kill()
         addresses = site.state / "addresses.json"
         before = int(addresses.read_text().split('"listen": "127.0.0.1:')[1].split('"')[0])
@@ -66,6 +69,7 @@ def test_a_peer_finds_a_coordinator_that_moved_and_takes_an_outer_step(tmp_path:
             other.bind(("127.0.0.1", before))  # nobody listens there any more
             coordinator = site.start("aggregator", "serve", "--keep-serving", "--state", site.state, "--dht-peers", maddr)
             coordinator.until("the DHT: this member's node is")
+            call(peers.cli.app, "join", invitation, "--home", site.folder / "b", "--dht-peers", maddr)
             peer = site.peer("a", "--dht-peers", maddr)
             found = peer.until("the DHT says that it is at ")
             assert not found.rstrip().endswith(f":{before}")

@@ -336,6 +336,34 @@ async def test_who_was_invited_finds_members_whose_addresses_it_was_not_told(tmp
 
 
 @on_a_loop
+async def test_who_was_invited_to_a_run_with_a_coordinator_finds_where_it_redeems_invitations(tmp_path: Path) -> None:
+    """By the authority in the invitation: a peer that is called as the coordinator is says nothing, nor does another run's."""
+    async with members(tmp_path) as swarm:
+        a, run = await swarm.start("a"), swarm.run
+        other = Run(tmp_path / "other", run.run_id)
+        credentials = run.credentials("coordinator", "coordinator")
+        place = NodePlace(tmp_path / "c", "127.0.0.1", "127.0.0.1", 0, (a.maddr,))
+        place.folder.mkdir()
+        coordinator = Discovery(run.run_id, "coordinator", place, credentials, "coordinator")
+        reached = list[str]()
+        coordinator.tell(None, ("127.0.0.1:7",), "", ("127.0.0.1:8", "[::1]:8"))
+        coordinator.start(lambda found: None, reached.append)
+        try:
+            await until(lambda: reached)
+            for authority, within_s in ((run.authority, WAIT_S), (other.authority, 2.0)):
+                invited = authority.invite("b", role="peer", enrol=["127.0.0.1:1"], lifetime_s=60.0, now=time.time())
+                path, nodes = tmp_path / "new" / "seeking", (reached[0], a.maddr)
+                seeking = asyncio.to_thread(operate.seek_enrolment, path, invited.encode(), nodes, within_s=within_s)
+                if authority is run.authority:
+                    assert await seeking == ("127.0.0.1:8", "[::1]:8")
+                else:
+                    with pytest.raises(TransportError, match="does not know of the coordinator of run-0 within 2 s"):
+                        await seeking
+        finally:
+            await coordinator.close()
+
+
+@on_a_loop
 async def test_it_says_one_line_and_hivemind_none(tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     with caplog.at_level(logging.INFO):
         async with members(tmp_path) as swarm:

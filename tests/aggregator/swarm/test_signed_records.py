@@ -14,7 +14,8 @@ pytest.importorskip("msgpack")
 import msgpack
 
 from aggregator.swarm.signed_records import LONGEST_S, MOST_BYTES, Announcement, SignedRecords
-from edit.errors import ConfigError
+from edit.council.record import MOST_ADDRESSES
+from edit.errors import ConfigError, LocalProtocolError
 from tests.support.council.announced import KEY, Item, Run, said, signed
 
 
@@ -165,3 +166,24 @@ def test_who_looks_for_a_coordinator_takes_only_a_coordinators_word(tmp_path: Pa
     assert seeker.read(peer) is None
     assert (read := seeker.read(coordinator)) is not None and read[0] == "coordinator"
     assert run.records(run.credentials("a")).read(coordinator) is None, "nor is a coordinator a member of a swarm"
+
+
+def test_who_only_looks_reads_where_a_coordinator_redeems_invitations_and_signs_nothing(tmp_path: Path) -> None:
+    run, other, expires = Run(tmp_path / "run"), Run(tmp_path / "other", "run-0"), time.time() + 60.0
+    guest = SignedRecords(run.run_id, KEY, run.ca, b"", b"", lambda peer_id: False, role="coordinator")
+    doors = ["127.0.0.1:7", "[::1]:7"]
+    for made_by, value, believed in (
+        (run, said(expires, enrol=doors), tuple(doors)),
+        (run, said(expires), ()),
+        (other, said(expires, enrol=doors), None),  # of the same run_id, by another authority
+        (run, said(expires, enrol=["127.0.0.1"]), None),
+        (run, said(expires, enrol="127.0.0.1:7"), None),
+        (run, said(expires, enrol=[7]), None),
+        (run, said(expires, enrol=doors * MOST_ADDRESSES), None),
+        (run, said(expires, invitations=doors), None),
+    ):
+        item = signed(made_by.records(made_by.credentials("coordinator", "coordinator")), "coordinator", expires, value)
+        read = guest.read(item)
+        assert (read[1].enrol if read is not None else None) == believed
+    with pytest.raises(LocalProtocolError, match="without a certificate of the run"):
+        guest.sign_value(item)

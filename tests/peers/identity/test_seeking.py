@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from edit.errors import ConfigError
-from editpb.invitation import MAX_ENDPOINTS
+from aggregator.security.authority import Authority
+from edit.errors import ConfigError, RefusedError, TransportError
+from editpb.identity import Identity
+from editpb.invitation import MAX_ENDPOINTS, Invitation
 from peers.carriers.hub.channels import Channels
 from peers.identity import seeking
-from peers.identity.seeking import AGAIN_S, LOOK_S, ROUNDS, Seeking, searching
+from peers.identity.seeking import AGAIN_S, LOOK_S, ROUNDS, Seeking, redeem, searching
 from peers.training.options import PeerOptions
 from tests.support.loops import on_a_loop, pass_time, run_held
 
+NODE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWMeRyCUk5dyG5REHphBwiG8eP4C13hyyyzheUgS5g4B5m"
 KNOWN = ("127.0.0.1:1", "127.0.0.1:2")
 
 
@@ -100,7 +105,57 @@ async def test_a_search_that_fails_says_why_and_one_that_hangs_is_ended(
     assert await searching(tmp_path, [])() == ((), "the search took longer than 0.05 s")
 
 
+def test_where_nobody_answers_that_an_invitation_names_it_is_redeemed_where_the_dht_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority.create(tmp_path, "run", ("localhost",), now=time.time())
+    text = authority.invite("b", role="peer", enrol=["127.0.0.1:1"], lifetime_s=60.0, now=time.time()).encode()
+    tried, answers = list[tuple[str, ...]](), [TransportError("no answer"), TransportError("no answer")]
+
+    def redeem_at(invitation: str, home: Path, now: float) -> Identity:
+        invited = Invitation.decode(invitation)
+        assert replace(invited, enrol=("127.0.0.1:1",)).encode() == text, "nothing else is another"
+        tried.append(invited.enrol)
+        if answers:
+            raise answers.pop()
+        return invited.identity
+
+    def search(body: str) -> None:
+        (tmp_path / "search").write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "search").chmod(0o700)
+
+    monkeypatch.setattr(seeking, "join", redeem_at)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "search"))
+    with pytest.raises(TransportError, match="no answer"):
+        redeem(text, tmp_path)
+    search('read told; echo "$told" > "$0.told"; echo "$@" > "$0.words"; echo nonsense; echo 127.0.0.1:7; echo "[::1]:7"')
+    assert redeem(f" {text}\n", tmp_path, [NODE]).peer_id == "b"
+    assert tried == [("127.0.0.1:1",), ("127.0.0.1:1",), ("127.0.0.1:7", "[::1]:7")]
+    assert (tmp_path / "search.told").read_text() == f"{text}\n", "an invitation is in no command line"
+    words = f"-m aggregator.swarm seek-enrolment {tmp_path / 'seeking'} --dht-peers={NODE}\n"
+    assert (tmp_path / "search.words").read_text() == words
+    for body, kind, why in (
+        ("echo 'aggregator.swarm: --dht-peers: needs hivemind' >&2; exit 2", ConfigError, "^--dht-peers: needs hivemind"),
+        ("echo 'aggregator.swarm: the DHT does not know' >&2; exit 69", TransportError, "^the DHT does not know"),
+        ("echo nonsense", TransportError, "the search in the DHT said nothing"),
+    ):
+        answers.append(TransportError("no answer"))
+        search(body)
+        with pytest.raises(kind, match=why):
+            redeem(text, tmp_path, [NODE])
+    answers.append(TransportError("no answer"))
+    search("exec sleep 1000")
+    monkeypatch.setattr(seeking, "SEARCH_S", 0.05)  # it always passes
+    with pytest.raises(TransportError, match=r"the search took longer than 0.05 s; try again"):
+        redeem(text, tmp_path, [NODE])
+    answers.append(RefusedError("used already"))
+    with pytest.raises(RefusedError, match="used already"):
+        redeem(text, tmp_path, [NODE])
+
+
 def test_what_is_no_node_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("x")
     with pytest.raises(ConfigError, match=r"^--dht-peers '127.0.0.1:4001': must be like /ip4/"):
         PeerOptions(home=tmp_path, data=tmp_path / "text", dht_peers=("127.0.0.1:4001",))
+    with pytest.raises(ConfigError, match=r"^--dht-peers '127.0.0.1:4001': must be like /ip4/"):
+        redeem("an invitation", tmp_path, ["127.0.0.1:4001"])
