@@ -92,6 +92,7 @@ class Coordinator:
     _silent: SilentConnections
     _connections: tuple[int, int]  # that members and strangers may have
     metrics_page: MetricsPage | None = None
+    _serving: bool = False  # whether members can connect
     _expiry: ExpiryWatch = field(default_factory=ExpiryWatch)
     listen: str = ""  # HOST:PORT of control and data, once bound
     enrol_listen: str = ""  # HOST:PORT of enrolment, once bound
@@ -176,9 +177,10 @@ class Coordinator:
     async def start(self) -> None:
         """Recover, bind the ports, write them to addresses.json. Raises ConfigError (a port in use), StorageError."""
         if self.config.server.metrics_listen and self.authority is not None:
-            from aggregator.services.metrics_page import MetricsPage  # needs what only this needs
+            from aggregator.services.metrics_page import MetricsPage, RunCollector  # need what only this needs
 
-            self.metrics_page = MetricsPage(self.run, self.config.server.metrics_listen)
+            address, collector = self.config.server.metrics_listen, RunCollector(self.run)
+            self.metrics_page = MetricsPage(collector, address, lambda: self._serving, named="server.metrics_listen")
             await self.metrics_page.start()
             _log.info("metrics on http://%s/metrics", self.metrics_page.listen)
         await self.run.start()
@@ -195,8 +197,7 @@ class Coordinator:
         await self._main.start()
         addresses = {"listen": self.listen, "enrol_listen": self.enrol_listen}
         write_atomic(self.folder.addresses, json.dumps(addresses).encode())
-        if self.metrics_page is not None:
-            self.metrics_page.ready = True
+        self._serving = True
         self.look_after_certificates()
         self.background.spawn(self._keep_certificates())
         self.background.spawn(self._cut_silent_connections())

@@ -27,6 +27,9 @@ import aggregator.cli
 import edit.lab.cli
 import peers.cli
 import peers.training.metrics
+from aggregator.services.metrics_page import run_metrics
+from aggregator.swarm.metrics import council_metrics
+from aggregator.swarm.standing import Standing
 from edit.command_line import EXIT_CODES
 from edit.config.codec import CODECS, FragmentCodec
 from edit.config.run import MEMBERSHIP_IN_A_SWARM, NO_EFFECT, RunConfig, SwarmConfig
@@ -324,9 +327,45 @@ def metrics() -> Iterator[str]:
     yield keys({"peer_id": "", "state": "", "reason": ""}, MemberStatus)
     yield "### kind end: the run has ended, by its outer steps, its tokens or `drain`\n"
     yield keys({"outer_step": 0, "tokens": 0}, RunStatus)
+    yield from prometheus()
     yield "A peer writes the file of `--metrics`:\n"
     doc = inspect.getdoc(peers.training.metrics.Metrics) or ""
     yield "```\n" + doc.split("\n\n", 1)[1] + "\n```\n"
+
+
+def prometheus() -> Iterator[str]:
+    """Yield what /metrics has, at a coordinator and at a host of a swarm."""
+    run = RunStatus(
+        run_id="",
+        phase="",
+        outer_step=0,
+        outer_steps=0,
+        round_id=0,
+        reason="",
+        waiting_for="",
+        draining=False,
+        tokens=0,
+        stop_tokens=0,
+        digest="",
+        parameters=0,
+        peak_memory_bytes=0,
+        expected=(),
+        arrived=(),
+        deadline_in_s=None,
+        members=(),
+        rounds=(),
+    )
+    host = Standing(run_id="", peer_id="", role="follower", leader="", term=0, committed=False, record=None, parts=(), peers=())
+    of_parts = "### /metrics of a run: `server.metrics_listen`, and with the label `part` of each part that a host owns"
+    for title, families in (
+        (of_parts, run_metrics(run, 0, 0, (0, 0))),
+        ("### /metrics of a swarm's host: `--metrics-listen`, which has those of its parts, too", council_metrics(host)),
+    ):
+        yield f"{title}\n"
+        rows = [
+            (f"{each.name}{'_total' if each.type == 'counter' else ''}", each.type, each.documentation) for each in families
+        ]
+        yield table(("name", "type", "meaning"), rows)
 
 
 def status() -> Iterator[str]:

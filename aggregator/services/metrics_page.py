@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
+from edit.config.run import is_address
 from edit.errors import ConfigError
 from editpb.messages import RunPhase
-from editpb.run_status import MemberStatus
+from editpb.run_status import MemberStatus, RunStatus
 
-__all__ = ["MetricsPage", "RunCollector"]
+__all__ = ["MetricsPage", "RunCollector", "run_metrics"]
 
 _REQUEST_BYTES = 8192
 _REQUEST_S = 5.0  # from the connection to the end of the answer
@@ -37,46 +39,58 @@ class RunCollector:
         self._run = run
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its present values."""
+        """Yield every metric with its present values; losses only if the run shares them."""
         run, history = self._run, self._run.history
         status = run_status(run, brief=True).shown_to("observer", "", run.config.membership.share_losses)
-        info = GaugeMetricFamily("edit_run_info", "1, with the run's id", labels=["run_id"])
-        info.add_metric([status.run_id], 1)
-        yield info
-        phases = GaugeMetricFamily("edit_phase", "1 for the phase that the run is in", labels=["phase"])
-        for phase in RunPhase:
-            phases.add_metric([phase.value], phase.value == status.phase)
-        yield phases
-        last = next((report for report in reversed(status.rounds) if report.committed), None)
-        for name, text, value in (
-            ("outer_step", "The last committed outer step", status.outer_step),
-            ("outer_steps", "The outer step at which the run ends", status.outer_steps),
-            ("eta_seconds", "Until the run's end, from the pace of the last outer steps", status.eta_s),
-            ("parameters", "Elements of the model", status.parameters),
-            ("expected_peers", "Peers that the open round waits for, or has waited for", len(status.expected)),
-            ("arrived_peers", "Peers whose contribution to the open round is complete", len(status.arrived)),
-            ("held_up", "1 while the run cannot go on as it stands", bool(status.reason)),
-            ("warnings", "Warnings about the coordinator's certificates and clock", len(status.warnings)),
-            ("peak_memory_bytes", "The largest resident size of the coordinator", status.peak_memory_bytes),
-            ("round_seconds", "Of the last committed round", last.seconds if last else None),
-            ("merged_norm", "Of the pseudo-gradient that was merged last, before the clip", last.norm if last else None),
-            (
-                "cosine",
-                "Mean cosine of the pseudo-gradients to the merged one",
-                last.cosine if last else None,
-            ),
-        ):
-            if value is not None and math.isfinite(value):
-                yield GaugeMetricFamily(f"edit_{name}", text, value=value)
-        yield CounterMetricFamily("edit_tokens", "Merged so far", value=status.tokens)
-        rounds = CounterMetricFamily("edit_rounds", "Closed since the start of the coordinator", labels=["result"])
-        rounds.add_metric(["committed"], history.committed)
-        rounds.add_metric(["aborted"], history.aborted)
-        yield rounds
-        received, sent = history.traffic
-        yield CounterMetricFamily("edit_received_bytes", "Contributions to committed rounds", value=received)
-        yield CounterMetricFamily("edit_update_bytes", "Updates, as one peer fetches them", value=sent)
-        yield from _of_members(status.members)
+        yield from run_metrics(status, history.committed, history.aborted, history.traffic)
+
+
+def run_metrics(status: RunStatus, committed: int, aborted: int, traffic: tuple[int, int]) -> Iterator[Metric]:
+    """Yield every metric of a run; one whose value is not known has no sample.
+
+    Args:
+        committed, aborted: rounds of this process.
+        traffic: bytes of contributions, and of updates as one peer fetches them.
+    """
+    info = GaugeMetricFamily("edit_run_info", "1, with the run's id", labels=["run_id"])
+    info.add_metric([status.run_id], 1)
+    yield info
+    phases = GaugeMetricFamily("edit_phase", "1 for the phase that the run is in", labels=["phase"])
+    for phase in RunPhase:
+        phases.add_metric([phase.value], phase.value == status.phase)
+    yield phases
+    last = next((report for report in reversed(status.rounds) if report.committed), None)
+    for name, text, value in (
+        ("outer_step", "The last committed outer step", status.outer_step),
+        ("outer_steps", "The outer step at which the run ends", status.outer_steps),
+        ("eta_seconds", "Until the run's end, from the pace of the last outer steps", status.eta_s),
+        ("parameters", "Elements of the model", status.parameters),
+        ("expected_peers", "Peers that the open round waits for, or has waited for", len(status.expected)),
+        ("arrived_peers", "Peers whose contribution to the open round is complete", len(status.arrived)),
+        ("held_up", "1 while the run cannot go on as it stands", bool(status.reason)),
+        ("warnings", "Warnings about its certificates and clock", len(status.warnings)),
+        ("peak_memory_bytes", "The largest resident size of this process", status.peak_memory_bytes),
+        ("round_seconds", "Of the last committed round", last.seconds if last else None),
+        ("merged_norm", "Of the pseudo-gradient that was merged last, before the clip", last.norm if last else None),
+        (
+            "cosine",
+            "Mean cosine of the pseudo-gradients to the merged one",
+            last.cosine if last else None,
+        ),
+    ):
+        gauge = GaugeMetricFamily(f"edit_{name}", text, labels=[])
+        if value is not None and math.isfinite(value):
+            gauge.add_metric([], value)
+        yield gauge
+    yield CounterMetricFamily("edit_tokens", "Merged so far", value=status.tokens)
+    rounds = CounterMetricFamily("edit_rounds", "Closed since this process began to serve the run", labels=["result"])
+    rounds.add_metric(["committed"], committed)
+    rounds.add_metric(["aborted"], aborted)
+    yield rounds
+    received, sent = traffic
+    yield CounterMetricFamily("edit_received_bytes", "Contributions to committed rounds", value=received)
+    yield CounterMetricFamily("edit_update_bytes", "Updates, as one peer fetches them", value=sent)
+    yield from _of_members(status.members)
 
 
 def _of_members(members: tuple[MemberStatus, ...]) -> Iterator[Metric]:
@@ -119,19 +133,25 @@ def _of_members(members: tuple[MemberStatus, ...]) -> Iterator[Metric]:
 
 
 class MetricsPage:
-    """Serves the three pages. `start` it before the run recovers: it is healthy then, and ready once `ready` is set.
+    """Serves the three pages. `start` it before what it tells of recovers: it answers /healthz from then on.
 
     Args:
+        collector: what /metrics shows.
         address: HOST:PORT; port 0 chooses one.
+        is_ready: whether members can connect, for /readyz.
+        named: the setting or option that gave the address, for errors.
+
+    Raises ConfigError for an address that is none.
     """
 
-    def __init__(self, run: Run, address: str) -> None:
-        self._address = address
+    def __init__(self, collector: Collector, address: str, is_ready: Callable[[], bool], *, named: str) -> None:
+        if not is_address(address):
+            raise ConfigError(f"{named} {address!r:.80}: must be HOST:PORT; port 0 chooses one")
+        self._address, self._is_ready, self._named = address, is_ready, named
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(RunCollector(run))
+        self._registry.register(collector)
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
-        self.ready = False  # whether members can connect
         self.listen = ""  # HOST:PORT, once bound
 
     async def start(self) -> None:
@@ -141,7 +161,7 @@ class MetricsPage:
             self._server = await asyncio.start_server(self._connected, host.strip("[]"), int(port), limit=_REQUEST_BYTES)
         except OSError as error:
             raise ConfigError(
-                f"server.metrics_listen: {self._address} cannot be bound ({error.strerror}); choose another in run.toml"
+                f"{self._named}: {self._address} cannot be bound ({error.strerror}); choose another address"
             ) from error
         self.listen = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
@@ -180,7 +200,7 @@ class MetricsPage:
             status, kind, body = "200 OK", "text/plain", b"ok\n"
         elif path == b"/readyz":
             status, kind, body = "503 Service Unavailable", "text/plain", b"starting\n"
-            if self.ready:
+            if self._is_ready():
                 status, body = "200 OK", b"ok\n"
         else:
             status, kind, body = "404 Not Found", "text/plain", b"/metrics, /healthz, /readyz\n"

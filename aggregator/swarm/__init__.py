@@ -22,6 +22,7 @@ other members (a `Source` is given), clocks, the event loop, peers that train.
     process.py        that process: `python -m aggregator.swarm FOLDER`
     standing.py       what hosts say of themselves, and what several say together, in words
     operate.py        what an operator does from a member's folder: status, orders, leaving, recovery
+    metrics.py        /metrics of a host: the council, and the rounds of the parts that it owns
     watching.py       the whole swarm as one status, again and again, for `watch`, `report`, `web`
     commands.py       `python -m aggregator.swarm VERB FOLDER`
 """

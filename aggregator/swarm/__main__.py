@@ -56,6 +56,7 @@ def _serve() -> None:
     parser.add_argument("--hours", help="in which it takes part, by this machine's clock: 22:00-06:00")
     parser.add_argument("--max-mbit", type=float, help="what is sent per second, in 10^6 bits")
     parser.add_argument("--allow", action="append", default=[], help="a plug-in that this member's operator trusts")
+    parser.add_argument("--metrics-listen", default="", help="HOST:PORT of /metrics, /healthz and /readyz; empty: none")
     parser.add_argument("--seed", action="append", default=[], help="NAME=HOST:PORT of a member to begin with")
     parser.add_argument("--who", default="", help="begins each line of the log: it is beside a peer that trains")
     given = parser.parse_args()
@@ -74,7 +75,11 @@ def _serve() -> None:
     settle(given.folder, given.listen, given.advertise, seeds, tuple(given.dht_peers), given.relay)
     hours = Hours.parse(given.hours) if given.hours else None
     allowed = frozenset(given.allow)
-    keep_hours(hours, lambda: asyncio.run(serve_host(given.folder, max_mbit=given.max_mbit, allowed=allowed)))
+
+    def serve() -> None:
+        asyncio.run(serve_host(given.folder, max_mbit=given.max_mbit, allowed=allowed, metrics_listen=given.metrics_listen))
+
+    keep_hours(hours, serve)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 import torch
 
+from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from aggregator.data.round_runner import Source
 from aggregator.resources import Clock
@@ -576,6 +577,11 @@ class Host:
         return self._council is not None
 
     @property
+    def let_in(self) -> bool:
+        """Whether it takes part and is in the swarm: it has a record."""
+        return self._council is not None and self._council.record is not None
+
+    @property
     def settled(self) -> bool:
         """Whether the run has finished, and nobody that is here needs this host any more."""
         record = self.council.committed
@@ -600,6 +606,12 @@ class Host:
 
     def _ranks(self, peer_id: str) -> int:
         return sum(len(engine.run.attendances.of(peer_id)) for engine in self._engines)
+
+    @property
+    def served(self) -> list[tuple[int, Run]]:
+        """The rounds that this host serves, by the part's number. With gossip part 0 has those of its own peer."""
+        engines = [part.engine for part in self.parts] if self.gossip is None else [self.gossip.engine]
+        return [(number, each.run) for number, each in enumerate(engines) if each is not None and each.run.founded]
 
     @property
     def _engines(self) -> list[Engine]:

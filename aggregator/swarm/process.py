@@ -17,8 +17,9 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +37,9 @@ from edit.errors import ConfigError
 from edit.heaps import limit_heaps, map_large_blocks
 from editpb.transport.send_limit import SendLimit, send_limit
 
+if TYPE_CHECKING:
+    from aggregator.services.metrics_page import MetricsPage
+
 __all__ = ["serve_host"]
 
 _log = logging.getLogger(__name__)
@@ -46,12 +50,17 @@ _LOOK_S = 0.25
 
 
 async def serve_host(
-    path: Path, *, threads: int = 1, max_mbit: float | None = None, allowed: frozenset[str] = frozenset()
+    path: Path,
+    *,
+    threads: int = 1,
+    max_mbit: float | None = None,
+    allowed: frozenset[str] = frozenset(),
+    metrics_listen: str = "",
 ) -> None:
     """Be a member of the swarm until a signal, or its end. Raises EditError, also when something failed that ends a host.
 
     threads: that torch computes with. max_mbit: what is sent per second; None: no bound. allowed: plug-ins that
-    this member's operator trusts.
+    this member's operator trusts. metrics_listen: HOST:PORT of /metrics, /healthz and /readyz; empty: none.
     """
     await _lock(path)
     torch.set_num_threads(threads)
@@ -61,14 +70,27 @@ async def serve_host(
     stop, now, trained = asyncio.Event(), asyncio.Event(), asyncio.Event()
     _stop_at_the_end(stop, now, trained)
     _log.info(kernels.load())
-    opening = asyncio.ensure_future(_open(path, send_limit(max_mbit, path), allowed))
-    stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not opening.done():
-        opening.cancel()
-        return
-    host = opening.result()
+    host: Host | None = None
+    page = _metrics_page(metrics_listen, lambda: host)
+    if page is not None:
+        await page.start()
+        _log.info("metrics on http://%s/metrics", page.listen)
+    try:
+        opening = asyncio.ensure_future(_open(path, send_limit(max_mbit, path), allowed))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not opening.done():
+            opening.cancel()
+            return
+        host = opening.result()
+        await _serve(host, stop, now, trained)
+    finally:
+        if page is not None:
+            await page.close()
+
+
+async def _serve(host: Host, stop: asyncio.Event, now: asyncio.Event, trained: asyncio.Event) -> None:
     ending = asyncio.ensure_future(_end(host, stop, trained))
     try:
         await host.start()
@@ -79,6 +101,16 @@ async def serve_host(
     finally:
         ending.cancel()
         await host.close()
+
+
+def _metrics_page(address: str, host: Callable[[], Host | None]) -> MetricsPage | None:
+    """Return the page of a host, which is not there yet: healthy at once, ready once it is in the swarm. Raises ConfigError."""
+    if not address:
+        return None
+    from aggregator.services.metrics_page import MetricsPage  # needs what only this needs, as the next one
+    from aggregator.swarm.metrics import HostCollector
+
+    return MetricsPage(HostCollector(host), address, lambda: (it := host()) is not None and it.let_in, named="--metrics-listen")
 
 
 async def _lock(path: Path) -> None:

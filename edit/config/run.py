@@ -53,6 +53,7 @@ __all__ = [
     "SyncConfig",
     "build",
     "ineffective",
+    "is_address",
 ]
 
 
@@ -75,13 +76,14 @@ def _names_an_optimizer(text: str) -> bool:
     return text in ("adamw", "muon", "sgd") or (kind == "torch" and name in TORCH_OPTIMIZERS) or is_entry(text)
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Return whether a text is HOST:PORT."""
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit() and int(port) < 65536
+    return bool(host) and port.isascii() and port.isdigit() and int(port) < 65536
 
 
 def _is_address_if_any(text: str) -> bool:
-    return not text or _is_address(text)
+    return not text or is_address(text)
 
 
 def _names_a_run(text: str) -> bool:
@@ -201,9 +203,9 @@ class ServerConfig:
     """The section [server]: the coordinator's own addresses; never sent to peers."""
 
     # HOST:PORT of control and data (mutual TLS).
-    listen: Annotated[str, Matches(_is_address, "must be HOST:PORT")] = "127.0.0.1:7700"
+    listen: Annotated[str, Matches(is_address, "must be HOST:PORT")] = "127.0.0.1:7700"
     # HOST:PORT where invitations are redeemed.
-    enrol_listen: Annotated[str, Matches(_is_address, "must be HOST:PORT")] = "127.0.0.1:7701"
+    enrol_listen: Annotated[str, Matches(is_address, "must be HOST:PORT")] = "127.0.0.1:7701"
     # Host names or addresses under which peers reach it; the server's certificate names them.
     advertise: Annotated[tuple[str, ...], Matches(bool, "must name at least one host")] = ("127.0.0.1", "localhost")
     # HOST:PORT of /metrics (for Prometheus), /healthz and /readyz, as plain HTTP that asks nobody who they are; empty: none.
@@ -228,7 +230,7 @@ class AggregatorsConfig:
 
     def __post_init__(self) -> None:
         for address in self.addresses:
-            known = _is_address(address) and int(address.rpartition(":")[2]) > 0
+            known = is_address(address) and int(address.rpartition(":")[2]) > 0
             require(known, "aggregators.addresses", address, "must be HOST:PORT, and the port not 0")
         twice = next((each for each in self.addresses if self.addresses.count(each) > 1), None)
         require(twice is None, "aggregators.addresses", twice, "must not be named twice")

@@ -46,6 +46,14 @@ RelayOption = Annotated[
         help="A relay (see `relay`) by which the others reach this member, where nobody can dial it; '' if there is none.",
     ),
 ]
+MetricsListenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Serve /metrics (for Prometheus), /healthz and /readyz of this member's host there: plain HTTP that asks nobody "
+        "who they are. Losses are among them only with membership.share_losses. Default: none.",
+    ),
+]
 InvitationArgument = Annotated[
     str | None,
     typer.Argument(
@@ -67,6 +75,7 @@ def start(
     advertise: AdvertiseOption = None,
     relay: RelayOption = None,
     dht_peers: DhtPeersOption = None,
+    metrics_listen: MetricsListenOption = None,
     invited: Annotated[
         str, typer.Option("--invite", help="Print an invitation for a member of this name at first; '': none.")
     ] = "second",
@@ -90,7 +99,7 @@ def start(
     from peers.swarm.membership import Founding, found, is_member
 
     home, new = options.home, []
-    place = _place(options, listen, advertise, relay, dht_peers)
+    place = _place(options, listen, advertise, relay, dht_peers, metrics_listen)
 
     def prepare() -> list[str]:
         if not is_member(home):
@@ -118,7 +127,12 @@ def start(
 
 
 def _place(
-    options: PeerOptions, listen: str | None, advertise: str | None, relay: str | None, dht_peers: list[str] | None
+    options: PeerOptions,
+    listen: str | None,
+    advertise: str | None,
+    relay: str | None,
+    dht_peers: list[str] | None,
+    metrics_listen: str | None,
 ) -> Place:
     from peers.swarm.membership import Place
 
@@ -130,6 +144,7 @@ def _place(
         dht_peers=nodes,
         max_mbit=options.max_mbit,
         allowed=options.allowed,
+        metrics_listen=metrics_listen,
     )
 
 
@@ -156,6 +171,7 @@ def join(
     advertise: AdvertiseOption = None,
     relay: RelayOption = None,
     dht_peers: DhtPeersOption = None,
+    metrics_listen: MetricsListenOption = None,
 ) -> None:
     """Join a swarm with an invitation, and train. After a stop or a crash, the same command continues.
 
@@ -171,7 +187,7 @@ def join(
     from peers.swarm.daemon import run_member
     from peers.swarm.membership import enter
 
-    place = _place(options, listen, advertise, relay, dht_peers)
+    place = _place(options, listen, advertise, relay, dht_peers, metrics_listen)
     text = _text_of(invitation)
     run_member(options, lambda: place.arguments(options.home, enter(options.home, text, place.dht_peers)))
 
@@ -184,6 +200,7 @@ def host(
     advertise: AdvertiseOption = None,
     relay: RelayOption = None,
     dht_peers: DhtPeersOption = None,
+    metrics_listen: MetricsListenOption = None,
     max_mbit: MaxMbitOption = None,
     hours: HoursOption = None,
     allow: AllowOption = None,
@@ -209,6 +226,7 @@ def host(
         max_mbit=max_mbit,
         hours=hours,
         allowed=allowed,
+        metrics_listen=metrics_listen,
     )
     arguments = place.arguments(home, enter(home, text, nodes))
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -59,6 +59,7 @@ class Place:
     max_mbit: float | None = None  # what it sends per second, as long as it runs; None: no bound
     hours: str | None = None  # in which a host that does not train takes part; None: always
     allowed: frozenset[str] = frozenset()  # plug-ins that its operator trusts, as long as it runs
+    metrics_listen: str | None = None  # HOST:PORT of its /metrics, as long as it runs; None: none
 
     def arguments(self, home: Path, seeds: Sequence[tuple[str, str]] = ()) -> list[str]:
         """Return what the host is told. seeds: (peer_id, HOST:PORT) of members that are known; none: it founds the swarm.
@@ -91,6 +92,8 @@ class Place:
             words += ["--max-mbit", str(self.max_mbit)]
         if self.hours is not None:
             words += ["--hours", Hours.parse(self.hours).text]
+        if self.metrics_listen:
+            words += ["--metrics-listen", self.metrics_listen]
         words += [f"--dht-peers={maddr}" for maddr in self.dht_peers]
         words += [f"--allow={name}" for name in sorted(self.allowed)]
         return words + [f"--seed={peer_id}={address}" for peer_id, address in seeds]
