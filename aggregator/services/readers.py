@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from edit.errors import BusyError
-from editpb.transport.chunks import CHUNK_BYTES
+from editpb.limits import CHUNK_BYTES
 from editpb.transport.send_limit import UNLIMITED, SendLimit, size_of
 
 __all__ = [

@@ -116,12 +116,11 @@ from editpb.control_messages import evict_request_from_pb
 from editpb.council_messages import Offering, PartOwner, SwarmDescription, description_to_pb, owners_to_pb
 from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, endpoint_of
-from editpb.limits import check_digest, check_id, one_line
+from editpb.limits import CHUNK_BYTES, check_digest, check_id, one_line
 from editpb.signed_contributions import config_digest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_council_servicer, handlers_of
-from editpb.transport.chunks import CHUNK_BYTES
 from editpb.transport.parts import metadata_of_owner, part_of
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from editpb.transport.status import from_rpc

@@ -37,9 +37,9 @@ from editpb.council_messages import (
     state_header_from_pb,
     state_header_to_pb,
 )
-from editpb.limits import fail
+from editpb.limits import CHUNK_BYTES, fail
 from editpb.transport.chunk_frames import ReceivedChunk, update_frames
-from editpb.transport.chunks import CHUNK_BYTES, Reassembly
+from editpb.transport.chunks import Reassembly
 from editpb.transport.parts import metadata_of
 from editpb.transport.status import from_rpc
 

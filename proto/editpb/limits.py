@@ -13,6 +13,7 @@ from edit.plain_text import printable
 from edit.records import MAX_METRIC_CHARS, MAX_METRICS
 
 __all__ = [
+    "CHUNK_BYTES",
     "MAX_BOXES_PER_TENSOR",
     "MAX_BYTES",
     "MAX_CHUNK_BYTES",
@@ -58,6 +59,7 @@ MAX_NUMEL = 1 << 40  # of a whole schema, and so of every fragment and tensor
 MAX_BOXES_PER_TENSOR = 16  # of one rank; FSDP and tensor parallelism make one, strided shards a few
 MAX_RANKS = 1 << 9  # of one replica
 MAX_CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20  # of a chunk that is sent here
 MAX_BYTES = 1 << 43  # of one encoded fragment; no codec needs 8 bytes per element
 MAX_TEXT_CHARS = 4096
 MAX_CONTROL_BYTES = 32 << 10  # of a peer's message on Attend, except a schema that it was asked for

@@ -90,10 +90,11 @@ def test_lines_that_are_damaged_or_of_another_kind_are_left_out() -> None:
 
 def test_a_run_that_was_drained_has_ended_until_a_further_round_is_closed(tmp_path: Path) -> None:
     folder, past = new_folder(tmp_path / "run"), Past()
+    about = (folder.run_id, folder.config(), "the coordinator")
     past.take({"kind": "end", "t": 1.0, "outer_step": 2, "tokens": 5})
-    assert past.alone(folder).phase == "finished" and past.alone(folder).waiting_for == ""
+    assert past.alone(*about).phase == "finished" and past.alone(*about).waiting_for == ""
     past.take({"kind": "round", "t": 2.0, **REPORT.as_json()})
-    assert past.alone(folder).phase == "stopped"
+    assert past.alone(*about).phase == "stopped"
 
 
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

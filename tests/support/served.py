@@ -39,6 +39,7 @@ from editpb.data_messages import (
     update_request_to_pb,
 )
 from editpb.identity import Identity
+from editpb.limits import CHUNK_BYTES
 from editpb.messages import (
     ContributionHeader,
     FoundHeader,
@@ -54,7 +55,7 @@ from editpb.messages import (
     Welcome,
 )
 from editpb.transport.channel_options import Options
-from editpb.transport.chunks import CHUNK_BYTES, make_chunks
+from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
 from tests.support.loops import until
 

@@ -35,7 +35,7 @@ from editpb.data_messages import (
     snapshot_request_to_pb,
     update_request_to_pb,
 )
-from editpb.limits import MAX_COUNT, MAX_READ_S
+from editpb.limits import CHUNK_BYTES, MAX_COUNT, MAX_READ_S
 from editpb.messages import (
     ContributionHeader,
     FoundHeader,
@@ -44,7 +44,7 @@ from editpb.messages import (
     SnapshotRequest,
 )
 from editpb.transport.chunk_frames import ReceivedChunk, contribute_frames, data_stub
-from editpb.transport.chunks import CHUNK_BYTES, make_chunks
+from editpb.transport.chunks import make_chunks
 from editpb.transport.status import from_rpc
 from peers.carriers.hub.assemblies import SnapshotAssembly, UpdateAssembly
 from peers.carriers.hub.channels import Channels

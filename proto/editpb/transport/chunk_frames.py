@@ -16,7 +16,7 @@ import grpc
 from editpb import council_pb2 as cpb
 from editpb import council_pb2_grpc, data_pb2_grpc
 from editpb import data_pb2 as pb
-from editpb.transport.chunks import CHUNK_BYTES
+from editpb.limits import CHUNK_BYTES
 
 __all__ = [
     "ReceivedChunk",

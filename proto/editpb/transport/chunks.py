@@ -9,11 +9,9 @@ from blake3 import blake3
 
 from edit.codecs.base import new_buffer
 from editpb import tensors_pb2 as pb
-from editpb.limits import MAX_CHUNK_BYTES, fail
+from editpb.limits import CHUNK_BYTES, MAX_CHUNK_BYTES, fail
 
-__all__ = ["CHUNK_BYTES", "Chunk", "Reassembly", "make_chunks"]
-
-CHUNK_BYTES = 1 << 20
+__all__ = ["Chunk", "Reassembly", "make_chunks"]
 
 
 def make_chunks(data: bytes | bytearray | memoryview, chunk_bytes: int = CHUNK_BYTES, *, start: int = 0) -> Iterator[pb.Chunk]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edit.errors import ConfigError
-from editpb.transport.chunks import CHUNK_BYTES
+from editpb.limits import CHUNK_BYTES
 
 __all__ = ["LEAST_MBIT", "UNLIMITED", "SendLimit", "SharedSendLimit", "send_limit", "size_of"]
 

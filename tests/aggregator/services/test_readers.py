@@ -22,7 +22,7 @@ from aggregator.services.readers import (
 )
 from edit.errors import BusyError
 from editpb import tensors_pb2 as pb
-from editpb.transport.chunks import CHUNK_BYTES
+from editpb.limits import CHUNK_BYTES
 from tests.support.loops import on_a_loop, until
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from editpb import data_pb2 as pb
 from editpb import tensors_pb2 as tpb
+from editpb.limits import CHUNK_BYTES
 from editpb.transport.chunk_frames import (
     ReceivedChunk,
     contribute_frames,
@@ -17,7 +18,7 @@ from editpb.transport.chunk_frames import (
     update_frames,
     update_part,
 )
-from editpb.transport.chunks import CHUNK_BYTES, make_chunks
+from editpb.transport.chunks import make_chunks
 
 SIZES = (0, 1, 127, 128, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 17)
 BYTES = bytes(range(256)) * (SIZES[-1] // 256 + 1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edit.errors import ConfigError
-from editpb.transport.chunks import CHUNK_BYTES
+from editpb.limits import CHUNK_BYTES
 from editpb.transport.send_limit import LOCK_S, UNLIMITED, SharedSendLimit, send_limit
 from tests.support.loops import on_a_loop, pass_time, run_held
 
