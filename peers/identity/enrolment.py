@@ -26,10 +26,14 @@ from editpb.validity import Notice, Validity
 from peers.carriers.hub.channels import enrolment_channel
 from peers.identity.peer_folder import PeerFolder, key_pem
 
-__all__ = ["invitation_text", "join"]
+__all__ = ["UntrustedServerError", "invitation_text", "join"]
 
 TIMEOUT_S = 15.0  # of each address
 _MAX_PATH_CHARS = 255  # of the argument that names a file; an invitation is longer
+
+
+class UntrustedServerError(RefusedError):
+    """At an address of the invitation somebody shows a certificate that is not of its authority, or not valid now."""
 
 
 def invitation_text(argument: str, stdin: TextIO) -> str:
@@ -150,7 +154,7 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door], pb.EnrolReply]
     if refused is not None:
         raise refused
     if strangers:
-        raise RefusedError(f"{strangers[0]}; the invitation is for run {invitation.identity.run_id}")
+        raise UntrustedServerError(f"{strangers[0]}; the invitation is for run {invitation.identity.run_id}")
     who = "coordinator" if invitation.swarm is None else "member that invited you"
     raise TransportError(f"no answer from {'; '.join(silent)}; is the {who} running and reachable?")
 

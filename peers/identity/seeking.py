@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from edit.errors import ConfigError, TransportError
+from edit.errors import ConfigError, EditError, TransportError
 from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, Invitation, check_dht_peers, is_endpoint
 from peers.carriers.hub.channels import Channels
-from peers.identity.enrolment import join
+from peers.identity.enrolment import UntrustedServerError, join
 
 __all__ = ["Seeking", "redeem", "searching"]
 
@@ -84,7 +84,7 @@ def searching(home: Path, dht_peers: Sequence[str]) -> Callable[[], Awaitable[tu
 
 
 def redeem(invitation: str, home: Path, dht_peers: Sequence[str] = ()) -> Identity:
-    """Redeem an invitation to a run with a coordinator into `home`; where nobody answers, at the address that the DHT says.
+    """Redeem an invitation to a run with a coordinator into `home`; where it does not answer, at the address that the DHT says.
 
     The coordinator signs what it says there, and only the invitation's authority counts (`Discovery.of_invited`). Raises as
     `join`, and ConfigError for dht_peers.
@@ -92,11 +92,17 @@ def redeem(invitation: str, home: Path, dht_peers: Sequence[str] = ()) -> Identi
     check_dht_peers(dht_peers)
     try:
         return join(invitation, home, time.time())
-    except TransportError as silence:
+    except (TransportError, UntrustedServerError) as silence:
         if not dht_peers:
             raise
         _log.info("%s; the coordinator is looked for in the DHT", silence)
-        found = _sought_enrolment(invitation, home, dht_peers)
+        try:
+            found = _sought_enrolment(invitation, home, dht_peers)
+        except EditError as error:
+            if isinstance(silence, TransportError):
+                raise
+            _log.info("%s", error)
+            raise silence from None  # it may be this machine's clock that is wrong
         _log.info("the DHT says that invitations are redeemed at %s", ", ".join(found))
         elsewhere = replace(Invitation.decode(invitation), enrol=found)
         return join(elsewhere.encode(), home, time.time())

@@ -31,7 +31,7 @@ from editpb.identity import Identity, from_auth_context
 from editpb.invitation import Invitation
 from peers import cli
 from peers.daemon import PeerOptions, server_of
-from peers.identity.enrolment import invitation_text, join
+from peers.identity.enrolment import UntrustedServerError, invitation_text, join
 from peers.identity.peer_folder import PeerFolder
 from peers.training.torchrun import ALONE
 
@@ -227,7 +227,7 @@ def test_a_server_whose_certificate_is_not_valid_now_is_not_taken_for_a_stranger
     )
     pair = key.private_bytes(*_PKCS8, serialization.NoEncryption()), certificate.public_bytes(serialization.Encoding.PEM)
     error = serving(pair, run.service(), lambda port: refused(run.invite(port).encode(), tmp_path / "home"))
-    assert isinstance(error, RefusedError) and said in str(error)
+    assert isinstance(error, UntrustedServerError) and said in str(error)
 
 
 def test_what_is_not_an_invitation_leaves_no_folder(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, Invitation
 from peers.carriers.hub.channels import Channels
 from peers.identity import seeking
+from peers.identity.enrolment import UntrustedServerError
 from peers.identity.seeking import AGAIN_S, LOOK_S, ROUNDS, Seeking, redeem, searching
 from peers.training.options import PeerOptions
 from tests.support.loops import on_a_loop, pass_time, run_held
@@ -134,6 +135,8 @@ def test_where_nobody_answers_that_an_invitation_names_it_is_redeemed_where_the_
     assert (tmp_path / "search.told").read_text() == f"{text}\n", "an invitation is in no command line"
     words = f"-m aggregator.swarm seek-enrolment {tmp_path / 'seeking'} --dht-peers={NODE}\n"
     assert (tmp_path / "search.words").read_text() == words
+    answers.append(UntrustedServerError("127.0.0.1:1: another authority's"))
+    assert redeem(text, tmp_path, [NODE]).peer_id == "b" and tried[-1] == tried[2], "its address is somebody else's by now"
     for body, kind, why in (
         ("echo 'aggregator.swarm: --dht-peers: needs hivemind' >&2; exit 2", ConfigError, "^--dht-peers: needs hivemind"),
         ("echo 'aggregator.swarm: the DHT does not know' >&2; exit 69", TransportError, "^the DHT does not know"),
@@ -143,6 +146,9 @@ def test_where_nobody_answers_that_an_invitation_names_it_is_redeemed_where_the_
         search(body)
         with pytest.raises(kind, match=why):
             redeem(text, tmp_path, [NODE])
+    answers.append(UntrustedServerError("its certificate has expired, or this machine's clock is ahead"))
+    with pytest.raises(RefusedError, match="clock is ahead"):
+        redeem(text, tmp_path, [NODE])
     answers.append(TransportError("no answer"))
     search("exec sleep 1000")
     monkeypatch.setattr(seeking, "SEARCH_S", 0.05)  # it always passes
