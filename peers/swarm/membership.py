@@ -21,12 +21,12 @@ from edit import plugins
 from edit.config.overrides import with_settings
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
-from edit.errors import ConfigError, RefusedError, TransportError
+from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from edit.replica.replica import Replica
 from editpb.hours import Hours
 from editpb.identity import from_certificate
 from editpb.invitation import Invitation, SwarmAccess, is_loopback
-from peers.identity.enrolment import join
+from peers.identity.enrolment import UntrustedServerError, join
 from peers.identity.peer_folder import PeerFolder
 from peers.models.registry import build
 from peers.swarm.aggregator_process import ask
@@ -146,20 +146,27 @@ def _renews(home: Path, invited: Invitation) -> bool:
 
 
 def _redeem(invitation: str, home: Path, dht_peers: Sequence[str]) -> Invitation:
-    """Redeem an invitation; where nobody that it names answers, look for members in the DHT. Return it, with their addresses.
+    """Redeem an invitation; where no member that it names answers, look for some in the DHT. Return it, with their addresses.
 
     Raises as `enter`.
     """
     invited = Invitation.decode(invitation)
     try:
         join(invitation, home, time.time(), swarm=True)
-    except TransportError as silence:
+    except (TransportError, UntrustedServerError) as silence:
         if not dht_peers or invited.swarm is None:
             raise
         _log.info("%s; members are looked for in the DHT", silence)
         found: dict[str, tuple[str, ...]] = {}
         nodes = [f"--dht-peers={maddr}" for maddr in dht_peers]
-        for line in ask("seek-members", home / "seeking", *nodes, told=f"{invitation.strip()}\n"):
+        try:
+            lines = ask("seek-members", home / "seeking", *nodes, told=f"{invitation.strip()}\n")
+        except EditError as error:
+            if isinstance(silence, TransportError):
+                raise
+            _log.info("%s", error)
+            raise silence from None  # it may be this machine's clock that is wrong
+        for line in lines:
             peer_id, _, address = line.partition("=")
             found[peer_id] = (*found.get(peer_id, ()), address)
         _log.info("the DHT knows of %s", ", ".join(found))

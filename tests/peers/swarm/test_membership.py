@@ -16,9 +16,9 @@ from aggregator.swarm.host_folder import HostFolder, Settings
 from aggregator.swarm.member_folder import MemberFolder
 from edit import durable_files
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, RefusedError, TransportError
+from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb.invitation import Invitation, guest_key
-from peers.identity.enrolment import join
+from peers.identity.enrolment import UntrustedServerError, join
 from peers.identity.peer_folder import PeerFolder
 from peers.swarm import membership
 from peers.swarm.cli import _check_same
@@ -187,18 +187,23 @@ def test_what_a_host_is_told_beside_its_place(tmp_path: Path) -> None:
 def test_where_nobody_answers_that_an_invitation_names_the_dht_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or where somebody else has its address by now; if the search fails then, its certificate is what is told of."""
     authority = Authority.create(tmp_path, "run", now=time.time())
     text = authority.invite_to_swarm("b", hosts={"a": ("127.0.0.1:1",)}, lifetime_s=60.0, now=time.time()).encode()
     tried, asked = list[object](), list[object]()
+    silence: EditError = TransportError("no answer")
+    failing: EditError | None = None
 
     def redeem(invitation: str, home: Path, now: float, *, swarm: bool) -> None:
         access = Invitation.decode(invitation).swarm
         assert access is not None
         tried.append(access.hosts)
         if access.hosts["a"] == ("127.0.0.1:1",):
-            raise TransportError("no answer")
+            raise silence
 
     def ask(*words: object, told: str) -> list[str]:
+        if failing is not None:
+            raise failing
         asked.append((*words, told))
         return ["a=127.0.0.1:7", "a=[::1]:7", "c=h:8"]
 
@@ -213,3 +218,11 @@ def test_where_nobody_answers_that_an_invitation_names_the_dht_is_asked(
     found = {"a": ("127.0.0.1:7", "[::1]:7"), "c": ("h:8",)}
     assert seeds == [("a", "127.0.0.1:7"), ("a", "[::1]:7"), ("c", "h:8")] and tried[1:] == [{"a": ("127.0.0.1:1",)}, found]
     assert asked == [("seek-members", home / "seeking", "--dht-peers=/maddr", f"{text}\n")]
+    silence = UntrustedServerError("of another authority, or the clock is wrong")
+    assert membership.enter(home, text, ("/maddr",)) == seeds and len(asked) == 2
+    failing = TransportError("the DHT does not know of any member")
+    with pytest.raises(UntrustedServerError, match="the clock is wrong"):
+        membership.enter(home, text, ("/maddr",))
+    silence = TransportError("no answer")
+    with pytest.raises(TransportError, match="the DHT does not know"):
+        membership.enter(home, text, ("/maddr",))
