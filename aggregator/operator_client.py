@@ -15,6 +15,7 @@ import grpc
 from cryptography import x509
 
 from aggregator.storage.state_folder import StateFolder
+from aggregator.whole_hub import HubWatch
 from edit.durable_files import read_private
 from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb import control_pb2 as pb
@@ -147,12 +148,25 @@ async def read_status(stub: Any) -> RunStatus:
 
 
 async def watch_run(folder: StateFolder, every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
-    """Yield how the run of this folder's coordinator stands, again and again. Raises as `editpb.transport.watch.watch`."""
-    async with connect(folder) as channel:
-        who = f"{folder.path}: the coordinator"
-        async with aclosing(watch(control_pb2_grpc.ControlStub(channel), who, every_s)) as statuses:
+    """Yield how the run of this folder stands, of all its aggregators, again and again.
+
+    Raises as `editpb.transport.watch.watch` of the coordinator. A further aggregator that does not answer is named in the
+    status.
+    """
+
+    async def told(channel: Callable[[], grpc.aio.Channel], who: str) -> AsyncGenerator[RunStatus, None]:
+        async with channel() as open_, aclosing(watch(control_pb2_grpc.ControlStub(open_), who, every_s)) as statuses:
             async for status in statuses:
                 yield status
+
+    further = [
+        partial(told, partial(_connect_further, folder, address), f"aggregator {number} ({address})")
+        for number, address in enumerate(folder.config().aggregators.addresses, start=1)
+    ]
+    watching = HubWatch(partial(told, partial(connect, folder), f"{folder.path}: the coordinator"), further)
+    async with aclosing(watching.statuses()) as statuses:
+        async for status in statuses:
+            yield status
 
 
 async def pause_run(stub: Any) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from aggregator.operator_client import ask_every, connect, drain_run, evict_peer, pause_run, resume_run
+from aggregator.operator_client import ask_every, drain_run, evict_peer, pause_run, resume_run, watch_run
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import StateFolder
 from edit.web.serve import Tls, serve_page
-from editpb import control_pb2_grpc
 from editpb.identity import Identity
-from editpb.run_status import RunStatus
-from editpb.transport.watch import watch
 
-__all__ = ["give_order", "serve_operators_page", "statuses"]
+__all__ = ["give_order", "serve_operators_page"]
 
 _ORDERS = {"pause": pause_run, "resume": resume_run, "drain": drain_run}
 _EVICTED = "evicted by the operator"
@@ -31,14 +28,7 @@ def serve_operators_page(
     """
     tls = Tls(certificate or folder.path / "server.pem", key or folder.path / "server.key", folder.path / "ca.pem")
     identity = Identity(folder.run_id, "operator", OPERATOR_ID)
-    serve_page(partial(statuses, folder), identity, listen=listen, tls=tls, give_order=partial(give_order, folder), say=say)
-
-
-async def statuses(folder: StateFolder) -> AsyncGenerator[RunStatus, None]:
-    """Yield how the run stands, as `editpb.transport.watch.watch` does."""
-    async with connect(folder) as channel:
-        async for status in watch(control_pb2_grpc.ControlStub(channel), f"{folder.path}: the coordinator"):
-            yield status
+    serve_page(partial(watch_run, folder), identity, listen=listen, tls=tls, give_order=partial(give_order, folder), say=say)
 
 
 async def give_order(folder: StateFolder, order: str, peer_id: str) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 from aggregator.control.history import History
 from aggregator.control.status import settings_of
 from aggregator.metrics import file_names
-from aggregator.operator_client import call_operator, read_status
+from aggregator.operator_client import call_every, read_status
 from aggregator.run_feed import MemberChanged, PeerReported
 from aggregator.storage.state_folder import StateFolder
+from aggregator.whole_hub import whole_hub
 from edit.config.run import RunConfig
 from edit.errors import TransportError
 from edit.plain_text import parse_json
@@ -29,13 +30,20 @@ _LIVE = {"starting", "training", "exchanging"}
 
 def whole_status(folder: StateFolder) -> RunStatus:
     """Return the run's status with its whole past. Raises ConfigError, and RefusedError when the coordinator does."""
-    past = Past.read(folder.metrics)
+    past, config = Past.read(folder.metrics), folder.config()
+    own = past.alone(folder.run_id, config, "the coordinator")
+    addresses = config.aggregators.addresses
+    if not folder.bound():
+        return own
     try:
-        if folder.bound():
-            return past.under(call_operator(folder, read_status))
+        answers = call_every(folder, read_status)
     except TransportError:
-        pass
-    return past.alone(folder.run_id, folder.config(), "the coordinator")
+        return own
+    if 0 in answers.said:
+        own = past.under(answers.said[0])
+    if not addresses:
+        return own
+    return whole_hub(own, [answers.said.get(number) for number in range(1, len(addresses) + 1)], answers.failures)
 
 
 def _lines(metrics: Path) -> Iterator[Mapping[str, Any]]:

@@ -13,7 +13,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from aggregator.page import give_order, statuses
+from aggregator.operator_client import watch_run
+from aggregator.page import give_order
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EvictedError
 from edit.web.feed import Feed, Source
@@ -53,7 +54,7 @@ def test_the_operators_page_sees_the_run_gives_orders_and_outlives_the_coordinat
         async with contextlib.AsyncExitStack() as coordinator:
             at = await coordinator.enter_async_context(served(folder))
             peer = await coordinator.enter_async_context(at.peer("a"))
-            async with following(partial(statuses, folder)) as (feed, task):
+            async with following(partial(watch_run, folder)) as (feed, task):
                 await found_run(peer)
                 await until(lambda: feed.status is not None and feed.status.parameters)
                 assert feed.status is not None and [row.peer_id for row in feed.status.members if row.role == "peer"] == ["a"]
@@ -89,4 +90,4 @@ def test_any_member_sees_the_run(tmp_path: Path, role: str) -> None:
 @on_a_loop
 async def test_a_coordinator_that_was_never_started_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no coordinator was started here"):
-        await Feed(partial(statuses, new_folder(tmp_path / "run"))).follow()
+        await Feed(partial(watch_run, new_folder(tmp_path / "run"))).follow()

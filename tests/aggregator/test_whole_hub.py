@@ -1,0 +1,108 @@
+"""All aggregators of a hub as one status, from what each of them says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from aggregator.whole_hub import HubWatch, whole_hub
+from edit.errors import RefusedError, TransportError
+from editpb.run_status import RunStatus
+from tests.support.loops import pass_time, run_held
+from tests.support.statuses import busy_run
+
+COORDINATOR = replace(busy_run(34), parameters=10)
+FURTHER = replace(busy_run(33, seed=1), parameters=7, aggregator=1)
+
+
+def says(*told: RunStatus | Exception, then: asyncio.Event | None = None) -> Callable[[], AsyncGenerator[RunStatus, None]]:
+    async def statuses() -> AsyncGenerator[RunStatus, None]:
+        for each in told:
+            if isinstance(each, Exception):
+                raise each
+            yield each
+        if then is not None:
+            await then.wait()
+
+    return statuses
+
+
+async def all_of(watch: HubWatch) -> list[RunStatus]:
+    return [status async for status in watch.statuses()]
+
+
+def held(body: Callable[[], Any]) -> None:
+    run_held(body())
+
+
+def test_the_shares_are_one_run() -> None:
+    async def body() -> None:
+        (status,) = await all_of(HubWatch(says(COORDINATOR), [says(FURTHER, then=asyncio.Event())]))
+        assert (status.outer_step, status.parameters, status.aggregator) == (33, 17, 0)
+        assert max(each.outer_step for each in status.rounds if each.committed) == 33, "a step that all have taken"
+        assert status.settings == COORDINATOR.settings and status.t == COORDINATOR.t and status.reason == ""
+
+    held(body)
+
+
+def test_who_does_not_answer_is_named_and_what_it_said_stays() -> None:
+    async def body() -> None:
+        silent = TransportError("aggregator 1 (b:7) does not answer")
+        (status,) = await all_of(HubWatch(says(COORDINATOR), [says(silent), says(FURTHER, then=asyncio.Event())]))
+        assert status.reason == "aggregator 1 (b:7) does not answer" and status.parameters == 17
+        end = asyncio.Event()
+
+        async def twice() -> AsyncGenerator[RunStatus, None]:
+            yield COORDINATOR
+            end.set()
+            while not watch._troubles:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            yield COORDINATOR
+
+        watch = HubWatch(twice, [says(FURTHER, then=end)])
+        first, second = await all_of(watch)
+        assert first.reason == "" and second.reason == "aggregator 1 has ended the connection"
+        assert second.parameters == first.parameters == 17
+
+    held(body)
+
+
+def test_one_that_says_nothing_is_not_waited_for_long_and_nothing_is_left_when_the_watch_ends() -> None:
+    async def body() -> None:
+        before = asyncio.all_tasks()
+        watching = asyncio.ensure_future(all_of(HubWatch(says(COORDINATOR), [says(then=asyncio.Event())])))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not watching.done()
+        pass_time(6.0)
+        (status,) = await watching
+        assert status.parameters == 10
+        assert asyncio.all_tasks() == before
+
+    held(body)
+
+
+def test_the_coordinators_refusal_ends_the_watch_and_a_finished_aggregators_end_is_no_trouble() -> None:
+    async def body() -> None:
+        with pytest.raises(RefusedError, match="no"):
+            await all_of(HubWatch(says(RefusedError("no")), [says(FURTHER, then=asyncio.Event())]))
+        done = replace(FURTHER, phase="finished", reason="", waiting_for="")
+        watch = HubWatch(says(COORDINATOR), [says(done)])
+        (status,) = await all_of(watch)
+        assert status.reason == ""
+
+    held(body)
+
+
+def test_an_aggregator_lies_about_its_own_share_only() -> None:
+    stranger = replace(FURTHER.members[0], peer_id="mallory")
+    lie = replace(FURTHER, members=(*FURTHER.members, stranger), outer_steps=1, t=9e12, settings=())
+    told = whole_hub(COORDINATOR, [lie])
+    assert "mallory" not in {each.peer_id for each in told.members}
+    assert (told.outer_steps, told.t, told.settings) == (COORDINATOR.outer_steps, COORDINATOR.t, COORDINATOR.settings)
+    other = whole_hub(COORDINATOR, [replace(FURTHER, run_id="another-run")])
+    assert other.parameters == 10 and other.run_id == COORDINATOR.run_id
