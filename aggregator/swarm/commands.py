@@ -249,6 +249,8 @@ def print_report(console: Console, told: Report) -> None:
     style = "red" if told.has_quorum is False else ""
     console.print(_words(f"voters: {told.quorum}{_lost(told)}", style), soft_wrap=True)
     console.print(_words(f"lineage {told.lineage}, term {told.term}, version {told.version}; from {told.source}", "dim"))
+    if told.outer_chosen:
+        console.print(_words(f"outer.preset = auto chose {told.outer_chosen}"), soft_wrap=True)
     if told.holders:
         console.print(_words(f"the authority's key: {', '.join(told.holders)}", "dim"), soft_wrap=True)
     console.print(

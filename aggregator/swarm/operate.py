@@ -30,7 +30,7 @@ from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import lock_folder
 from aggregator.storage.store import Store
 from aggregator.swarm.admission import Trust, addresses_of, root_of
-from aggregator.swarm.host_folder import HostFolder, authority_folder, check_dht, credentials, identity_of
+from aggregator.swarm.host_folder import HostFolder, Settings, authority_folder, check_dht, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.relay import relay_identity
 from aggregator.swarm.replication import PartReplica
@@ -203,7 +203,12 @@ def status(path: Path, *, at: str = "") -> Report:
     Where the own host does not answer, it is what the files say. Raises ConfigError, StorageError; with `at` TransportError,
     RefusedError, EvictedError.
     """
-    return asyncio.run(_status(_Folder(path), at))
+    folder = _Folder(path)
+    try:
+        chosen = Settings.load(path).config().outer.chosen
+    except ConfigError:  # a member that was not let in yet has none
+        chosen = ""
+    return replace(asyncio.run(_status(folder, at)), outer_chosen=chosen)
 
 
 async def _status(folder: _Folder, at: str) -> Report:

@@ -231,6 +231,7 @@ class Report:
     evicted: Mapping[str, str]  # why, by peer_id
     holders: tuple[str, ...]  # who was given the key of the run's authority
     notes: tuple[str, ...]  # what else is to be said: who did not answer, what was noticed
+    outer_chosen: str = ""  # what outer.preset = "auto" chose, and why; empty: nothing, or the folder has no settings yet
 
     def as_json(self) -> dict[str, object]:
         """Return the values of `status --json`: stable names for scripts."""

@@ -161,7 +161,8 @@ class OuterConfig:
     # Who chooses `optimizer`, `lr` and `momentum`. `manual`: they are as written; `auto`: they follow from the number of outer
     # steps and H (`edit.config.auto`), when run.toml is read.
     preset: Annotated[str, OneOf("manual", "auto")] = "manual"
-    # What `auto` chose, and why; it is not to be written.
+    # What `auto` chose, and why. It is not to be written: founding a swarm writes it beside what was chosen, into the run.toml
+    # that all members get, and `auto` then chooses no more.
     chosen: Annotated[str, Matches(_is_a_line, "must be a line of at most 300 characters")] = ""
     # The outer optimizer. co2: heavy-ball momentum (arXiv 2401.16265). delayed_nesterov: for rounds.merging = "arrivals".
     # `entry:NAME`: a plug-in (docs/plugins.md).

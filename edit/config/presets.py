@@ -17,7 +17,7 @@ from edit.config.run import RunConfig, ineffective
 from edit.config.validation import build
 from edit.errors import ConfigError
 
-__all__ = ["PRESETS", "Preset", "dropped", "preset", "with_preset", "without_ineffective"]
+__all__ = ["PRESETS", "Preset", "dropped", "founding_text", "preset", "with_preset", "without_ineffective"]
 
 Plain = str | int | float | bool
 
@@ -226,6 +226,29 @@ def without_ineffective(text: str, settings: Sequence[str]) -> str:
     for section, key in dropped(mapping, settings):
         text = commented_out(text, section, key)
     return text
+
+
+def founding_text(text: str, settings: Sequence[str]) -> str:
+    """Return the run.toml that a swarm is founded with: this text, with these settings, and with what `auto` chooses.
+
+    Keys that only the settings make ineffective become comments. What `outer.preset = "auto"` chooses is written, so that it is
+    part of what all members have in the same bytes, whatever their version would choose.
+
+    Raises ConfigError for what cannot be, or has no line of its own, and tomllib.TOMLDecodeError.
+    """
+    before: Mapping[str, Any] = tomllib.loads(text)
+    text = with_settings(text, settings)
+    mapping: Mapping[str, Any] = tomllib.loads(text)
+    if mapping != before:
+        already = set(ineffective(build(RunConfig, before, ""), before))
+        for section, key in dropped(mapping, settings):
+            if (section, key) not in already:
+                text = commented_out(text, section, key)
+    outer = RunConfig.from_mapping(tomllib.loads(text)).outer
+    if outer.preset != "auto":
+        return text
+    own = [f"outer.{key}={_toml(getattr(outer, key))}" for key in ("optimizer", "lr", "momentum", "chosen")]
+    return with_settings(text, [each for each in own if outer.optimizer != "sgd" or not each.startswith("outer.momentum")])
 
 
 def dropped(mapping: Mapping[str, Any], settings: Sequence[str]) -> list[tuple[str, str]]:

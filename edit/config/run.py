@@ -367,10 +367,10 @@ class RunConfig:
         if "swarm" in mapping and isinstance(written, Mapping):
             values["membership"] = {**MEMBERSHIP_IN_A_SWARM, **written}
         config = build(cls, values, "")
-        rule = 'is written by outer.preset = "auto"; remove it'
-        require(not config.outer.chosen, "outer.chosen", config.outer.chosen, rule)
+        auto, rule = config.outer.preset == "auto", 'is written by outer.preset = "auto"; remove it'
+        require((auto and config.swarm is not None) or not config.outer.chosen, "outer.chosen", config.outer.chosen, rule)
         _reject_ineffective(config, mapping)
-        return config._with_outer_chosen() if config.outer.preset == "auto" else config
+        return config._with_outer_chosen() if auto and not config.outer.chosen else config
 
     def _with_outer_chosen(self) -> RunConfig:
         """Return the configuration with what `outer.preset = "auto"` chooses: so it is in the digest, and never changes."""
@@ -562,7 +562,14 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         ("gossip",),
         note=": no update is sent",
     ),
-    NoEffect("outer", {"optimizer", "lr", "momentum"}, "outer.preset", ("auto",), note=", which chooses them"),
+    NoEffect(
+        "outer",
+        {"optimizer", "lr", "momentum"},
+        "outer.preset",
+        ("auto",),
+        note=", which chooses them",
+        also=lambda config: not config.outer.chosen,
+    ),
     NoEffect("outer", {"momentum"}, "outer.optimizer", ("sgd", "adam", "yogi")),
     NoEffect("outer", {"beta1", "beta2", "eps"}, "outer.optimizer", ("sgd", "nesterov", "co2", "delayed_nesterov")),
     NoEffect("outer", {"period", "c"}, "outer.optimizer", ("sgd", "nesterov", "co2", "adam", "yogi")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -149,14 +148,9 @@ def _place(
 
 
 def _check_same(home: Path, run_toml: Path | None, settings: Sequence[str]) -> None:
-    from edit.config.run import RunConfig
-    from edit.plugins import without_pins
+    from peers.swarm.membership import same_run
 
-    kept = home / "run.toml"
-    given = run_toml if run_toml is not None and run_toml.exists() else kept
-    texts = [without_pins(each.read_text(encoding="utf-8", errors="replace")).strip() for each in (given, kept)]
-    configs = (RunConfig.from_toml(given, settings), RunConfig.from_toml(kept)) if settings else ()
-    if (not settings and texts[0] != texts[1]) or len({replace(each, plugins={}).to_json() for each in configs}) > 1:
+    if not same_run(home, run_toml, settings):
         raise ConfigError(
             f"{home}: this swarm has another run.toml, which cannot be changed; leave it out, or choose another --home"
         )

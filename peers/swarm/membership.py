@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from edit import plugins
-from edit.config.overrides import with_settings
+from edit.config.presets import founding_text
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
 from edit.errors import ConfigError, EditError, RefusedError, TransportError
@@ -31,7 +32,7 @@ from peers.identity.peer_folder import PeerFolder
 from peers.models.registry import build
 from peers.swarm.aggregator_process import ask
 
-__all__ = ["Founding", "Place", "enter", "found", "is_member"]
+__all__ = ["Founding", "Place", "enter", "found", "is_member", "same_run"]
 
 _log = logging.getLogger("peers")
 THETA = "founding.safetensors"  # the first parameters, until the swarm is founded
@@ -116,11 +117,12 @@ def found(home: Path, founding: Founding) -> None:
         raise ConfigError(f"{founding.run_toml}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{founding.run_toml}: is not UTF-8 text") from error
-    config = RunConfig.from_toml(founding.run_toml, founding.settings)
+    folder, kept = PeerFolder(home), home / "run.toml"
+    text = _settled(text, founding.run_toml, founding.settings, new=founding.run_toml.resolve() != kept.resolve())
+    config = RunConfig.from_text(text.encode(), founding.run_toml)
     if config.swarm is None:
         raise ConfigError(f"{founding.run_toml}: has no section [swarm]; add one (it may be empty), and remove [server]")
-    text = plugins.pin(with_settings(text, founding.settings), founding.allowed)
-    folder, kept = PeerFolder(home), home / "run.toml"
+    text = plugins.pin(text, founding.allowed)
     folder.make_key()
     home.chmod(0o700)
     if kept.exists() and kept.read_bytes() != text.encode():
@@ -136,6 +138,38 @@ def found(home: Path, founding: Founding) -> None:
     own, authority = (x509.load_pem_x509_certificate((home / name).read_bytes()) for name in ("peer.pem", "ca.pem"))
     der = serialization.Encoding.DER
     folder.store(from_certificate(own), (), own.public_bytes(der), authority.public_bytes(der))
+
+
+def same_run(home: Path, run_toml: Path | None, settings: Sequence[str]) -> bool:
+    """Return whether `found` would found the same again. run_toml: None, or none there: the folder's own.
+
+    Raises ConfigError for settings that cannot be.
+    """
+    kept = home / "run.toml"
+    given = run_toml if run_toml is not None and run_toml.exists() else kept
+    texts = [plugins.without_pins(each.read_text(encoding="utf-8", errors="replace")).strip() for each in (given, kept)]
+    if texts[0] == texts[1] and not settings:
+        return True
+    settled = _settled(texts[0], given, settings)
+    if not settings:
+        return settled.strip() == texts[1]
+    configs = (RunConfig.from_text(settled.encode(), given), RunConfig.from_toml(kept))
+    return len({replace(each, plugins={}).to_json() for each in configs}) == 1
+
+
+def _settled(text: str, run_toml: Path, settings: Sequence[str], *, new: bool = False) -> str:
+    """As `founding_text`. new: it must not say what `auto` chose for another swarm. Raises ConfigError that names the file."""
+    try:
+        if new and "chosen" in tomllib.loads(text).get("outer", {}):
+            rule = "remove it, outer.optimizer, outer.lr and outer.momentum, and auto chooses again"
+            raise ConfigError(f"outer.chosen was written when another swarm was founded; {rule}")
+        return founding_text(text, settings)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{run_toml}: is not TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{run_toml}: is nested too deeply") from None
+    except ConfigError as error:
+        raise ConfigError(f"{run_toml}: {error}") from error
 
 
 def _renews(home: Path, invited: Invitation) -> bool:

@@ -170,6 +170,21 @@ def test_what_a_host_says_cannot_command_a_terminal(tmp_path: Path) -> None:
     scenario(tmp_path, body, "a")
 
 
+def test_status_says_what_auto_chose(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "a")
+        told = await in_thread(operate.status, folder)
+        assert told.outer_chosen == "" and "outer.preset" not in shown(told)
+        text = '[swarm]\n[outer]\npreset = "auto"\nlr = 0.7\nchosen = "nesterov 0.7 / 0.6: measured"\n'
+        (folder / "run.toml").write_text(text)
+        told = await in_thread(operate.status, folder)
+        assert "outer.preset = auto chose nesterov 0.7 / 0.6: measured" in shown(told)
+        (folder / "run.toml").unlink()
+        assert (await in_thread(operate.status, folder)).outer_chosen == ""
+
+    scenario(tmp_path, body, "a")
+
+
 # -- orders ----------------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ from aggregator.swarm.founding import found as found_parts
 from aggregator.swarm.host_folder import HostFolder, Settings
 from aggregator.swarm.member_folder import MemberFolder
 from edit import durable_files
+from edit.config import run
+from edit.config.auto import OuterChoice
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb.invitation import Invitation, guest_key
@@ -118,6 +120,48 @@ def test_a_swarm_is_founded_with_the_settings_of_the_command_line(tmp_path: Path
     for run_toml, settings in ((founding.run_toml, []), (None, ["sync.every=8"])):
         with pytest.raises(ConfigError, match=r"has another run\.toml"):
             _check_same(home, run_toml, settings)
+
+
+def test_what_auto_chooses_is_in_the_bytes_that_all_members_get(
+    tmp_path: Path, founding: Founding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = RUN + "[sync]\nouter_steps = 50 # short\nevery = 30\n"
+    founding.run_toml.write_text(steps + "[outer]\nlr = 0.3\nmomentum = 0.2\n")
+    home, settings = tmp_path / "a", ("outer.preset=auto",)
+    given = replace(founding, settings=settings)
+    found(home, given)
+    found(home, given)
+    config, text = RunConfig.from_toml(home / "run.toml"), (home / "run.toml").read_text()
+    assert (config.outer.optimizer, config.outer.lr, config.outer.momentum) == ("nesterov", 0.7, 0.6)
+    assert config.outer.chosen.startswith("nesterov 0.7 / 0.6: 50 outer steps of each fragment, H 30")
+    assert "outer_steps = 50 # short" in text and founding.run_toml.read_text().endswith("momentum = 0.2\n")
+    _check_same(home, founding.run_toml, settings)
+    with pytest.raises(ConfigError, match=r"has another run\.toml"):
+        _check_same(home, founding.run_toml, ["outer.lr=0.5"])
+    with pytest.raises(ConfigError, match=r"outer\.chosen was written when another swarm was founded; remove it"):
+        found(tmp_path / "b", replace(founding, run_toml=home / "run.toml"))
+
+    founding.run_toml.write_text(steps.replace("50", "30") + '[outer]\npreset = "auto"\n')
+    found(tmp_path / "c", founding)
+    _check_same(tmp_path / "c", founding.run_toml, [])
+
+    def other_version(**_: object) -> OuterChoice:
+        return OuterChoice("nesterov", 0.1, 0.1, "another version of this package would choose this")
+
+    monkeypatch.setattr(run, "choose_outer", other_version)
+    assert RunConfig.from_toml(home / "run.toml") == config
+    sgd = RunConfig.from_toml(tmp_path / "c" / "run.toml").outer
+    assert (sgd.optimizer, sgd.lr) == ("sgd", 1.0) and sgd.chosen.startswith("sgd 1.0: 30 outer steps")
+
+
+def test_only_what_a_setting_makes_ineffective_gives_way_to_it(tmp_path: Path, founding: Founding) -> None:
+    founding.run_toml.write_text(RUN + "[sync]\ndelay = 2\n")
+    with pytest.raises(ConfigError, match=r"sync\.delay has no effect with sync\.mode"):
+        found(tmp_path / "a", replace(founding, settings=("outer.preset=auto", 'sync.mode="blocking"')))
+    founding.run_toml.write_text(RUN + '[outer]\npreset = "auto"\n')
+    with pytest.raises(ConfigError, match=r"outer\.lr has no effect with outer\.preset"):
+        found(tmp_path / "a", replace(founding, settings=("outer.lr=0.5",)))
+    assert not (tmp_path / "a" / "run.toml").exists()
 
 
 @pytest.mark.parametrize(
