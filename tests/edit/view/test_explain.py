@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 import pytest
 from rich.console import Console
 
+from aggregator.control.status import settings_of
+from edit.config.run import RunConfig
+from edit.view import explain
 from edit.view.explain import Leaving, leaving, print_leaving
 from editpb.run_status import RunStatus, Setting
 from tests.edit.view.test_live import closed, status
@@ -78,3 +83,16 @@ def test_what_a_coordinator_wrote_is_text_on_the_terminal() -> None:
     print_leaving(Console(file=out, width=100), "run-1", "a", leaving(configured(codec__up="[red]\x1b[2J"), "peer", AT))
     assert "[red]" in out.getvalue() and "\x1b" not in out.getvalue()
     assert "Not sent: the training data" in out.getvalue()
+
+
+def test_every_setting_that_it_names_is_one_of_the_run() -> None:
+    """A setting that was renamed would be said as not known, and nobody would see it."""
+    names = {each.name for each in settings_of(RunConfig())}
+    source = inspect.getsource(explain)
+    sections = {field.name for field in fields(RunConfig)}
+    named = {name for name in re.findall(r"""["'](\w+\.\w+)["']""", source) if name.split(".")[0] in sections}
+    assert len(named) >= 7 and named <= names
+    for values in ({}, {"sync": {"schedule": "time", "time_s": 60.0}}):
+        config = RunConfig.from_mapping({"name": "run", **values})
+        told = leaving(replace(status(), settings=settings_of(config)), "peer", AT)
+        assert not [text for entry in told for text in entry.as_json().values() if re.search(r"as \w+\.\w+ says", text)]
