@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +138,13 @@ def _with_past(status: MemberStatus, history: History, expires: float) -> Member
 
 
 def settings_of(config: RunConfig) -> tuple[Setting, ...]:
-    """Return every setting that members know, in the order of its name, with its default."""
+    """Return every setting that members know, in the order of its name, with its default; also those that `to_json` omits."""
     default = RunConfig.from_mapping({} if config.swarm is None else {"swarm": {}})
-    values, defaults = (dict(_flat(json.loads(each.to_json()))) for each in (config, default))
+    values, defaults = (dict(_flat(asdict(each))) for each in (config, default))
     return tuple(
         Setting(name=name, value=json.dumps(values.get(name)), default=json.dumps(defaults.get(name)))
         for name in sorted(values.keys() | defaults.keys())
+        if not name.startswith("server.")
     )
 
 
