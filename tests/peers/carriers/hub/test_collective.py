@@ -192,9 +192,10 @@ def test_a_refused_contribution_waits_for_the_outcome_of_its_round() -> None:
         assert peer.ask() == Aborted("too few")
 
 
-def test_a_refusal_for_good_ends_the_peer() -> None:
+def test_a_refusal_for_good_ends_the_peer_also_where_grpc_loses_the_first_status() -> None:
     with run_of() as (fake, peer):
-        fake.refuse_contributions = [(grpc.StatusCode.PERMISSION_DENIED, "another model")] * 2
+        lost = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+        fake.refuse_contributions = [lost] * 2 + [(grpc.StatusCode.PERMISSION_DENIED, "another model")] * 100
         peer.contribute(vectors(SMALL, 1))
         with pytest.raises(RefusedError, match="another model"):
             peer.ask()

@@ -254,7 +254,7 @@ def test_an_evicted_peer_hears_it_at_every_rank() -> None:
 
 def test_what_is_refused_to_one_rank_ends_all() -> None:
     def work(fake: FakeCoordinator, rank: Rank) -> str:
-        fake.refuse_contributions = [(grpc.StatusCode.PERMISSION_DENIED, "another model")]
+        fake.refuse_contributions = [(grpc.StatusCode.PERMISSION_DENIED, "another model")] * 100  # each try: gRPC may lose one
         rank.only(1, lambda: rank.contribute(vectors(SIZES, 1)))
         with pytest.raises(RefusedError) as refused:
             rank.collective.outcome(0, block=True)
