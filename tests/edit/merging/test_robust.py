@@ -110,7 +110,7 @@ def test_equal_contributions_are_merged_as_they_are_and_zeros_as_zeros(rule: str
 def test_a_hostile_minority_of_any_length_moves_the_result_at_most_into_the_honest_ball(
     honest: int, scale: float, seed: int, rule: str, alike: bool
 ) -> None:
-    """Its distance from the honest mean stays below 6 times their largest distance from it (a known bound is 4 (1 + f/n))."""
+    """Its distance from the honest mean stays below 6 times their largest distance from it."""
     random = torch.Generator().manual_seed(seed)
     f = (honest - 3) // 2 if rule == "multi_krum" else (honest - 1) // 2
     good = torch.randn(honest, 24, generator=random) + 2

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 import pytest
+from click.testing import Result
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -31,6 +32,7 @@ from editpb.identity import Identity, from_auth_context
 from editpb.invitation import Invitation
 from peers import cli
 from peers.daemon import PeerOptions, server_of
+from peers.identity import seeking
 from peers.identity.enrolment import UntrustedServerError, invitation_text, join
 from peers.identity.peer_folder import PeerFolder
 from peers.training.torchrun import ALONE
@@ -185,15 +187,15 @@ def test_an_invitation_need_not_stand_on_the_command_line(run: Run, tmp_path: Pa
 def test_the_command_joins_without_an_argument_that_others_see(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
 ) -> None:
-    def call(port: int) -> int:
+    def call(port: int) -> Result:
         text = run.invite(port).encode()
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(cli, "time", SimpleNamespace(time=lambda: NOW))
+        monkeypatch.setattr(seeking, "time", SimpleNamespace(time=lambda: NOW))
         (tmp_path / "file").write_text(text)
-        result = CliRunner().invoke(cli.app, ["join", argument, "--home", str(tmp_path / "home")], input=text)
-        return result.exit_code
+        return CliRunner().invoke(cli.app, ["join", argument, "--home", str(tmp_path / "home")], input=text)
 
-    assert serving(run.pair(), run.service(), call) == 0
+    result = serving(run.pair(), run.service(), call)
+    assert result.exit_code == 0, (result.output, result.exception)
     assert PeerFolder(tmp_path / "home").load(NOW).identity == ALICE
 
 
