@@ -10,7 +10,7 @@ round before they contribute themselves, and keep their norms plausible: as long
 sign flip: their own pseudo-gradients, reversed; `half`: half as long. reversed mean: minus the honest mean; `noisy`: with noise
 of their own (cosine 0.9 to each other). IPM (Xie et al. 2019): minus half of the honest mean, not lengthened. ALIE (Baruch et
 al. 2019): the honest mean less 1.5 standard deviations, element by element, not lengthened. label flip: they train on 255 minus
-each byte. replay: the last merged pseudo-gradient. one direction: a random one for all, noisy. noise: Gaussian. mimic
+each byte. replay: the last update. one direction: a random one for all, noisy. noise: Gaussian. mimic
 (Karimireddy et al. 2022): all repeat the first honest peer.
 
 Rules: `mean` and `penalty` (the defaults) without [robust]; `recommended`: geometric_median with its defaults and hostile = 3;
@@ -40,10 +40,8 @@ from benchmarks.damage import INNER, MODEL, OUTER, Peer, Tapped, corpus
 from edit.codecs import codec, decode
 from edit.config.robust import RobustConfig
 from edit.config.run import PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
-from edit.fragments.schema import Schema
-from edit.fragments.shards import Shard
 from edit.local import LocalRun
-from edit.records import Commit, Committed, Contribution, Outcome, Snapshot
+from edit.records import Commit, Committed, Contribution, Outcome
 from peers.models.gpt import GPT
 from peers.training.data import evaluate
 from peers.training.trainer import learning_rate, use_threads
@@ -70,7 +68,7 @@ class Known:
     generator: torch.Generator
     # Of the fragment in this round, by peer.
     honest: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
-    # What was merged last, by fragment, as far as theta shows it.
+    # The last update, by fragment.
     merged: dict[int, Tensor] = field(default_factory=dict)
     # One direction for all attackers, by fragment and outer step.
     drawn: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -113,12 +111,6 @@ class Side(Tapped):
     def __init__(self, run: LocalRun, peer_id: str, seed: int, known: Known, attack: str) -> None:
         super().__init__(run, peer_id, seed)
         self._known, self._attack = known, attack
-        self._theta: dict[int, Tensor] = {}
-
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
-        """See `Collective.join`."""
-        self._all = schema
-        return super().join(schema, found, shards)
 
     def contribute(self, contribution: Contribution) -> None:
         """See `Collective.contribute`."""
@@ -127,12 +119,13 @@ class Side(Tapped):
         if not self._attack:
             known.honest.setdefault(key, {})[self.peer_id] = own
         else:
+            assert self._schema is not None
             honest = torch.stack(list(known.honest[key].values()))
             attack, length = ATTACKS[self._attack]
             sent = attack(known, key, own, honest)
             if length and (size := float(sent.norm())):
                 sent = sent * (length * median(float(one.norm()) for one in honest) / size)
-            payload = codec(contribution.payload.codec).encode(sent, self._all.fragments[contribution.fragment_id])
+            payload = codec(contribution.payload.codec).encode(sent, self._schema.fragments[contribution.fragment_id])
             contribution = replace(contribution, payload=payload)
         super().contribute(contribution)
 
@@ -145,7 +138,7 @@ class Side(Tapped):
 
     def _learn(self, commit: Commit) -> None:
         for part in commit.fragments:
-            if part.payload is not None:  # the outer step, which points as the momentum does
+            if part.payload is not None:
                 self._known.merged[part.fragment_id] = decode(part.payload)
 
 

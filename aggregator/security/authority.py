@@ -37,7 +37,7 @@ from aggregator.security.certificates import (
 from aggregator.security.members import OPERATOR_ID, Members
 from edit.durable_files import read_json, read_private, write_atomic, write_json
 from edit.errors import ConfigError, RefusedError, StaleError, StorageError
-from editpb.identity import ROLES, Identity, is_signed_by
+from editpb.identity import INVITED, Identity, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, SwarmAccess, fingerprint, guest_key, is_endpoint
 from editpb.validity import Validity
 
@@ -280,7 +280,7 @@ class Authority:
         return self._used
 
     def _check_invitable(self, identity: Identity) -> None:
-        if identity.role not in ROLES or identity.role == "coordinator" or identity.peer_id in (OPERATOR_ID, COORDINATOR_ID):
+        if identity.role not in INVITED or identity.peer_id in (OPERATOR_ID, COORDINATOR_ID):
             raise ConfigError(f"{identity.role} {identity.peer_id} cannot be invited; choose another name or role")
         record = self.members.get(identity.peer_id)
         if record is not None and record.evicted is not None:

@@ -16,14 +16,13 @@ from aggregator.security.authority import Authority
 from aggregator.services.authorization import Authorizer
 from edit.errors import EditError, RemoteProtocolError
 from editpb import enrolment_pb2 as pb
-from editpb.identity import ROLES
+from editpb.identity import INVITED
 from editpb.transport.abort_on_error import abort_on_error
 
 __all__ = ["EnrolmentService", "Refusals", "RenewalService", "source_of"]
 
 MAX_TOKEN_CHARS = 64
 _LINE_S = 1.0
-_MEMBERS = tuple(role for role in ROLES if role != "coordinator")
 _SOURCES = 1000  # remembered for the next line
 _log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class RenewalService:
     ) -> pb.RenewReply:
         """Return a new certificate for the caller's identity and key."""
         async with abort_on_error(context):
-            identity = self._authorizer.authorize(context, *_MEMBERS)
+            identity = self._authorizer.authorize(context, *INVITED)
             before = self._authority.members.get(identity.peer_id)
             certificate = self._authority.renew(identity, self._authorizer.certificate(context), now=self._clock())
             if self._authority.members.get(identity.peer_id) != before:

@@ -38,7 +38,6 @@ from typing import Any
 from cryptography import x509
 
 from aggregator.resources import raise_file_limit
-from aggregator.security.authority import COORDINATOR_ID
 from edit.errors import ConfigError, EditError, RefusedError
 from editpb.identity import Identity, from_certificate
 
@@ -75,8 +74,8 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def relay_identity(run_id: str) -> Identity:
-    """Return whom a relay's certificate names. A swarm has no coordinator, and nobody in it asks for one."""
-    return Identity(run_id, "coordinator", COORDINATOR_ID)
+    """Return whom a relay's certificate names: with this role it may serve as a relay, and nothing else."""
+    return Identity(run_id, "relay", "relay")
 
 
 def server_name_of(hello: bytes) -> str | None:

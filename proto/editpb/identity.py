@@ -18,6 +18,7 @@ from edit.errors import ConfigError, RefusedError
 from editpb.limits import is_id
 
 __all__ = [
+    "INVITED",
     "MAX_CERTIFICATE_BYTES",
     "ROLES",
     "Identity",
@@ -31,7 +32,8 @@ __all__ = [
 ]
 
 MAX_CERTIFICATE_BYTES = 16_384
-ROLES = ("peer", "region", "observer", "operator", "coordinator")
+INVITED = ("peer", "region", "observer", "operator")  # the roles that an invitation may be for
+ROLES = (*INVITED, "coordinator", "relay")
 _SCHEME = "edit://"
 _INVITED = "invitation:"  # before the URI of whom an invitation to a swarm is for
 _SAN = "x509_subject_alternative_name"
