@@ -43,7 +43,7 @@ from editpb import control_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
 from editpb.identity import Identity
-from editpb.invitation import Invitation
+from editpb.invitation import Invitation, local_address
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.parts import in_part
@@ -99,8 +99,7 @@ class _Folder:
         """HOST:PORT of the host of this folder; empty: none was ever started."""
         host, _, port = self.host.listen.rpartition(":")
         port = str(self._member.port() or port)
-        here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
-        return f"{here}:{port}" if port != "0" else ""
+        return local_address(f"{host}:{port}") if port != "0" else ""
 
     def others(self, *records: Record | None) -> dict[str, str]:
         """HOST:PORT of each other member that is known to have one, by the newest record that names it."""

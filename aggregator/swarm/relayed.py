@@ -33,6 +33,7 @@ from aggregator.swarm.relay import (
 )
 from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb.identity import Identity
+from editpb.invitation import local_address
 
 __all__ = ["RelayedPort"]
 
@@ -67,8 +68,8 @@ class RelayedPort:
             note: is told of news: connected, and why not.
         """
         self._note = note
-        host, _, port = listen.rpartition(":")
-        self._port = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]")), int(port)
+        host, _, port = local_address(listen).rpartition(":")
+        self._port = host.strip("[]"), int(port)
         pause_s = FIRST_AGAIN_S
         try:
             while True:

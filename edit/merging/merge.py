@@ -22,7 +22,7 @@ from edit.fragments.shards import Shard, partition_fault
 from edit.merging.heloco import Momentum, correct
 from edit.merging.norms import norm, norm_of_encoded
 from edit.merging.penalty import NormStatistics
-from edit.records import EncodedTensor, PeerVerdict
+from edit.records import EncodedTensor, PeerVerdict, Verdict
 
 __all__ = ["Measured", "MergeRule", "Merged", "ShardPayload", "clip_factor", "decoded", "measure", "pieces", "weighted_mean"]
 
@@ -50,6 +50,10 @@ class Measured:
     payload: EncodedTensor | Callable[[], EncodedTensor] | tuple[ShardPayload, ...]
     # Outer steps committed since the one it was computed against.
     staleness: int = 0
+
+    def judged(self, verdict: Verdict, weight: float = 0.0) -> PeerVerdict:
+        """Return what a commit says of it."""
+        return PeerVerdict(peer_id=self.peer_id, verdict=verdict, norm=self.norm, weight=weight, staleness=self.staleness)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class EditMerger:
             [c.staleness for c in ordered],
             rule.damped,
         )
-        peers = _said(ordered, judged, shares)
+        peers = tuple(one.judged(judged[one.peer_id], share) for one, share in zip(ordered, shares, strict=True))
         kept = [(contribution, share) for contribution, share in zip(ordered, shares, strict=True) if share > 0]
         mean = self.combine(fragment, kept, rule) if kept else None
         size = norm(mean) if mean is not None else 0.0
@@ -102,19 +102,12 @@ def _plain_mean(fragment: FragmentSpec, ordered: Sequence[Measured], rule: Merge
     judged = {one.peer_id: Verdict.OK if math.isfinite(one.norm) else Verdict.NONFINITE for one in ordered}
     present = [judged[one.peer_id] is Verdict.OK and one.staleness == 0 for one in ordered]
     shares = [1 / sum(present) if counts else 0.0 for counts in present]
-    peers = _said(ordered, judged, shares)
+    peers = tuple(one.judged(judged[one.peer_id], share) for one, share in zip(ordered, shares, strict=True))
     if not any(present):
         return Merged(fragment.fragment_id, None, peers, {}, 0.0, 1.0)
     mean = weighted_mean(fragment, [(one, share) for one, share in zip(ordered, shares, strict=True) if share > 0], rule)
     size = norm(mean)
     return Merged(fragment.fragment_id, mean if math.isfinite(size) else None, peers, {}, size, 1.0)
-
-
-def _said(ordered: Sequence[Measured], judged: Mapping[str, Verdict], shares: Sequence[float]) -> tuple[PeerVerdict, ...]:
-    return tuple(
-        PeerVerdict(peer_id=one.peer_id, verdict=judged[one.peer_id], norm=one.norm, weight=share, staleness=one.staleness)
-        for one, share in zip(ordered, shares, strict=True)
-    )
 
 
 def merger(config: RunConfig) -> Merger:
@@ -217,11 +210,7 @@ def screen(policy: Admission, fragment: FragmentSpec, contributions: Sequence[Me
                 screened.admitted.append(contribution)
             case Rejected(reason):
                 screened.reasons.append(f"{one.peer_id}: {reason}")
-                screened.rejected.append(
-                    PeerVerdict(
-                        peer_id=one.peer_id, verdict=Verdict.REJECTED, norm=one.norm, weight=0.0, staleness=one.staleness
-                    )
-                )
+                screened.rejected.append(one.judged(Verdict.REJECTED))
     return screened
 
 

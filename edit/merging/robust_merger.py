@@ -54,7 +54,9 @@ class RobustMerger:
         judged, after = judge_round(norms, {one.peer_id: one.inner_steps for one in ordered}, before, self.penalty)
         good = [one for one in ordered if judged[one.peer_id] is Verdict.OK]
         if len(good) < self.robust.least:
-            return Merged(fragment.fragment_id, None, _said(ordered, judged, {}), after, 0.0, 1.0)
+            return Merged(
+                fragment.fragment_id, None, tuple(one.judged(judged[one.peer_id]) for one in ordered), after, 0.0, 1.0
+            )
         known: list[Measured | _LastMerged] = [*good, *([_LastMerged(rule.last)] if rule.last is not None else [])]
         inner = gram([_pieces(fragment, one) for one in known], fragment.numel)
         groups, replayed = copies(inner, len(good), rule.outer_step, self.robust.hostile)
@@ -79,7 +81,13 @@ class RobustMerger:
         if mean is not None and rule.last is not None and found.last:
             for part in parts(fragment.numel):
                 mean[part].add_(rule.last[part].float().mul_(found.last))
-        return self._merged(fragment, mean, _said(ordered, judged, shares), after, clips=True)
+        return self._merged(
+            fragment,
+            mean,
+            tuple(one.judged(judged[one.peer_id], shares.get(one.peer_id, 0.0)) for one in ordered),
+            after,
+            clips=True,
+        )
 
     def _by_element(
         self,
@@ -99,7 +107,13 @@ class RobustMerger:
             for part, rows in windows([pieces(fragment, one) for one in counted], fragment.numel):
                 mean[part] = by_rank(rows, drop)
         shares = {one.peer_id: 1 / len(counted) for one in counted} if mean is not None else {}
-        return self._merged(fragment, mean, _said(ordered, judged, shares), after, clips=clips)
+        return self._merged(
+            fragment,
+            mean,
+            tuple(one.judged(judged[one.peer_id], shares.get(one.peer_id, 0.0)) for one in ordered),
+            after,
+            clips=clips,
+        )
 
     def _merged(
         self,
@@ -129,16 +143,3 @@ def _pieces(fragment: FragmentSpec, row: Measured | _LastMerged) -> Iterator[Ten
         return pieces(fragment, row)
     vector = row.vector
     return (vector[part].to(torch.float32) for part in parts(fragment.numel))
-
-
-def _said(ordered: Sequence[Measured], judged: Mapping[str, Verdict], shares: Mapping[str, float]) -> tuple[PeerVerdict, ...]:
-    return tuple(
-        PeerVerdict(
-            peer_id=one.peer_id,
-            verdict=judged[one.peer_id],
-            norm=one.norm,
-            weight=shares.get(one.peer_id, 0.0),
-            staleness=one.staleness,
-        )
-        for one in ordered
-    )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from edit.errors import ConfigError, EditError, EvictedError, RefusedError, TransportError
+from editpb.invitation import local_address
 
 __all__ = ["HostProcess", "ask", "command"]
 
@@ -118,7 +119,7 @@ class HostProcess:
             assert self._process.stdout is not None
             with self._process.stdout as printed:
                 for line in printed:
-                    self.listen = _here(json.loads(line)["listen"])
+                    self.listen = local_address(json.loads(line)["listen"])
             code = self._process.wait()
             self._stop()  # its end of the pipe
             if self._ending:
@@ -139,10 +140,3 @@ class HostProcess:
                 return
             _log.warning("this member's host was killed by signal %d; it is started again", -code)
             self._process = self._start()
-
-
-def _here(listen: str) -> str:
-    """Return where this machine reaches what listens there."""
-    host, _, port = listen.rpartition(":")
-    everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-    return f"{everywhere.get(host, host)}:{port}"

@@ -39,6 +39,7 @@ __all__ = [
     "is_endpoint",
     "is_loopback",
     "is_maddr",
+    "local_address",
 ]
 
 VERSION = 1
@@ -49,6 +50,7 @@ TOKEN = re.compile(r"[A-Za-z0-9_-]{43}")  # secrets.token_urlsafe(32)
 _PREFIX = re.compile(r"edit([0-9]{1,4})\.(.*)", re.DOTALL)
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
 _MADDR = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/[A-Za-z0-9.:_-]{1,128}/tcp/[0-9]{1,5}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _DAMAGED = "the invitation is cut off or altered; copy the whole line again"
 
@@ -71,6 +73,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def local_address(listen: str) -> str:
+    """Return HOST:PORT where this machine itself reaches what listens at `listen`: loopback for what listens everywhere."""
+    host, _, port = listen.rpartition(":")
+    return f"{_EVERYWHERE.get(host, host)}:{port}"
 
 
 def is_maddr(text: str) -> bool:
