@@ -172,7 +172,8 @@ async def test_a_node_that_is_collected_late_touches_nothing(tmp_path: Path) -> 
     """hivemind's object removes its socket once more then, by a path through a descriptor that may be another file's by now."""
     async with members(tmp_path) as swarm:
         await swarm.start("a")
-        (p2p,) = (each for each in gc.get_objects() if discovery._hivemind().P2P in type(each).__mro__ and each.is_alive)
+        of = discovery._hivemind().P2P
+        (p2p,) = (each for each in gc.get_objects() if of in type(each).__mro__ and each.is_alive)
     folder, _, name = p2p._client_listen_maddr["unix"].rpartition("/")
     assert re.fullmatch("/proc/[0-9]+/fd/[0-9]+", folder) and name
     with ExitStack() as files:
