@@ -218,6 +218,9 @@ def invite(
 ) -> None:
     """Print a single-use invitation, one line on stdout. Send it to the member's operator over a channel you trust.
 
+    Peers whose names are alike up to the first dot, as acme.gpu1 and acme.gpu2, are of one organisation: a rule of [robust]
+    counts them once.
+
     Example: edit-coordinator invite --state my-run university-a
     """
     folder = StateFolder(state)

@@ -17,14 +17,16 @@ class RobustConfig:
     """The section [robust]: how contributions are combined where some peers may be hostile (docs/robust-merging.md).
 
     The penalty is for peers that are broken; a peer that means harm keeps its norm plausible. Recommended where any peer may
-    be hostile: the rule geometric_median, with a third of the peers as hostile, rounded down.
+    be hostile: the rule geometric_median, with a third of the peers as hostile, rounded down. Peers whose names are alike up
+    to the first dot are of one organisation, and count as one.
     """
 
     # `none`: the mean, by the weights of the section [penalty]. `geometric_median` (arXiv 1912.13445), `centered_clip`
     # (arXiv 2012.10333), `multi_krum` (arXiv 1703.02757) and `clip` (each contribution shortened to the median length) weigh
     # contributions as a whole; `median` and `trimmed_mean` (arXiv 1803.01498) go element by element.
     rule: Annotated[str, OneOf(*RULES)] = "none"
-    # f: so many peers may be hostile. A round with fewer than 2 f + 1 good contributions (multi_krum: 2 f + 3) is rolled back.
+    # f: so many organisations may be hostile. A round with good contributions of fewer than 2 f + 1 (multi_krum: 2 f + 3) is
+    # rolled back.
     hostile: Annotated[int, Between(0, 1000)] = 0
     # `nnm`: each contribution is first replaced by the mean of its nearest ones (arXiv 2302.01772); `none`.
     mixing: Annotated[str, OneOf("nnm", "none")] = "nnm"

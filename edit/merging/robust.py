@@ -30,7 +30,7 @@ from torch import Tensor
 
 from edit.config.robust import RobustConfig
 
-__all__ = ["Combination", "by_rank", "coefficients", "copies", "mixed", "shared_prior"]
+__all__ = ["Combination", "by_rank", "coefficients", "copies", "mixed", "of_rows", "organisations", "shared_prior"]
 
 _LONGEST = 4.0  # a contribution is made at most so many times as long
 _NEAR = 1e-3  # of the median length
@@ -76,7 +76,7 @@ def coefficients(gram: Gram, prior: Sequence[float], config: RobustConfig) -> Co
     factors = [*scales, 1.0]
     scaled = [[factors[i] * factors[j] * gram[i][j] for j in range(len(gram))] for i in range(len(gram))]
     mixing = mixed(scaled, prior, config.hostile) if config.mixing == "nnm" else None
-    seen = _of_rows(scaled, mixing) if mixing is not None else scaled
+    seen = of_rows(scaled, mixing) if mixing is not None else scaled
     last = 0.0
     if config.rule == "geometric_median":
         chosen = _geometric_median(seen, prior)
@@ -87,6 +87,17 @@ def coefficients(gram: Gram, prior: Sequence[float], config: RobustConfig) -> Co
     if mixing is not None:
         chosen = [math.fsum(mixing[i][j] * chosen[i] for i in range(n)) for j in range(n)]
     return Combination(chosen, scales, last)
+
+
+def organisations(peer_ids: Sequence[str]) -> list[list[int]]:
+    """Return which of these peers are of one organisation, by the first of each: their names are alike up to the first dot.
+
+    Whoever invites a peer names it, so nobody becomes several organisations by himself.
+    """
+    found: dict[str, list[int]] = {}
+    for i, peer_id in enumerate(peer_ids):
+        found.setdefault(peer_id.partition(".")[0], []).append(i)
+    return list(found.values())
 
 
 def copies(gram: Gram, n: int, outer_step: int, hostile: int) -> tuple[list[list[int]], list[int]]:
@@ -149,6 +160,14 @@ def mixed(gram: Gram, prior: Sequence[float], hostile: int) -> list[list[float]]
     return found
 
 
+def of_rows(gram: Gram, mixing: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return M K M^T: the Gram matrix of sums of rows. mixing: M [k, n]; further rows of the Gram matrix are not mixed."""
+    n, whole = len(mixing[0]), len(gram)
+    rows = [[*row, *[0.0] * (whole - n)] for row in mixing] + [[float(i == j) for j in range(whole)] for i in range(n, whole)]
+    half = [[math.fsum(a * b for a, b in zip(row, column, strict=True)) for column in gram] for row in rows]  # K = K^T
+    return [[math.fsum(a * b for a, b in zip(left, row, strict=True)) for row in rows] for left in half]
+
+
 def by_rank(rows: Tensor, drop: int) -> Tensor:
     """Return the mean of what is left of each column of fp32 `rows` [n, m] without its `drop` smallest and largest, shape [m].
 
@@ -192,14 +211,6 @@ def _square(gram: Gram, i: int, j: int) -> float:
 def _cosine(gram: Gram, i: int, j: int) -> float:
     lengths = math.sqrt(max(gram[i][i], 0.0)) * math.sqrt(max(gram[j][j], 0.0))
     return gram[i][j] / lengths if lengths > 0 else 0.0
-
-
-def _of_rows(gram: Gram, mixing: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return M K M^T; a further row of the Gram matrix is not mixed."""
-    n, whole = len(mixing), len(gram)
-    rows = [[*row, *[0.0] * (whole - n)] for row in mixing] + [[float(i == j) for j in range(whole)] for i in range(n, whole)]
-    half = [[math.fsum(a * b for a, b in zip(row, column, strict=True)) for column in gram] for row in rows]  # K = K^T
-    return [[math.fsum(a * b for a, b in zip(left, row, strict=True)) for row in rows] for left in half]
 
 
 def _distances(gram: Gram, a: Sequence[float], n: int) -> list[float]:

@@ -239,7 +239,8 @@ def invite(
     """Print a single-use invitation, one line on stdout. Send it to the new member over a channel you trust.
 
     Only a member with a copy of the authority's key can: whoever founded the swarm, and who was given one with share-authority.
-    Any of these redeems it that runs and can be reached.
+    Any of these redeems it that runs and can be reached. A rule of [robust] counts members once whose names are alike up to
+    the first dot: acme.gpu1 and acme.gpu2.
 
     Example: edit-peer swarm invite university-b --home a
     """

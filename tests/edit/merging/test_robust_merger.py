@@ -106,6 +106,58 @@ def test_copies_count_once_and_the_last_update_sent_back_does_not_count() -> Non
     )
 
 
+ALL_RULES = ["geometric_median", "centered_clip", "multi_krum", "clip", "median", "trimmed_mean"]
+
+
+@pytest.mark.parametrize("rule", ALL_RULES)
+def test_the_peers_of_an_organisation_count_as_one_contribution_their_mean(rule: str) -> None:
+    deltas, last = rows(9), rows(1, seed=9)[0]
+    names = ["a", "acme.1", "acme.2", "acme.rack.3", "b", "c", "d", "umbra.1", "umbra.2"]
+    whole = [*map(contribution, deltas, names)]
+    pooled = [deltas[0], deltas[1:4].mean(dim=0), *deltas[4:7], deltas[7:].mean(dim=0)]
+    of = [*map(contribution, pooled, ["a", "acme", "b", "c", "d", "umbra"])]
+    how = MergeRule(outer_step=5, last=last.to(torch.bfloat16))
+    found, wanted = (by(rule, mixing="none").merge(FRAGMENT, each, {}, how) for each in (whole, of))
+    assert found.merged is not None and wanted.merged is not None
+    assert torch.allclose(found.merged, wanted.merged, atol=1e-5)
+    weights = {each.peer_id: each.weight for each in found.verdicts}
+    for each in wanted.verdicts:
+        mine = [weights[name] for name in names if name.partition(".")[0] == each.peer_id]
+        assert max(mine) == min(mine) and math.fsum(mine) == pytest.approx(each.weight, abs=1e-6)
+    again = by(rule, mixing="none").merge(FRAGMENT, whole[::-1], {}, how)
+    assert again.merged is not None and torch.equal(found.merged, again.merged) and again.verdicts == found.verdicts
+
+
+@pytest.mark.parametrize("rule", ["geometric_median", "median", "trimmed_mean"])
+def test_an_organisation_gains_nothing_by_many_peers(rule: str) -> None:
+    """Six of its peers against five honest: they would be the majority."""
+    direction = rows(1, seed=5)
+    honest, hostile = direction + 0.5 * rows(5), -direction + 0.5 * rows(6, seed=8)
+    middle = honest.mean(dim=0)
+
+    def away(names: str) -> float:
+        of = [contribution(delta, names.format(i)) for i, delta in enumerate(hostile)]
+        merged = by(rule, 2).merge(FRAGMENT, [*contributions(honest), *of], {}, MergeRule()).merged
+        assert merged is not None
+        return float((merged - middle).norm() / middle.norm())
+
+    assert away("mallory.{}") < 0.5 < 1 < away("mallory-{}")
+
+
+def test_too_few_organisations_are_rolled_back_however_many_their_peers() -> None:
+    merge = by("geometric_median", 2).merge
+    names = ["a.1", "a.2", "a.3", "b", "c", "d"]
+    assert merge(FRAGMENT, [*map(contribution, rows(6), names)], {}, MergeRule()).merged is None
+    assert merge(FRAGMENT, [*map(contribution, rows(7), [*names, "e"])], {}, MergeRule()).merged is not None
+
+
+def test_buffers_of_an_organisation_count_once() -> None:
+    values = [torch.full((4,), x) for x in (1.0, 2.0, 100.0, 200.0, 300.0)]
+    names = ["a", "b", "m.1", "m.2", "m.3"]
+    found = by("geometric_median").merge(BUFFERS, [*map(contribution, values, names)], {}, MergeRule())
+    assert found.merged is not None and found.merged.tolist() == [2.0] * 4
+
+
 def test_a_stale_contribution_has_a_smaller_prior() -> None:
     deltas = rows(5)
     late = [*contributions(deltas[:4]), contribution(deltas[4], "e", staleness=3)]
