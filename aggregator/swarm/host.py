@@ -1157,13 +1157,13 @@ class Host:
         """
         if self.council.role is not Role.LEADER:
             raise StaleError(f"ask the leader, {self.council.leader}" if self.council.leader else "there is no leader now")
-        if self.gossip is not None and order == ev.SetPhase(Phase.DRAINING):
-            raise RefusedError(
-                "a run with gossip ends with a settling, which cannot be ordered yet; pause it, or evict members"
-            )
+        record = self.council.committed
+        ends = record is not None and record.phase in (Phase.DRAINING, Phase.FINISHED)
+        if self.gossip is not None and ends and order in (ev.SetPhase(Phase.RUNNING), ev.SetPhase(Phase.PAUSED)):
+            raise RefusedError("a run with gossip that drains or has finished does not go on: all settle on its model")
         if len(self._orders) >= MOST_ORDERS:
             raise BusyError("too many orders wait to be agreed on")
-        if (record := self.council.committed) is not None and _is_done(order, record):
+        if record is not None and _is_done(order, record):
             return
         entry = order, asyncio.get_running_loop().create_future()
         self._orders.append(entry)

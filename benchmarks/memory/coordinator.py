@@ -66,7 +66,8 @@ def model(parameters: int, blocks: int) -> Schema:
 
 def new_run(path: Path, peers: int, buffer_bytes: int) -> StateFolder:
     toml = (
-        f'name = "memory"\n[model]\nname = "entry:mine"\n[sync]\nevery = 1\nouter_steps = 1000\n[rounds]\nquorum = {peers}\n'
+        'name = "memory"\n[model]\nname = "entry:mine"\n[sync]\nevery = 1\nouter_steps = 1000\n'
+        f"[rounds]\nstart_peers = {peers}\nquorum = {peers}\n"
         f'[codec]\nup = "int8"\ndown = "int8"\n[storage]\nbuffer_bytes = {buffer_bytes}\n'
         f"keep_updates = 1\ncheckpoint_every = {CHECKPOINT}\n"
         '[membership]\nheartbeat_s = 5.0\nlease_s = 120.0\n[server]\nlisten = "127.0.0.1:0"\nenrol_listen = "127.0.0.1:0"\n'

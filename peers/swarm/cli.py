@@ -330,6 +330,8 @@ def pause(home: HomeOption = Path("edit-peer")) -> None:
 def resume(home: HomeOption = Path("edit-peer")) -> None:
     """Continue after `pause`, or after `drain` if outer steps are left. Needs the run's authority in --home.
 
+    With gossip a run that was drained does not go on.
+
     Example: edit-peer swarm resume --home a
     """
     _operate("resume", home)
@@ -338,6 +340,8 @@ def resume(home: HomeOption = Path("edit-peer")) -> None:
 @app.command()
 def drain(home: HomeOption = Path("edit-peer")) -> None:
     """End the run early: finish the open rounds, then let every member save and exit. Needs the run's authority in --home.
+
+    With gossip all settle on one model first.
 
     Example: edit-peer swarm drain --home a
     """

@@ -25,7 +25,7 @@ import grpc
 from torch import Tensor
 
 from aggregator.resources import Clock
-from aggregator.run_feed import RunEvent, StepCommitted
+from aggregator.run_feed import RoundChanged, RunEvent, StepCommitted
 from aggregator.security.members import Members
 from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
@@ -46,6 +46,7 @@ from edit.fragments.schema import Schema
 from edit.merging.gossip import Offer, settle
 from edit.merging.norms import norm
 from edit.merging.outer_state import MergeRecord
+from edit.rounds.events import Phase as RoundPhase
 from editpb import council_pb2 as pb
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 
@@ -60,29 +61,59 @@ ANSWER_S = 5.0
 class _OwnEngine(Engine):
     """The engine of this member's own peer: a run of one, whose steps are swaps. It waits where all settle.
 
-    awaits: why the first swap waits; '': it does not.
+    A drain ends with the open round: then it waits, too, for a settling. In a run that has finished it tells its peer so, once
+    its parameters are those that all settled on.
+
+    Args:
+        awaits: why the first swap waits; '': it does not.
+        settled: how many settlings there were.
     """
 
-    def __init__(self, phi: Phi, committed: Callable[[], None], awaits: str, *arguments: Any) -> None:
+    def __init__(
+        self, phi: Phi, committed: Callable[[], None], awaits: str, settled: Callable[[], int], *arguments: Any
+    ) -> None:
         self._phi, self._committed, self._awaits, self._wanted = phi, committed, awaits, Phase.RUNNING
-        self._calendar = Calendar.of(phi.config)
+        self._settled, self._calendar = settled, Calendar.of(phi.config)
+        self._last_round = 0  # the one that was open when the run began to drain
+        self._rested = False  # before the run had finished
         super().__init__(*arguments)
         self.follow(Phase.RUNNING)
 
     @property
     def awaits(self) -> str:
         """Why there is no swap yet, as the peer is told: others are to come, or the next step is a settling."""
-        return self._awaits or ("all settle on one model" if self._calendar.settles(self._phi.outer_step) else "")
+        if self._awaits:
+            return self._awaits
+        if self.rests or self._calendar.settles(self._phi.outer_step):
+            return "all settle on one model"
+        return ""
 
     @awaits.setter
     def awaits(self, reason: str) -> None:
         self._awaits = reason
         self.follow(self._wanted)
 
+    @property
+    def rests(self) -> bool:
+        """Whether the run drains, or was drained, and the round that was open then has ended here: there is no further swap."""
+        if self._wanted is not Phase.DRAINING or not self.run.founded:
+            return self._wanted is Phase.FINISHED and self._rested
+        machine = self.run.rounds.machine
+        return machine.round_id != self._last_round or machine.phase not in (RoundPhase.COLLECTING, RoundPhase.COMMITTING)
+
     def follow(self, phase: Phase) -> None:
         """See `Engine`."""
-        self._wanted = phase
-        if not self.awaits:
+        if phase is Phase.DRAINING is not self._wanted and self.run.founded:
+            self._last_round = self.run.rounds.machine.round_id
+        self._rested, self._wanted = self.rests, phase
+        if phase is Phase.FINISHED:
+            if self._phi.settlings >= self._settled() and not self.run.finished:
+                self.run.hold("all settled on one model")
+                super().follow(Phase.DRAINING)
+        elif phase is Phase.DRAINING:
+            if self.rests:
+                self.run.hold(self.awaits)
+        elif not self.awaits:
             super().follow(phase)
             self.run.hold("")
         elif phase is Phase.RUNNING:
@@ -92,6 +123,8 @@ class _OwnEngine(Engine):
         if isinstance(event, StepCommitted):
             self.follow(self._wanted)
             self._committed()
+        elif isinstance(event, RoundChanged) and self._wanted is Phase.DRAINING:
+            self.follow(self._wanted)
 
 
 class GossipMember:
@@ -125,7 +158,7 @@ class GossipMember:
         self._replica, self._do, self._links, self._record = replica, do, links, record
         self._members, self._files, self._clock, self._fail = members, files, clock, fail
         self.calendar = Calendar.of(config)
-        self.swaps = Swaps(peer_id, config, schema, links, record, self._taken, do, limit)
+        self.swaps = Swaps(peer_id, config, schema, links, record, self._swaps_taken, do, limit)
         self.engine: _OwnEngine | None = None
         self._phi: Phi | None = None
         self._store: PhiStore | None = None
@@ -133,6 +166,7 @@ class GossipMember:
         self._news = asyncio.Event()
         self._last: Met | None = None
         self._counts = [0, 0]  # swaps together, alone
+        self._drained = False  # what all settled on last ends the run before its calendar does
 
     # -- life --------------------------------------------------------------------------------------------------------------
 
@@ -151,6 +185,7 @@ class GossipMember:
             while self._replica.state.outer_step <= phi.settlings:
                 await self._news.wait()
             await self._until_taken(phi)
+            self._drained = self._rests
             await self.stop("all settle")
 
     async def _begin(self) -> Phi:
@@ -166,6 +201,7 @@ class GossipMember:
             phi,
             self._committed,
             self._few(0) if phi.outer_step == 0 and self._config.rounds.start_peers > 1 else "",
+            self._settled,
             self._run_id,
             0,
             grant,
@@ -202,7 +238,7 @@ class GossipMember:
             phi = Phi.begun(self._peer_id, self._schema, self._config, settlings, theta)
         assert isinstance(phi, Phi)
         if phi.settlings < settlings:
-            phi.settle(settlings, theta)
+            phi.settle(settlings, theta, early=self._drained)
             changed = True
         if not self.calendar.settles(phi.outer_step) and (ahead := await self._further(phi, new=found is None)) is not None:
             outer_step, donated = ahead
@@ -305,6 +341,24 @@ class GossipMember:
             return None
         return self._phi.state.outer_step
 
+    def _swaps_taken(self) -> int | None:
+        """Return what others with whom it may swap are told: `_taken`, or None where it takes no more."""
+        return None if self._rests else self._taken()
+
+    @property
+    def _rests(self) -> bool:
+        return self.engine is not None and self.engine.rests
+
+    def _settled(self) -> int:
+        """Return how many settlings there were, by the record: this member may lack some."""
+        record = self._record()
+        return record.parts[0].outer_step if record is not None else self._replica.state.outer_step
+
+    @property
+    def _drains(self) -> bool:
+        record = self._record()
+        return record is not None and record.phase is Phase.DRAINING
+
     # -- what others ask ---------------------------------------------------------------------------------------------------
 
     async def phi(self, settling: int, chunk_bytes: int) -> AsyncGenerator[Any, None]:
@@ -320,7 +374,8 @@ class GossipMember:
             raise GoneError(f"{self._peer_id} does not train")
         if settling and phi.settlings >= settling:
             raise GoneError(f"{self._peer_id} has settled already")
-        if settling and (phi.settlings + 1 != settling or not self.calendar.settles(phi.outer_step)):
+        there = self._rests or self.calendar.settles(phi.outer_step)
+        if settling and (phi.settlings + 1 != settling or not there):
             raise BusyError(f"{self._peer_id} is not there yet")
         tensors = {f"theta.{i}": part for i, part in enumerate(phi.theta)}
         about = {"outer_step": phi.outer_step, "settlings": phi.settlings}
@@ -372,16 +427,21 @@ class GossipMember:
     async def settle(
         self, grant: int, propose: Callable[[UpdateOffer, tuple[MergeRecord, ...]], None], proposed: Callable[[], bool]
     ) -> None:
-        """Bring about one settling after the other, until the last.
+        """Bring about one settling after the other, until the last; in a run that drains it is the next one.
 
         propose: gives one to the council. proposed: whether it is still there.
         """
         while (number := self._replica.state.outer_step + 1) <= self.calendar.settlings:
             theta = await self._gather(number)
+            if not theta:
+                return
+            last = self._drains
             offer, records = await self._do(self._merged, grant, number, theta)
             propose(offer, records)
             while self._replica.state.outer_step < number and proposed():
                 await self._news.wait()
+            if last and self._replica.state.outer_step >= number:
+                return
 
     def _merged(
         self, grant: int, number: int, theta: Mapping[str, list[Tensor]]
@@ -391,7 +451,10 @@ class GossipMember:
         return self._replica.made(grant, Proposal(first_round_id(grant) + number, reason, 0, records)), records
 
     async def _gather(self, number: int) -> dict[str, list[Tensor]]:
-        """Return the outer parameters of all members that train and are here in time, by peer_id; of one at least."""
+        """Return the outer parameters of all members that train and are here in time, by peer_id.
+
+        Of one at least; of none only in a run that drains before anybody has trained in it.
+        """
         loop, got, liars, until = asyncio.get_running_loop(), dict[str, list[Tensor]](), set[str](), math.inf
         while True:
             record, awaited = self._record(), False
@@ -412,6 +475,8 @@ class GossipMember:
                 until = loop.time() + self._config.gossip.deadline_s
             if got and (not awaited or loop.time() >= until):
                 return got
+            if not awaited and self._drains and self._taken() is None:
+                return got
             await asyncio.sleep(RETRY_S)
 
     def _away(self, peer_id: str) -> bool:
@@ -425,7 +490,8 @@ class GossipMember:
             assert self._phi is not None
             return self._phi.theta
         outer_step, _, theta = await self._fetch(peer_id, number)
-        if outer_step + 1 != self.calendar.settled(number):
+        regular = self.calendar.settled(number)
+        if outer_step + 1 != regular and not (self._drains and outer_step + 1 < regular):
             raise RemoteProtocolError(f"{peer_id}: outer parameters of outer step {outer_step} for settling {number}")
         if self._taken() is not None and await self._do(self._is_far, theta):
             raise RemoteProtocolError(f"{peer_id}: outer parameters that are too far from the last that were common to all")

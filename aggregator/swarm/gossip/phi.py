@@ -94,10 +94,13 @@ class Phi(OuterState):
             phi.settle(settlings, theta)
         return phi
 
-    def settle(self, number: int, theta: Sequence[Tensor]) -> None:
-        """Take what all settled on. The momentum stays, unless this member has missed steps before it."""
+    def settle(self, number: int, theta: Sequence[Tensor], *, early: bool = False) -> None:
+        """Take what all settled on. The momentum stays, unless this member has missed steps before it.
+
+        early: the run was drained: this member goes no further, and the settling is its next outer step whichever that is.
+        """
         after = Calendar.of(self.config).settled(number)
-        if (self.outer_step + 1, self.settlings + 1) == (after, number):
+        if early or (self.outer_step + 1, self.settlings + 1) == (after, number):
             self.state.take(theta)
         else:
             self.state.begin_at(after - number, theta, [0.0] * len(theta))

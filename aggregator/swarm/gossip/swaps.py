@@ -83,7 +83,7 @@ class Swaps:
 
     Args:
         record: the newest version of the record that is known here.
-        trains: whether this member has a peer that trains, and how many swaps it has taken.
+        trains: how many swaps this member has taken; None: it takes none now, having no peer that trains or being drained.
         do: runs a computation in a thread.
         limit: what bounds the bytes that are sent.
     """
@@ -209,7 +209,7 @@ class Swaps:
             raise TransportError(f"{peer_id} does not begin") from None
         begin, taken, step = _begin_of(first), self._trains(), self._step
         if taken is None:
-            raise GoneError(f"{self._peer_id} does not train")
+            raise GoneError(f"{self._peer_id} takes no swaps now")
         if begin.outer_step < taken:
             raise GoneError(f"{self._peer_id} has gone on, to {taken} swaps")
         if step is None or begin.outer_step != step.number:

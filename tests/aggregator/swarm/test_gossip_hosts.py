@@ -21,6 +21,8 @@ from aggregator.swarm.gossip.phi import Calendar, Phi
 from aggregator.swarm.replication import PartSnapshot
 from edit.config.algorithm import GossipConfig, OuterConfig, PenaltyConfig, RoundsConfig, SyncConfig
 from edit.config.run import CodecConfig, ModelConfig, RunConfig, SwarmConfig
+from edit.council.events import SetPhase
+from edit.council.record import Phase
 from edit.errors import RefusedError
 from edit.merging.gossip import pairs
 from edit.reference import Gossip
@@ -375,6 +377,121 @@ def test_a_member_that_is_not_drawn_with_another_gets_no_swap_and_is_named(
             await all_at(swarm, 1)
             assert oracles.same(swarm, "abc")
             assert caplog.text.count(f"{odd} began a swap for which it is not drawn; it is refused") == 1
+
+    run_held(body())
+
+
+async def drain(swarm: Hosts) -> None:
+    await swarm.running[swarm.leader].order(SetPhase(Phase.DRAINING))
+    engines = [host.gossip.engine for host in swarm.running.values() if host.gossip is not None]
+    await swarm.until(lambda: all(engine is not None and engine._wanted is Phase.DRAINING for engine in engines), passes=1.0)
+
+
+async def ended(swarm: Hosts) -> None:
+    """Wait until the run has finished, as each peer is told."""
+    engines = [lambda host=host: host.gossip.engine for host in swarm.running.values()]
+    await swarm.until(lambda: all(of() is not None and of().run.finished for of in engines), passes=1.0)
+    assert swarm.record.phase is Phase.FINISHED and swarm.same()
+    common = swarm.running[swarm.leader].parts[0].replica.outer.theta
+    assert all(torch.equal(part, there) for name in swarm.running for part, there in zip(phi(swarm, name), common, strict=True))
+
+
+@pytest.mark.parametrize("every", [0, 10])
+def test_a_drain_ends_with_the_open_rounds_and_a_settling_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """Each counts the outer steps that it took, also where the run has finished before its engine has begun anew."""
+    monkeypatch.setattr(member, "TAKEN_S", 0.5)
+
+    async def body() -> None:
+        oracles = Oracles("abc")
+        async with gossips(tmp_path, "abc", settle_every=every) as swarm:
+            for outer_step in range(2):
+                for name, deltas in oracles.round("abc", outer_step).items():
+                    await contribute(swarm, name, deltas)
+                await all_at(swarm, outer_step + 1)
+            last = oracles.round("abc", 2)
+            await contribute(swarm, "b", last["b"])
+            await drain(swarm)
+            await drain(swarm)  # once more is no error
+            for order in (Phase.RUNNING, Phase.PAUSED):
+                with pytest.raises(RefusedError, match=r"^a run with gossip that drains or has finished does not go on"):
+                    await swarm.running[swarm.leader].order(SetPhase(order))
+            assert not any(host.gossip.engine.rests for host in swarm.running.values() if host.gossip and host.gossip.engine)
+            for name in "ac":
+                await contribute(swarm, name, last[name])
+            await ended(swarm)
+            oracles.settle()
+            assert oracles.same(swarm, "abc") and {at(swarm, name) for name in "abc"} == {4}
+            with pytest.raises(RefusedError, match="does not go on"):
+                await swarm.running[swarm.leader].order(SetPhase(Phase.RUNNING))
+
+    run_held(body())
+
+
+def test_a_drain_waits_for_no_partner_that_rests_already(tmp_path: Path) -> None:
+    """b has no round open, so a, which is to swap with it, goes alone at once, and not at the deadline."""
+
+    async def body() -> None:
+        oracles = Oracles("ab")
+        async with gossips(tmp_path, "ab", train="a") as swarm:
+            own = oracles.round("ab", 0)["a"]
+            alone = Oracles("a")
+            alone.round("a", 0)
+            async with swarm.peer("b", "b") as peer:
+                await peer.attend()  # and is not ready
+                gossip = swarm.running["a"].gossip
+                assert gossip is not None and gossip.engine is not None
+                await swarm.until(lambda: gossip.engine is not None and gossip.engine.run.rounds.machine.round_id)
+                await drain(swarm)
+                await contribute(swarm, "a", own)
+                await swarm.until(lambda: gossip._last is not None, passes=0.1)
+                assert gossip._last is not None and gossip._last.reason == "alone: b: b takes no swaps now"
+                await ended(swarm)
+                mean = [(x + y) / 2 for x, y in zip((one.phi["a"] for one in alone.each), theta(0, SCHEMA), strict=True)]
+                assert all(torch.allclose(part, wanted) for part, wanted in zip(phi(swarm, "a"), mean, strict=True))
+
+    run_held(body())
+
+
+@pytest.mark.parametrize("killed", ["owner", "another"])
+def test_a_member_that_is_killed_in_a_drain_ends_with_the_model_of_all(tmp_path: Path, killed: str) -> None:
+    """The owner once all rest, before it has proposed the settling; another before its round has ended."""
+
+    async def body() -> None:
+        oracles = Oracles("abc")
+        async with gossips(tmp_path, "abc") as swarm:
+            for name, deltas in oracles.round("abc", 0).items():
+                await contribute(swarm, name, deltas)
+            await all_at(swarm, 1)
+            owner = swarm.record.parts[0].owner
+            away = owner if killed == "owner" else next(name for name in "abc" if name != owner)
+            last = oracles.round("abc", 1)
+            await drain(swarm)
+            if killed == "owner":
+                gossip = swarm.running[away].gossip
+                assert gossip is not None
+                gossip._do = asyncio.Event().wait  # type: ignore[assignment]  # it computes no settling
+            for name in "abc":
+                if (name, killed) != (away, "another"):
+                    await contribute(swarm, name, last[name])
+            if killed == "owner":
+                await swarm.until(lambda: all(h.gossip and h.gossip._rests for h in swarm.running.values()), passes=1.0)
+            await swarm.stop(away)
+            await swarm.until(lambda: swarm.record.phase is Phase.FINISHED, passes=1.0)
+            await swarm.start(away)
+            await ended(swarm)
+
+    run_held(body())
+
+
+def test_a_drain_before_anybody_trains_ends_with_the_first_parameters(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "ab", train="") as swarm:
+            await drain(swarm)
+            await ended(swarm)
+            assert {at(swarm, name) for name in "ab"} == {0}
+            assert all(map(torch.equal, phi(swarm, "a"), theta(0, SCHEMA)))
 
     run_held(body())
 
