@@ -1,0 +1,71 @@
+"""Canonical JSON: one text for a value, so that its hash can be computed by anybody who has the value.
+
+Sorted keys, no spaces, ASCII only; integers as they are; floats as texts in hexadecimal (`float.hex`), which keep every bit.
+The JSON itself therefore has no floats, and two programs cannot write the same value differently.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from edit.plain_text import parse_json
+
+__all__ = ["MOST_LINE_BYTES", "canonical", "parse_canonical"]
+
+MOST_LINE_BYTES = 16 << 20  # of a line that is read: a commit of 64 peers has 115 kB
+
+
+def canonical(value: object) -> bytes:
+    """Return the canonical JSON of a value, without a line end.
+
+    Args:
+        value: dictionaries with string keys, lists, tuples, strings, integers, floats, booleans and None, nested.
+
+    Raises TypeError for any other kind of value, and for a key that is not a string.
+    """
+    return json.dumps(
+        _without_floats(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
+
+
+def parse_canonical(line: bytes) -> Any:
+    """Return the value of canonical JSON, its floats still as texts. Raises ValueError for any other text of the value."""
+    if len(line) > MOST_LINE_BYTES:
+        raise ValueError(f"{len(line)} bytes, at most {MOST_LINE_BYTES} are read")
+    value = parse_json(line)
+    try:
+        same = canonical(value) == line and not _has_floats(value)
+    except (TypeError, RecursionError):
+        same = False
+    if not same:
+        raise ValueError("not canonical JSON")
+    return value
+
+
+def _without_floats(value: object) -> object:
+    match value:
+        case float():
+            return value.hex()
+        case None | str() | int():
+            return value
+        case dict():
+            if not all(isinstance(key, str) for key in value):
+                raise TypeError("a key of canonical JSON is not a string")
+            return {key: _without_floats(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_without_floats(each) for each in value]
+        case _:
+            raise TypeError(f"canonical JSON has no {type(value).__name__}")
+
+
+def _has_floats(value: object) -> bool:
+    match value:
+        case float():
+            return True
+        case dict():
+            return any(map(_has_floats, value.values()))
+        case list():
+            return any(map(_has_floats, value))
+        case _:
+            return False
