@@ -12,7 +12,7 @@ demo: $(VENV)/.run
 	$(BIN)/edit-lab demo $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
