@@ -23,7 +23,9 @@ from edit.plain_text import parse_json
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import KEPT_EVENTS, KEPT_ROUNDS, MemberStatus, RoundReport, RunStatus
 
-__all__ = ["Past", "whole_status"]
+__all__ = ["PAST_BYTES", "Past", "whole_status"]
+
+PAST_BYTES = 16 << 20  # of metrics.jsonl that a coordinator reads when it starts: a second at most
 
 _LIVE = {"starting", "training", "exchanging"}
 
@@ -46,16 +48,21 @@ def whole_status(folder: StateFolder) -> RunStatus:
     return whole_hub(own, [answers.said.get(number) for number in range(1, len(addresses) + 1)], answers.failures)
 
 
-def _lines(metrics: Path) -> Iterator[Mapping[str, Any]]:
+def _lines(metrics: Path, most_bytes: int | None) -> Iterator[Mapping[str, Any]]:
     """Yield the lines of metrics.jsonl and of the files before it, oldest first; without those that are damaged."""
-    for path in reversed(file_names(metrics)):
-        if path.exists():
+    paths = [path for path in reversed(file_names(metrics)) if path.exists()]
+    sizes = [path.stat().st_size for path in paths]
+    before = max(0, sum(sizes) - most_bytes) if most_bytes is not None else 0
+    for path, size in zip(paths, sizes, strict=True):
+        skipped, before = min(before, size), max(0, before - size)
+        if skipped < size:
             with path.open("rb") as file:
+                file.seek(skipped)
                 for text in file:
                     try:
                         line = parse_json(text)
                     except ValueError:
-                        continue  # the last one of a process that was killed
+                        continue  # the last one of a process that was killed, or one of which the beginning is left out
                     if isinstance(line, dict):
                         yield line
 
@@ -71,10 +78,10 @@ class Past:
     ended: bool = False  # the run has ended, and no round was closed since: by its outer steps, its tokens or a drain
 
     @classmethod
-    def read(cls, metrics: Path) -> Past:
-        """Return what a metrics.jsonl and the files before it say."""
+    def read(cls, metrics: Path, most_bytes: int | None = None) -> Past:
+        """Return what a metrics.jsonl and the files before it say; most_bytes: only so many of the last ones."""
         past = cls()
-        for line in _lines(metrics):
+        for line in _lines(metrics, most_bytes):
             past.take(line)
         return past
 

@@ -19,6 +19,7 @@ import torch
 from aggregator.control.farewell import Farewell
 from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
+from aggregator.past import PAST_BYTES, Past
 from aggregator.resources import Clock, Resources, raise_file_limit
 from aggregator.run_feed import Advised, EventLog, RunFeed, Subscriber
 from aggregator.security.authority import Authority, check_equipped
@@ -142,6 +143,8 @@ class Coordinator:
         )
         first_round_id = folder.first_round_id()
         run = Run(folder.run_id, config, resources, first_round_id=first_round_id, aggregator=folder.aggregator)
+        past = Past.read(folder.metrics, PAST_BYTES)
+        run.begin_with(past.history, past.rounds)
         authorizer = Authorizer(folder.run_id, run.members, clock.unix)
         feed.subscribe(authorizer.on_event)
         connections, strangers = _connections()

@@ -1,4 +1,4 @@
-"""What a run has done since this process started, as far as a status shows it: curves, events, shares of time, the pace.
+"""What a run has done, as far as a status shows it: curves, events, shares of time, the pace.
 
 All of it is bounded, whatever members do and however long a run lasts: a curve that is full keeps every second point.
 """
@@ -96,7 +96,17 @@ class History:
         self._verdicts: dict[str, PeerRound] = {}
         self._paced: deque[tuple[float, int, int]] = deque(maxlen=_PACED + 1)  # t, outer step, tokens of the last commits
         self._bytes = [0, 0]  # in, out
+        self._bytes_before = (0, 0)  # of earlier starts
         self.committed = self.aborted = 0  # rounds
+
+    def begin_with(self, earlier: History) -> None:
+        """Take the curves, events and verdicts of earlier starts; before any event of this one.
+
+        Counters and the pace are this process's: nothing was counted while it did not run.
+        """
+        self._events, self._numbered = earlier._events, earlier._numbered
+        self._curves, self._steps, self._trained = earlier._curves, earlier._steps, earlier._trained
+        self._evaluated, self._verdicts, self._bytes_before = earlier._evaluated, earlier._verdicts, earlier.traffic
 
     def on_event(self, event: RunEvent, unix: float) -> None:
         """Take an event of the run's feed."""
@@ -150,7 +160,8 @@ class History:
         for index, count in enumerate((report.bytes_in, report.bytes_out)):
             self._bytes[index] += count
         of_run = {"norm": report.norm, "cosine": report.cosine, "round_s": report.seconds}
-        for kind, value in {**of_run, "bytes_in": self._bytes[0], "bytes_out": self._bytes[1]}.items():
+        bytes_in, bytes_out = (sum(each) for each in zip(self._bytes_before, self._bytes, strict=True))
+        for kind, value in {**of_run, "bytes_in": bytes_in, "bytes_out": bytes_out}.items():
             if value is not None:
                 self._line(kind, "").add(step, unix, value)
         for peer in peers:

@@ -116,6 +116,11 @@ class Run:
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 
+    def begin_with(self, history: History, rounds: Sequence[RoundReport]) -> None:
+        """Show what earlier starts have done, too. Before `start`."""
+        self.history.begin_with(history)
+        self.recent_rounds.extend(rounds)
+
     async def start(self) -> None:
         """Recover the outer state, if there is any, and begin to watch the clock.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from aggregator.cli import app
+from aggregator.control.status import run_status
 from aggregator.past import Past, whole_status
 from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError, TransportError
@@ -56,7 +58,16 @@ def test_a_report_has_all_starts_of_a_run_whether_it_is_served_or_not(tmp_path: 
             assert [each.outer_step for each in live.rounds] == [1, 2]
             assert [each.number for each in live.events] == [*range(1, len(live.events) + 1)]
             assert "ada" in await asyncio.to_thread(report, folder, tmp_path / "live.html")
+            alone = run_status(at.coordinator.run)  # as `watch`, `status` and the page show it, without the files
+            assert (alone.rounds, alone.events, alone.curves) == (live.rounds, live.events, live.curves)
+            assert next(each for each in alone.members if each.peer_id == "ada").verdict == "ok"
+            assert (at.coordinator.run.history.committed, at.coordinator.run.history.traffic) == (0, (0, 0))
             await take_steps(at, 2, 3)
+            alone = run_status(at.coordinator.run)
+            assert [each.outer_step for each in alone.rounds] == [1, 2, 3]
+            assert [each.number for each in alone.events] == [*range(1, len(alone.events) + 1)]
+            curves = {each.kind: each for each in alone.curves if not each.peer_id}
+            assert curves["norm"].x == (1.0, 2.0, 3.0) and curves["bytes_in"].y == tuple(sorted({*curves["bytes_in"].y}))
 
     first()
     stopped = whole_status(folder)
@@ -85,6 +96,17 @@ def test_lines_that_are_damaged_or_of_another_kind_are_left_out() -> None:
         past.take(line)
     past.take({"kind": "member", "t": 3.0, "peer_id": "a", "state": "lost", "reason": "silent"})
     assert past.t == 3.0 and past.rounds == [] and [*past.members] == ["a"]
+
+
+def test_of_the_past_at_most_so_many_bytes_are_read_the_last_ones(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    for path, peers in ((metrics.with_name("metrics.jsonl.1"), "ab"), (metrics, "cd")):
+        lines = [{"kind": "member", "t": 1.0, "peer_id": peer, "state": "lost", "reason": "silent"} for peer in peers]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    line = metrics.stat().st_size // 2
+    found = {n: "".join(Past.read(metrics, n).members) for n in (0, line - 1, line, 2 * line, 3 * line - 1, 3 * line, 1 << 20)}
+    assert found == {0: "", line - 1: "", line: "d", 2 * line: "cd", 3 * line - 1: "cd", 3 * line: "bcd", 1 << 20: "abcd"}
+    assert "".join(Past.read(metrics).members) == "abcd"
 
 
 def test_a_run_that_was_drained_has_ended_until_a_further_round_is_closed(tmp_path: Path) -> None:
