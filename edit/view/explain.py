@@ -15,13 +15,14 @@ from edit.plain_text import parse_json, printable
 from edit.view.units import bytes_text
 from editpb.run_status import RunStatus
 
-__all__ = ["STAYS", "Leaving", "leaving", "print_leaving"]
+__all__ = ["STAYS", "TRACKERS", "Leaving", "leaving", "print_leaving"]
 
 STAYS = (
     "the training data and whatever names it",
     "the local parameters and the inner optimizer's state",
     "the private key of this peer's certificate",
 )
+TRACKERS = "A tracker (--tracker) sends what you log to where you point it; that is not the run's."
 _DAY_S = 86400.0
 
 
@@ -37,6 +38,18 @@ class Leaving:
     seen_by: str
     kept: str
 
+    @property
+    def about(self) -> tuple[tuple[str, str], ...]:
+        """What is said of it: a heading, and the words."""
+        return (
+            ("to", self.to),
+            ("form", self.form),
+            ("how often", self.how_often),
+            ("size", self.size),
+            ("seen by", self.seen_by),
+            ("kept", self.kept),
+        )
+
     def as_json(self) -> dict[str, str]:
         """Return one entry of `explain --json`."""
         return asdict(self)
@@ -45,10 +58,11 @@ class Leaving:
 def leaving(status: RunStatus, role: str, endpoints: Sequence[str]) -> tuple[Leaving, ...]:
     """Return what leaves the site of a member.
 
-    status: what the coordinator says of the run, with its settings; role: the member's; endpoints: the coordinator's.
+    status: what the coordinator says of the run, with its settings; role: the member's; endpoints: the coordinator's, where
+    they are known.
     """
     settings = _settings(status)
-    coordinator = f"the coordinator ({' or '.join(map(printable, endpoints))})"
+    coordinator = "the coordinator" + (f" ({' or '.join(map(printable, endpoints))})" if endpoints else "")
     asked = Leaving(
         what="its certificate and the address that it calls from",
         to=coordinator,
@@ -160,16 +174,7 @@ def print_leaving(console: Console, run_id: str, peer_id: str, entries: Sequence
     )
     for entry in entries:
         console.print(Text(f"\n{entry.what}", "bold"), soft_wrap=True)
-        for name, words in (
-            ("to", entry.to),
-            ("form", entry.form),
-            ("how often", entry.how_often),
-            ("size", entry.size),
-            ("seen by", entry.seen_by),
-            ("kept", entry.kept),
-        ):
+        for name, words in entry.about:
             console.print(Text(f"  {name:10}{words}"), soft_wrap=True)
     console.print(Text(f"\nNot sent: {'; '.join(STAYS)}."), soft_wrap=True)
-    console.print(
-        Text("A tracker (--tracker) sends what you log to where you point it; that is not the run's."), soft_wrap=True
-    )
+    console.print(Text(TRACKERS), soft_wrap=True)

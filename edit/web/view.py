@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from edit.plain_text import printable
+from edit.view.explain import STAYS, TRACKERS, Leaving, leaving
 from editpb.run_status import MemberStatus, PeerRound, RoundReport, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
 
 __all__ = [
     "COLOURS",
+    "STAYS",
+    "TRACKERS",
     "VERDICTS",
     "Cell",
     "Council",
@@ -25,6 +28,7 @@ __all__ = [
     "council",
     "event_rows",
     "grid",
+    "leaves",
     "member_rows",
     "overview",
     "round_details",
@@ -452,6 +456,11 @@ def _rounded(value: float) -> float:
 def settings(status: RunStatus) -> list[tuple[str, str, str, bool]]:
     """Return (name, value, default, whether they differ) of each setting."""
     return [(printable(each.name), printable(each.value), printable(each.default), each.changed) for each in status.settings]
+
+
+def leaves(status: RunStatus) -> tuple[Leaving, ...]:
+    """Return what leaves the site of a peer; nothing where the run did not say its settings, or is a swarm."""
+    return leaving(status, "peer", ()) if status.settings and not status.council else ()
 
 
 def shares_losses(status: RunStatus) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import io
 import json
@@ -14,7 +15,8 @@ from rich.console import Console
 from aggregator.control.status import settings_of
 from edit.config.run import RunConfig
 from edit.view import explain
-from edit.view.explain import Leaving, leaving, print_leaving
+from edit.view.explain import STAYS, Leaving, leaving, print_leaving
+from edit.web.page import render_page
 from editpb.run_status import RunStatus, Setting
 from tests.edit.view.test_live import closed, status
 
@@ -35,6 +37,19 @@ def configured(base: RunStatus | None = None, **values: object) -> RunStatus:
 
 def by_what(told: tuple[Leaving, ...], begins: str) -> Leaving:
     return next(entry for entry in told if entry.what.startswith(begins))
+
+
+def test_the_page_says_what_the_command_says_without_the_addresses() -> None:
+    run = configured()
+    page = html.unescape(re.sub("<[^>]*>", "", render_page(run)))
+    for entry in leaving(run, "peer", ()):
+        assert entry.what in page and all(words in page for _, words in entry.about)
+    assert STAYS[0] in page and "the coordinator (" not in page
+    assert "The run did not say its settings." in render_page(replace(run, settings=()))
+
+
+def test_what_a_run_says_is_no_markup() -> None:
+    assert "<b>x" not in render_page(configured(codec__up="<b>x"))
 
 
 def test_a_contribution_goes_to_every_aggregator_in_the_codec_of_the_run() -> None:
