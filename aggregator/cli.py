@@ -444,6 +444,10 @@ def export(
         str,
         typer.Option("--format", help="safetensors: one file; hf: a folder for from_pretrained, of an hf: model."),
     ] = "safetensors",
+    averaged: Annotated[
+        bool,
+        typer.Option("--averaged", help="Write the average that the run keeps by its section [average]."),
+    ] = False,
 ) -> None:
     """Write the outer parameters of the last commit to a file, also while the run is served.
 
@@ -454,8 +458,9 @@ def export(
     writers = {"safetensors": export_parameters, "hf": export_pretrained}
     if form not in writers:
         raise ConfigError(f"--format {form}: must be {' or '.join(writers)}")
-    exported = writers[form]([StateFolder(path) for path in state or [Path("edit-run")]], out)
-    typer.echo(f"{out}: outer step {exported.shown}, digest {exported.digest[:12]}")
+    exported = writers[form]([StateFolder(path) for path in state or [Path("edit-run")]], out, averaged=averaged)
+    what = f", their average ({exported.average})" if exported.average else ""
+    typer.echo(f"{out}: outer step {exported.shown}{what}, digest {exported.digest[:12]}")
 
 
 def main() -> None:

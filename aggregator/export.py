@@ -34,11 +34,13 @@ class Exported:
 
     run_id: str
     outer_steps: tuple[int, ...]  # by aggregator, each at its last committed one
-    digest: str  # of the whole model's outer parameters
+    digest: str  # of the whole model's outer parameters, of now also where their average was written
+    average: str = ""  # which one was written; "": none, the outer parameters of now
 
     def origin(self) -> dict[str, str]:
         """Return what the export says of its origin."""
-        return {"run_id": self.run_id, "outer_step": self.shown, "digest": self.digest}
+        averaged = {"average": self.average} if self.average else {}
+        return {"run_id": self.run_id, "outer_step": self.shown, "digest": self.digest, **averaged}
 
     @property
     def shown(self) -> str:
@@ -46,28 +48,29 @@ class Exported:
         return ", ".join(map(str, self.outer_steps if len(set(self.outer_steps)) > 1 else self.outer_steps[:1]))
 
 
-def export_parameters(folders: Sequence[StateFolder], out: Path) -> Exported:
+def export_parameters(folders: Sequence[StateFolder], out: Path, *, averaged: bool = False) -> Exported:
     """Write the outer parameters by tensor name to a safetensors file.
 
     Args:
         folders: of every aggregator of one run, in any order.
+        averaged: the average that the section [average] keeps, instead of the outer parameters of the last commit.
 
-    Raises ConfigError (also for folders of other runs, or when one is missing), StorageError.
+    Raises ConfigError (also for folders of other runs, when one is missing, and where no average is kept), StorageError.
     """
-    named, exported = _load(folders)
+    named, exported = _load(folders, averaged=averaged)
     write_atomic_with(out, lambda temporary: save_file(named, temporary, exported.origin()), failures=(SafetensorError,))
     return exported
 
 
-def export_pretrained(folders: Sequence[StateFolder], out: Path) -> Exported:
+def export_pretrained(folders: Sequence[StateFolder], out: Path, *, averaged: bool = False) -> Exported:
     """Write the outer parameters of an `hf:` run as the new folder `out`; its run.json names the run and the outer step.
 
     Args:
-        folders: as `export_parameters`.
+        folders, averaged: as `export_parameters`.
 
     Raises ConfigError (also for another kind of model, and when `out` is not empty), StorageError.
     """
-    named, exported = _load(folders)
+    named, exported = _load(folders, averaged=averaged)
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -84,12 +87,13 @@ def export_pretrained(folders: Sequence[StateFolder], out: Path) -> Exported:
     return exported
 
 
-def _load(folders: Sequence[StateFolder]) -> tuple[dict[str, Tensor], Exported]:
+def _load(folders: Sequence[StateFolder], *, averaged: bool) -> tuple[dict[str, Tensor], Exported]:
     ordered = _of_one_run(folders)
     outers = [load_outer(folder) for folder in ordered]
-    named = {name: tensor for outer in outers for name, tensor in _named(outer).items()}
+    named = {name: tensor for outer in outers for name, tensor in _named(outer, averaged=averaged).items()}
     digest = combine(one for outer in outers for one in outer.fragment_hashes)
-    return named, Exported(ordered[0].run_id, tuple(outer.outer_step for outer in outers), digest)
+    average = outers[0].config.average.shown if averaged else ""
+    return named, Exported(ordered[0].run_id, tuple(outer.outer_step for outer in outers), digest, average)
 
 
 def _of_one_run(folders: Sequence[StateFolder]) -> list[StateFolder]:
@@ -109,10 +113,10 @@ def _of_one_run(folders: Sequence[StateFolder]) -> list[StateFolder]:
     return ordered
 
 
-def _named(outer: OuterState) -> dict[str, Tensor]:
-    """Return the outer parameters by tensor name: fp32 copies in full shape."""
+def _named(outer: OuterState, *, averaged: bool) -> dict[str, Tensor]:
+    """Return the outer parameters by tensor name, or their average: fp32 copies in full shape."""
     named: dict[str, Tensor] = {}
-    for theta, fragment in zip(outer.theta, outer.schema.fragments, strict=True):
+    for theta, fragment in zip(outer.averaged if averaged else outer.theta, outer.schema.fragments, strict=True):
         parts = torch.split(theta, [tensor.numel for tensor in fragment.tensors])
         named |= {t.name: part.view(t.shape).clone() for t, part in zip(fragment.tensors, parts, strict=True)}
     return named

@@ -96,6 +96,11 @@ momentum = 0.85                 # Outer momentum, for nesterov, co2, delayed_nes
 #direction = "mean"             # How contributions are averaged: mean, or rda (directions and lengths separately).
 #correct = "none"               # heloco shrinks or turns what goes against the momentum.
 
+[average]                       # A mean of the outer parameters over outer steps, for an export with --averaged.
+#kind = "none"                  # ema: exponential moving average; last: the mean of the last outer steps; none.
+#decay = 0.9                    # What ema keeps of itself at an outer step.
+#last = 2                       # How many outer steps last takes; each beyond the first costs 4 bytes per parameter.
+
 [gossip]                        # An outer step of two peers, with outer.algorithm = "gossip" (NoLoCo).
 #lr = 0.7                       # How far both follow the mean of their contributions.
 #momentum = 0.5                 # Momentum of each peer's own outer parameters.

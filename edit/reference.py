@@ -19,6 +19,7 @@ __all__ = [
     "EditByLevels",
     "Gossip",
     "Inner",
+    "averaged",
     "centered_clip",
     "delayed_nesterov",
     "diloco",
@@ -60,6 +61,17 @@ def co2(
     v = mu * momentum + merged * (1 / gap)
     v = v.clamp(-clip, clip) if clip else v
     return theta - lr * v, v
+
+
+def averaged(thetas: Sequence[Tensor], *, decay: float | None = None, last: int | None = None) -> Tensor:
+    """Return the average of theta after outer steps 1, 2, ...: weights decay ** age, normalised, or the mean of the `last`."""
+    if decay is not None:
+        weights = [decay ** (len(thetas) - 1 - i) for i in range(len(thetas))]
+    else:
+        weights = [1.0 if last is None or i >= len(thetas) - last else 0.0 for i in range(len(thetas))]
+    return sum((weight * theta for weight, theta in zip(weights, thetas, strict=True)), torch.zeros_like(thetas[0])) / sum(
+        weights
+    )
 
 
 def delayed_nesterov(theta: Tensor, arrivals: Sequence[Tensor], lr: float, mu: float, period: int, c: float) -> list[Tensor]:

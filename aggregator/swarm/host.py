@@ -965,7 +965,7 @@ class Host:
     async def _ask(self, part: _HostedPart, source: str, wanted: tuple[int, str] | None) -> Any:
         stub = self.links.stub(source)
         if wanted is None:
-            return await fetch_state(stub, part.number, part.schema)
+            return await fetch_state(stub, part.number, part.schema, self._config.average)
         return await fetch_offer(stub, part.number, *wanted, body_sizes(part.replica.outer))
 
     # -- engines -----------------------------------------------------------------------------------------------------------

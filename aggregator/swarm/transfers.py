@@ -20,6 +20,7 @@ from aggregator.storage.upload_buffer import Upload
 from aggregator.swarm.offers import MOST_MANIFEST, Offer
 from aggregator.swarm.replication import PartSnapshot
 from edit.codecs import codec
+from edit.config.average import AverageConfig
 from edit.council.record import Update
 from edit.errors import RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
@@ -172,9 +173,10 @@ async def fetch_contributions(
         call.cancel()
 
 
-async def fetch_state(stub: CouncilStub, part: int, schema: Schema) -> PartSnapshot:
+async def fetch_state(stub: CouncilStub, part: int, schema: Schema, average: AverageConfig) -> PartSnapshot:
     """Return a part's state of now, not checked but for its size. schema: of the part. Raises as `fetch_offer`."""
-    return await _state(stub.FetchState(pb.StateRequest(), metadata=metadata_of(part)), part, schema, _BYTES_PER_ELEMENT)
+    most = _BYTES_PER_ELEMENT + average.bytes_per_parameter
+    return await _state(stub.FetchState(pb.StateRequest(), metadata=metadata_of(part)), part, schema, most)
 
 
 async def fetch_phi(stub: CouncilStub, settling: int, schema: Schema) -> PartSnapshot:

@@ -23,6 +23,7 @@ from edit.config.algorithm import (
     check_together,
 )
 from edit.config.auto import choose_outer
+from edit.config.average import AverageConfig
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
 from edit.config.overrides import with_settings
 from edit.config.plugins import check_pins, is_entry
@@ -35,6 +36,7 @@ __all__ = [
     "CODECS",
     "TORCH_OPTIMIZERS",
     "AggregatorsConfig",
+    "AverageConfig",
     "CodecConfig",
     "CodecSpec",
     "FragmentCodec",
@@ -283,6 +285,7 @@ class RunConfig:
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     robust: RobustConfig = field(default_factory=RobustConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
     gossip: GossipConfig = field(default_factory=GossipConfig)
     codec: CodecConfig = field(default_factory=CodecConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
@@ -299,6 +302,8 @@ class RunConfig:
         check_pins(self.plugins)
         check_together(self.sync, self.rounds, self.outer, self.codec)
         self._check_robust()
+        rule = 'must be none with outer.algorithm = "gossip": there are no outer parameters that all peers share'
+        require(self.outer.algorithm == "mean" or self.average.kind == "none", "average.kind", self.average.kind, rule)
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
@@ -437,6 +442,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("inner", "options", {}),
     ("inner", "momentum", 0.95),
     ("", "robust", dataclasses.asdict(RobustConfig())),
+    ("", "average", dataclasses.asdict(AverageConfig())),
     ("outer", "options", {}),
     ("outer", "preset", "manual"),
     ("outer", "chosen", ""),
@@ -544,6 +550,8 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("robust", {"hostile", "mixing", "equalise"}, "robust.rule", ("clip",)),
     NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
     NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES[1:] if rule != "centered_clip")),
+    NoEffect("average", {"decay"}, "average.kind", ("none", "last")),
+    NoEffect("average", {"last"}, "average.kind", ("none", "ema")),
     NoEffect("penalty", {"staleness"}, "rounds.max_staleness", (0,)),
     NoEffect("penalty", {"staleness"}, "rounds.merging", ("arrivals",), note=" (penalty.damping has)"),
     NoEffect("penalty", {"damping"}, "rounds.merging", ("rounds",)),

@@ -35,6 +35,7 @@ from edit.fragments.digest import FragmentHash, combine, fragment_hash
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.kernels import fast
+from edit.merging.average import Average
 from edit.merging.heloco import Momentum
 from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Measured, Merged, MergeRule
@@ -107,6 +108,8 @@ class _Fragment:
     statistics: Mapping[str, NormStatistics]
     # D' of the last record that was not a rollback, in bf16; only with a robust rule, which compares with it.
     last: Tensor | None = None
+    # Of theta over outer steps; None: nobody asked for one.
+    average: Average | None = None
     # Neither theta nor a slot nor the residual has a larger magnitude; infinity: it was not measured.
     largest: float = math.inf
 
@@ -115,7 +118,7 @@ class OuterState:
     """theta and all that moves it.
 
     theta: one flat fp32 CPU tensor per fragment of `schema`, taken over and written into. slots: the outer optimizer's state of
-    each, likewise; None: as before its first step. config: its sections penalty, outer,
+    each, likewise; None: as before its first step. config: its sections penalty, outer, average,
     codec (all but up), rounds.merging and the groups of sync matter. Raises LocalProtocolError when theta does not fit the
     schema, ConfigError when there are more groups than fragments, and with outer.algorithm = "gossip".
     """
@@ -150,6 +153,9 @@ class OuterState:
             _Fragment(part, fragment_hash(part), own, None, None, {})
             for part, own in zip((part.detach().contiguous() for part in theta), slots, strict=True)
         ]
+        if config.average.kind != "none":
+            for fragment in self._fragments:
+                fragment.average = Average(config.average, fragment.theta.numel())
 
     @property
     def outer_step(self) -> int:
@@ -183,6 +189,17 @@ class OuterState:
             array = self._fragments[i].theta.numpy()[:]
             self._lent[i] = weakref.ref(array)
         return torch.from_numpy(array)
+
+    @property
+    def averaged(self) -> list[Tensor]:
+        """The average that the section [average] keeps of theta, one tensor per fragment, in memory of its own.
+
+        Raises ConfigError when it keeps none.
+        """
+        means = [each.average.of(each.theta) for each in self._fragments if each.average is not None]
+        rule = "keeps no average; set it to ema or last, and outer steps count from then on"
+        require(self.config.average.kind != "none", "average.kind", self.config.average.kind, rule)
+        return means
 
     @property
     def digest(self) -> str:
@@ -390,6 +407,7 @@ class OuterState:
         """Apply one record in place; return what is to be published of it."""
         i, injected, replaces = _injected(record, injection)
         fragment, mean = self._fragments[i], None if replaces else record.payload
+        before = fragment.average.before(fragment.theta) if fragment.average is not None else None
         if staged is None and (mean is not None or injected is not None) and self._is_safe(i, mean, record.largest, injected):
             staged = self._go_through(i, mean, injected, replaces=replaces, in_place=True)
             if staged is None:
@@ -399,6 +417,8 @@ class OuterState:
             if staged.payload is not None:
                 self._apply(i, staged.payload, mean if staged.merges else None, injected, replaces=replaces)
         fragment.theta_hash, fragment.largest = staged.theta_hash, staged.largest
+        if fragment.average is not None and staged.payload is not None:
+            fragment.average.take(before, fragment.theta)
         fragment.statistics = {**fragment.statistics, **record.statistics}
         if staged.merges:
             fragment.unrecorded = record.residual
@@ -490,7 +510,8 @@ class OuterState:
         return (change if beside is None else change - beside), moved
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the state by name: `theta.I`, `outer.I.SLOT`, `residual.I`, `unrecorded.I`, `last.I`.
+        """Return every tensor of the state by name: `theta.I`, `outer.I.SLOT`, `residual.I`, `unrecorded.I`, `last.I`,
+        `average.I`, `average.I.J`.
 
         Shared, not copied: the next commit writes into them. `residual` and `unrecorded` are
         `edit.codecs.residuals.Residual.tensor`; `last` is bf16.
@@ -504,11 +525,15 @@ class OuterState:
                     tensors[f"{name}.{i}"] = residual.tensor
             if fragment.last is not None:
                 tensors[f"last.{i}"] = fragment.last
+            if fragment.average is not None:
+                tensors |= fragment.average.to_tensors(i)
         return tensors
 
     def metadata(self) -> dict[str, Any]:
         """Return the rest of the state, JSON-able; floats survive JSON to the bit."""
+        averaged = [each.average.steps for each in self._fragments if each.average is not None]
         return {
+            **({"averaged": averaged} if averaged else {}),
             "outer_step": self._outer_step,
             "digest": self.digest,
             "schema_hash": self.schema.schema_hash,
@@ -547,7 +572,21 @@ class OuterState:
             raise StorageError(f"checkpoint: outer_step or injected is damaged ({error!r})") from error
         if state.digest != metadata.get("digest"):
             raise StorageError("checkpoint: theta does not match its digest")
+        state._restore_averages(tensors, metadata)
         return state
+
+    def _restore_averages(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+        """Go on with the averages of a checkpoint; begin anew where it has none. Raises StorageError."""
+        counts = metadata.get("averaged")
+        if counts is None or self.config.average.kind == "none":
+            return
+        if not isinstance(counts, list) or len(counts) != len(self._fragments):
+            raise StorageError(f"checkpoint: averaged is not a list of {len(self._fragments)} numbers of outer steps")
+        for i, (fragment, steps) in enumerate(zip(self._fragments, counts, strict=True)):
+            assert fragment.average is not None  # the kind is not none
+            if type(steps) is not int or not 0 <= steps <= self._outer_step:
+                raise StorageError(f"checkpoint: the average of fragment {i} is of {steps!r:.80} outer steps")
+            fragment.average.restore(i, tensors, steps)
 
 
 def _slots(optimizer: OuterOptimizer, fragment: FragmentSpec) -> dict[str, Tensor]:

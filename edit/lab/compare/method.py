@@ -1,9 +1,8 @@
 """The methods to compare: each a preset's name or a run.toml, with settings behind it.
 
 `diloco`, `diloco outer.lr=0.9 outer.momentum=0.4`, `my/run.toml sync.every=100`. Settings of the harness have the section
-`compare`: `compare.warmup` (the share of the steps that is data-parallel before the peers train alone), `compare.average` (the
-loss is also that of the mean of theta's last so many outer steps), `compare.mu_x`, `compare.mu_y` (of gpa), `compare.topk`,
-`compare.chunk`, `compare.decay` (of demo-optimizer).
+`compare`: `compare.warmup` (the share of the steps that is data-parallel before the peers train alone), `compare.mu_x`,
+`compare.mu_y` (of gpa), `compare.topk`, `compare.chunk`, `compare.decay` (of demo-optimizer).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from edit.errors import ConfigError
 
 __all__ = ["Length", "Method", "read_method"]
 
-_HARNESS = ("warmup", "average", "mu_x", "mu_y", "topk", "chunk", "decay")
+_HARNESS = ("warmup", "mu_x", "mu_y", "topk", "chunk", "decay")
 _OF_RUN = ("sync.outer_steps", "sync.tokens", "seed", "rounds.start_peers", "rounds.quorum")
 
 

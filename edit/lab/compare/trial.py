@@ -159,9 +159,7 @@ class _Training:
         self._scratch = GPT(model, trial.seed)
         self.parameters = sum(parameter.numel() for parameter in self._scratch.parameters())
         self._model: Callable[[], nn.Module] = lambda: self._scratch
-        self._recent: list[list[Tensor]] = []  # theta of the last commits, for compare.average
-        self._remembered = 0  # the outer step of the last of them
-        self._schema: Schema | None = None
+        self._run: LocalRun | LocalGossip | None = None
 
     def train(self) -> None:
         """Train to the end."""
@@ -182,11 +180,10 @@ class _Training:
         return self._model()
 
     def averaged(self) -> nn.Module | None:
-        """Return the mean of theta's last outer steps as a model; None where that was not asked for."""
-        if not self._recent or self._schema is None:
+        """Return the average of the outer parameters as a model; None where the section [average] keeps none."""
+        if self.config.average.kind == "none" or not isinstance(self._run, LocalRun):
             return None
-        mean = [torch.stack(parts).mean(dim=0) for parts in zip(*self._recent, strict=True)]
-        return load_theta(self._schema, mean, self._scratch)
+        return load_theta(self._run.state.schema, self._run.state.averaged, self._scratch)
 
     @property
     def _step_tokens(self) -> int:
@@ -252,6 +249,7 @@ class _Training:
         if timed:
             config = _until_tokens(config, length.steps * length.peers * self._step_tokens)
         run = LocalGossip(config, names) if config.outer.algorithm == "gossip" else LocalRun(config, names)
+        self._run = run
         counted = [Counting(run.collective(name)) for name in names]
         speeds = [1.0] * (len(names) - 1) + [self.trial.slow]
         peers = enter(trainers, counted, config, speeds)
@@ -267,7 +265,6 @@ class _Training:
             self.tokens += tokens
             step = position(peer)
             if peer is peers[-1]:
-                self._remember(run)
                 self.course.at(step, self.model)
 
         step_together(
@@ -281,19 +278,8 @@ class _Training:
         for peer in peers:
             if not run.finished:
                 peer.worker.synchronize()
-        self._remember(run)
         self.virtual_s += max(peer.now_s for peer in peers)
         self._count(run, counted, config)
-
-    def _remember(self, run: LocalRun | LocalGossip) -> None:
-        """Keep theta of the last outer steps, as many as are to be averaged."""
-        keep = int(self.trial.method.harness.get("average", 0))
-        if keep < 2 or not isinstance(run, LocalRun):
-            return
-        if run.state.outer_step > self._remembered:
-            self._remembered = run.state.outer_step
-            self._schema = run.state.schema
-            self._recent = [*self._recent, [part.clone() for part in run.state.theta]][-keep:]
 
     def _outer_model(self, run: LocalRun | LocalGossip) -> nn.Module:
         """Return the model with the outer parameters; with gossip those that the peers would settle on now."""

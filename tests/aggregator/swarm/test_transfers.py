@@ -15,6 +15,7 @@ from aggregator.swarm import transfers
 from aggregator.swarm.offers import MOST_MANIFEST, Offer, Round
 from aggregator.swarm.replication import PartSnapshot
 from aggregator.swarm.transfers import body_sizes, fetch_offer, fetch_state, offer_parts, state_parts
+from edit.config.average import AverageConfig
 from edit.council.record import Update
 from edit.errors import EditError, GoneError, RemoteProtocolError, TransportError
 from edit.lab.council.parts_on_disk import merged_round, outer_state
@@ -70,7 +71,7 @@ def asked(messages: Sequence[Message | EditError | None], *, state: bool = False
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stub = council_stub(channel)
                 if state:
-                    return await fetch_state(stub, 0, OUTER.schema)
+                    return await fetch_state(stub, 0, OUTER.schema, AverageConfig())
                 return await fetch_offer(stub, 0, 1, "1" * 64, SIZES)
         finally:
             await server.stop(None)

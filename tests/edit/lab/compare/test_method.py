@@ -26,11 +26,11 @@ def test_every_preset_can_be_compared(name: str) -> None:
 
 
 def test_settings_behind_a_name_win_over_those_for_all() -> None:
-    method = read_method("diloco outer.lr=0.9 sync.every=60 compare.average=2", LENGTH, ["outer.lr=0.5", "model.width=64"])
+    method = read_method("diloco outer.lr=0.9 sync.every=60 compare.warmup=0.5", LENGTH, ["outer.lr=0.5", "model.width=64"])
     config = method.config(0)
     assert (config.outer.lr, config.outer.momentum, config.model.width) == (0.9, 0.9, 64)
     assert (config.sync.every, config.sync.outer_steps) == (60, 2)
-    assert method.harness == {"average": 2.0}
+    assert method.harness == {"warmup": 0.5}
 
 
 def test_a_run_toml_keeps_its_own_h(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_the_deadline_of_a_edit_gives_a_slow_peer_fewer_steps() -> None:
 
 
 def test_theta_can_be_averaged_for_the_evaluation() -> None:
-    row = run_trial(trial("diloco compare.average=2"))
+    row = run_trial(trial("diloco average.kind=last"))
     assert row["loss_averaged"] is not None and row["loss_averaged"] != row["loss"]
     assert run_trial(trial("diloco"))["loss_averaged"] is None
 
