@@ -53,6 +53,12 @@ SetOption = Annotated[
 ]
 State = Annotated[Path, typer.Option("--state", help="The folder of the run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Beside = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--beside", metavar="STATE", help="Draw the curves of the run in this folder, too, as it stands now. Repeatable."
+    ),
+]
 
 
 Allow = Annotated[
@@ -324,18 +330,20 @@ def watch(state: State = Path("edit-run")) -> None:
 def report(
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     state: State = Path("edit-run"),
+    beside: Beside = None,
 ) -> None:
     """Write the page of the run, as `web` shows it, to one file; also after its end, from metrics.jsonl.
 
-    Example: edit-coordinator report --state my-run --out report.html
+    Example: edit-coordinator report --state my-run --beside another-run --out report.html
     """
     check_installed()
-    from aggregator.past import whole_status
+    from aggregator.past import runs_beside, whole_status
+    from edit.view.overlaid import overlaid
     from edit.web.page import render_page
 
     status = whole_status(StateFolder(state))
     try:
-        out.write_text(render_page(status), encoding="utf-8")
+        out.write_text(render_page(overlaid(status, runs_beside(beside or ()))), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
     typer.echo(f"{out}: {status.phase}, outer step {status.outer_step} of {status.outer_steps}")
@@ -352,6 +360,7 @@ def web(
         ),
     ] = None,
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+    beside: Beside = None,
 ) -> None:
     """Show the run as a page in the browser: members, rounds, curves, events, settings; pause, drain, evict.
 
@@ -363,7 +372,12 @@ def web(
     check_installed()
     from aggregator.page import serve_operators_page
 
-    serve_operators_page(StateFolder(state), listen=listen, certificate=certificate, key=key, say=typer.echo)
+    others = {}
+    if beside:
+        from aggregator.past import runs_beside  # imports torch, which the page's process does without
+
+        others = runs_beside(beside)
+    serve_operators_page(StateFolder(state), listen=listen, certificate=certificate, key=key, beside=others, say=typer.echo)
 
 
 @app.command()

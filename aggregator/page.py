@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
 from aggregator.operator_client import ask_every, drain_run, evict_peer, pause_run, resume_run, watch_run
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import StateFolder
+from edit.view.overlaid import overlaid
 from edit.web.serve import Tls, serve_page
 from editpb.identity import Identity
+from editpb.run_status import RunStatus
 
 __all__ = ["give_order", "serve_operators_page"]
 
@@ -19,16 +22,29 @@ _EVICTED = "evicted by the operator"
 
 
 def serve_operators_page(
-    folder: StateFolder, *, listen: str, certificate: Path | None, key: Path | None, say: Callable[[str], None]
+    folder: StateFolder,
+    *,
+    listen: str,
+    certificate: Path | None,
+    key: Path | None,
+    beside: Mapping[str, RunStatus],
+    say: Callable[[str], None],
 ) -> None:
     """Serve the page of this folder's run until Ctrl-C or SIGTERM, as its operator.
 
     Args:
         certificate, key: what the page's server shows to others than this machine, in PEM; None: the coordinator's own.
+        beside: other runs, whose curves are shown, too.
     """
+
+    async def statuses() -> AsyncGenerator[RunStatus, None]:
+        async with aclosing(watch_run(folder)) as told:
+            async for status in told:
+                yield overlaid(status, beside)
+
     tls = Tls(certificate or folder.path / "server.pem", key or folder.path / "server.key", folder.path / "ca.pem")
     identity = Identity(folder.run_id, "operator", OPERATOR_ID)
-    serve_page(partial(watch_run, folder), identity, listen=listen, tls=tls, give_order=partial(give_order, folder), say=say)
+    serve_page(statuses, identity, listen=listen, tls=tls, give_order=partial(give_order, folder), say=say)
 
 
 async def give_order(folder: StateFolder, order: str, peer_id: str) -> None:

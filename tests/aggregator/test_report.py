@@ -86,6 +86,15 @@ def test_a_report_has_all_starts_of_a_run_whether_it_is_served_or_not(tmp_path: 
     told = CliRunner().invoke(app, ["status", "--state", str(folder.path)])
     assert told.exit_code == 0 and "the run has ended at outer step 3" in told.stdout, told.exception
     assert "ada" in told.stdout and "digest" in told.stdout
+    beside = CliRunner().invoke(
+        app, ["report", "--state", str(folder.path), "--out", str(tmp_path / "two.html"), *["--beside", str(folder.path)] * 2]
+    )
+    assert beside.exit_code == 0, beside.exception
+    two = (tmp_path / "two.html").read_text(encoding="utf-8")
+    assert f'"run {folder.run_id}"' in two and f'"run {folder.run_id} (2)"' in two
+    nine = ["report", "--state", str(folder.path), *["--beside", str(folder.path)] * 9]
+    with pytest.raises(ConfigError, match="at most 8 runs"):
+        raise CliRunner().invoke(app, nine).exception or AssertionError
     page = report(folder, tmp_path / "ended.html")
     assert "ada" in page and "Finished" in page and "<script src" not in page
 

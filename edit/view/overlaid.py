@@ -1,0 +1,49 @@
+"""Curves of other runs beside those of one: of each kind one line for a run, the mean of its peers where each has one."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from editpb.run_status import Curve, RunStatus
+
+__all__ = ["MOST_BESIDE", "overlaid"]
+
+MOST_BESIDE = 8  # runs
+_SEVERAL = {"bytes_in": " received", "bytes_out": " sent"}  # kinds that are drawn together
+
+
+def overlaid(status: RunStatus, others: Mapping[str, RunStatus]) -> RunStatus:
+    """Return a status with the curves of other runs, by the name that their lines have; its own curves stay."""
+    found = list(status.curves)
+    for name, other in others.items():
+        for kind in dict.fromkeys(curve.kind for curve in other.curves):
+            curves = [curve for curve in other.curves if curve.kind == kind and curve.x]
+            whole = [curve for curve in curves if not curve.peer_id]
+            if curve := whole[0] if whole else mean(curves):
+                found.append(replace(curve, peer_id=f"{name}{_SEVERAL.get(kind, '')}"))
+    return replace(status, curves=tuple(found))
+
+
+def mean(curves: Sequence[Curve]) -> Curve | None:
+    """Return the mean of curves of one kind where all of them are, straight between their points; None: that is nowhere."""
+    if not curves:
+        return None
+    first, last = max(curve.x[0] for curve in curves), min(curve.x[-1] for curve in curves)
+    places = sorted({x for curve in curves for x in curve.x if first <= x <= last})
+    if not places:
+        return None
+    y = [math.fsum(_at(curve.x, curve.y, x) for curve in curves) / len(curves) for x in places]
+    t = [max(_at(curve.x, curve.t, x) for curve in curves) for x in places]
+    return Curve(kind=curves[0].kind, x=tuple(places), t=tuple(t), y=tuple(y))
+
+
+def _at(x: Sequence[float], values: Sequence[float], place: float) -> float:
+    """Return the value at a place between the first x and the last; of several points there, that of the last."""
+    i = bisect_right(x, place) - 1
+    if i + 1 >= len(x) or x[i] == place:
+        return values[i]
+    share = (place - x[i]) / (x[i + 1] - x[i])
+    return values[i] + share * (values[i + 1] - values[i])
