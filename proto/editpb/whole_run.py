@@ -174,7 +174,7 @@ def _outer_step(
     if len(reasons) > 1:
         reasons = dict.fromkeys(f"part {number}: {report.reason}" for number, report in of)
     if lacking := sorted(set(range(parts)) - {number for number, _ in of}):
-        reasons[f"nothing is known of part {', '.join(map(str, lacking))}, whose owner was another"] = None
+        reasons[f"nothing is known of part {', '.join(map(str, lacking))}: who served it then does not answer"] = None
     verdicts, base = [], 0
     for number, report in of:
         ids: Sequence[int]

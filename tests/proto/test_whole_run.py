@@ -90,7 +90,7 @@ def test_fragments_have_their_ids_in_the_whole_model_and_those_that_no_part_has_
 
 def test_a_step_that_only_some_owners_know_says_so() -> None:
     (first, second) = merged_rounds([a_part(a_round(1), a_round(2)), a_part(a_round(2, grant=2))])
-    assert first.reason == "all are in; nothing is known of part 1, whose owner was another"
+    assert first.reason == "all are in; nothing is known of part 1: who served it then does not answer"
     assert second.reason == "all are in"
 
 
