@@ -173,6 +173,9 @@ class OuterConfig:
     lr: Annotated[float, Positive()] = 0.8
     # mu: the momentum of nesterov, co2 and delayed_nesterov.
     momentum: Annotated[float, Between(0, 0.9999)] = 0.85
+    # Outer steps of a fragment in which the momentum of nesterov and co2 rises linearly from 0 to `momentum`; one that is
+    # rolled back counts, too. 0: it is `momentum` from the first on.
+    momentum_warmup: Annotated[int, Between(0, 1 << 40)] = 0
     # co2's staleness gap penalty: what the pseudo-gradient is divided by before it enters the momentum.
     gap_penalty: Annotated[float, Between(1, 1e6)] = 1.0
     # co2's outer momentum clipping: the largest magnitude of an element of the momentum; 0: no clipping.
@@ -199,9 +202,18 @@ class OuterConfig:
     def __post_init__(self) -> None:
         check_bounds("outer.", self)
         require(0 <= self.c * self.period <= 1, "outer.c", self.c, f"must be between 0 and 1 / outer.period ({self.period})")
+        if self.momentum_warmup:
+            rule = 'must be 0 with outer.preset = "auto", which chooses the momentum by the run\'s length'
+            require(self.preset != "auto", "outer.momentum_warmup", self.momentum_warmup, rule)
+            rule = 'must be 0 with outer.correct = "heloco", which compares with the momentum'
+            require(self.correct != "heloco", "outer.momentum_warmup", self.momentum_warmup, rule)
         if self.correct == "heloco":
             rule = 'must be one of nesterov, delayed_nesterov with outer.correct = "heloco", which compares with the momentum'
             require(self.optimizer in ("nesterov", "delayed_nesterov"), "outer.optimizer", self.optimizer, rule)
+
+    def momentum_at(self, exchange: int) -> float:
+        """Return the momentum in force at a fragment's exchange number 0, 1, ... of the run."""
+        return self.momentum * (exchange / self.momentum_warmup) if exchange < self.momentum_warmup else self.momentum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +314,8 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
         require(outer.optimizer in optimizers, "outer.optimizer", outer.optimizer, rule)
         require(outer.direction == "mean", "outer.direction", outer.direction, f"must be mean {with_eager}")
         require(outer.correct == "none", "outer.correct", outer.correct, f"must be none {with_eager}")
+        rule = f"must be 0 {with_eager}: the last outer step is expected again, with the same momentum"
+        require(outer.momentum_warmup == 0, "outer.momentum_warmup", outer.momentum_warmup, rule)
         require(rounds.max_staleness == 0, "rounds.max_staleness", rounds.max_staleness, f"must be 0 {with_eager}")
         for direction, choice in (("up", codec.uplink), ("down", codec.downlink)):
             rule = (

@@ -446,6 +446,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("outer", "options", {}),
     ("outer", "preset", "manual"),
     ("outer", "chosen", ""),
+    ("outer", "momentum_warmup", 0),
     ("outer", "gap_penalty", 1.0),
     ("outer", "momentum_clip", 0.0),
     ("outer", "merger", "mean"),
@@ -579,6 +580,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         also=lambda config: not config.outer.chosen,
     ),
     NoEffect("outer", {"momentum"}, "outer.optimizer", ("sgd", "adam", "yogi")),
+    NoEffect("outer", {"momentum_warmup"}, "outer.optimizer", ("sgd", "adam", "yogi", "delayed_nesterov")),
     NoEffect("outer", {"beta1", "beta2", "eps"}, "outer.optimizer", ("sgd", "nesterov", "co2", "delayed_nesterov")),
     NoEffect("outer", {"period", "c"}, "outer.optimizer", ("sgd", "nesterov", "co2", "adam", "yogi")),
     NoEffect(
@@ -589,7 +591,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         "outer",
-        {"momentum", "beta1", "beta2", "eps", "period", "c", "gap_penalty", "momentum_clip"},
+        {"momentum", "momentum_warmup", "beta1", "beta2", "eps", "period", "c", "gap_penalty", "momentum_clip"},
         "outer.optimizer",
         None,
         also=lambda config: is_entry(config.outer.optimizer),

@@ -144,10 +144,11 @@ class OuterState:
         # In which residuals are written; what replays records of an older format sets its own.
         self.residual_form = config.codec.down_residual
         self._merger = merger(config)
-        self._outer_step = 0
+        self._outer_step = 0  # see `_turn_to`
         self._injected: Injected | None = None
         self._lent: list[weakref.ref[np.ndarray] | None] = [None for _ in schema.fragments]
-        self._optimizer = outer_optimizer(config.outer)
+        self._optimizer = outer_optimizer(config.outer)  # with the settings in force at this outer step
+        self._turn_to(0)
         slots = slots if slots is not None else [_slots(self._optimizer, fragment) for fragment in schema.fragments]
         self._fragments = [
             _Fragment(part, fragment_hash(part), own, None, None, {})
@@ -161,6 +162,13 @@ class OuterState:
     def outer_step(self) -> int:
         """The number of commits so far."""
         return self._outer_step
+
+    def _turn_to(self, outer_step: int) -> None:
+        """Go on from an outer step: what is planned for it, a function of its number and the settings, is in force."""
+        self._outer_step, outer = outer_step, self.config.outer
+        if outer.momentum_warmup:
+            momentum = outer.momentum_at(outer_step // self.config.sync.groups)  # each group is exchanged once in `groups`
+            self._optimizer = outer_optimizer(replace(outer, momentum=momentum))
 
     @property
     def injected(self) -> Injected | None:
@@ -362,7 +370,7 @@ class OuterState:
                     clip=record.clip,
                 )
             )
-        self._outer_step += 1
+        self._turn_to(self._outer_step + 1)
         if injection is not None:
             self._injected = injection.brings
         return Commit(
@@ -566,7 +574,7 @@ class OuterState:
                     raise StorageError(f"checkpoint: last.{i} is not {part.theta.numel()} bf16 elements")
                 part.last = last
         try:
-            state._outer_step = int(metadata["outer_step"])
+            state._turn_to(int(metadata["outer_step"]))
             state._injected = Injected.from_json(metadata["injected"])
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(f"checkpoint: outer_step or injected is damaged ({error!r})") from error
