@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from aggregator.audit_commands import audit
 from aggregator.run_template import template
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
@@ -43,6 +44,7 @@ app = typer.Typer(
     f"{exit_codes(0, 2, 3, 4, 69, 70, 130)}\n\n"
     "Example: edit-coordinator init --state my-run && edit-coordinator serve --state my-run",
 )
+app.add_typer(audit, name="audit")
 with_version(app, "edit-coordinator")
 
 _WATCH_S = 2.0

@@ -69,6 +69,9 @@ enabled = true                  # false: a plain mean of all contributions that 
 #staleness = 0.5                # A contribution s outer steps old has its weight multiplied by (1 + s) ** -staleness.
 #damping = 0.0                  # That exponent with rounds.merging = "arrivals".
 
+[audit]                         # A signed log of who contributed what, and what came out: docs/audit.md.
+#enabled = false                # true: peers sign their contributions, and the coordinator keeps the log.
+
 [robust]                        # For runs in which some peers may be hostile: docs/robust-merging.md.
 #rule = "none"                  # geometric_median, centered_clip, multi_krum, clip, median, trimmed_mean; none: weighted mean.
 #hostile = 0                    # f: how many peers may be hostile; the quorum is then at least 2 f + 1 (multi_krum: 2 f + 3).

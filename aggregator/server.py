@@ -31,6 +31,7 @@ from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
 from aggregator.services.enrolment import EnrolmentService, RenewalService
 from aggregator.silent_connections import SWEEP_S, SilentConnections
+from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.journal import Disk
 from aggregator.storage.operator_flags import OperatorFlags
@@ -130,8 +131,9 @@ class Coordinator:
             feed.subscribe(subscriber)
         mark = HighWaterMark(folder.high_water, files, accept_rollback=accept_rollback)
         feed.subscribe(mark.on_event)
+        audit = AuditLog.open(folder.path, folder.run_id, config, clock.unix, disk) if config.audit.enabled else None
         resources = Resources(
-            store=Store(folder.outer, config, folder.run_id, disk),
+            store=Store(folder.outer, config, folder.run_id, disk, audit=audit),
             uploads=UploadBuffer(config.storage.buffer_bytes, folder.spill, files),
             members=authority.members if authority else _members_seen(folder),
             orders=OperatorFlags(folder.orders),

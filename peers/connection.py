@@ -43,16 +43,18 @@ def connect(
         max_mbit: what this peer sends per second, in 10^6 bits, as `edit-peer run --max-mbit`; None: no bound.
         allow: names of codecs that are plug-ins, which you trust; as `edit-peer run --allow`.
     """
-    enrolled = PeerFolder(Path(home)).load(time.time())
+    folder = PeerFolder(Path(home))
+    enrolled = folder.load(time.time())
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
     ranks = _world() if ranks is None else ranks
     channels = Channels(enrolled.endpoints, enrolled.credentials, send_limit(max_mbit, Path(home)))
-    renewal = Renewal(PeerFolder(Path(home)), enrolled, channels, asks=launched().local_rank == 0)
+    renewal = Renewal(folder, enrolled, channels, asks=launched().local_rank == 0)
     ended, failed = "the training has ended", "the training failed"
     with IoThread() as io:
         io.spawn(renewal.keep())
-        with connect_hub(io, channels, enrolled.identity, ranks, ended=ended, failed=failed) as (collective, config, _):
+        hub = connect_hub(io, channels, enrolled.identity, ranks, key=folder.key(), ended=ended, failed=failed)
+        with hub as (collective, config, _):
             plugins.admit(config, allow, ("codecs",))
             for line in without_effect(config) if ranks.rank == 0 else ():
                 log.warning("%s", line)

@@ -67,7 +67,7 @@ def run_peer(options: PeerOptions) -> None:
         channels = Channels(enrolled.endpoints, enrolled.credentials, limit)
         renewal = Renewal(PeerFolder(options.home), enrolled, channels, asks=launch.local_rank == 0)
         seeking = Seeking(channels, searching(options.home, options.dht_peers)) if options.dht_peers else None
-        attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking)
+        attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking, PeerFolder(options.home).key())
 
 
 def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch, limit: SendLimit = UNLIMITED) -> SnapshotServer | None:
@@ -93,12 +93,14 @@ def attend(
     server: SnapshotServer | None = None,
     renewal: Renewal | None = None,
     seeking: Seeking | None = None,
+    key: bytes = b"",
 ) -> None:
     """Train as `identity` in the run that `channels` lead to; `run_peer` looks these up in the peer's folder.
 
     A replica of several ranks calls it at each, inside their process group.
 
-    renewal: keeps the certificate of `channels` renewed meanwhile. seeking: looks for a coordinator that is lost.
+    renewal: keeps the certificate of `channels` renewed meanwhile. seeking: looks for a coordinator that is lost. key: signs
+    contributions, where the run has them signed.
     """
 
     def connect(io: IoThread, ranks: Ranks) -> Connecting:
@@ -106,7 +108,7 @@ def attend(
             io.spawn(renewal.keep())
         if seeking is not None:
             io.spawn(seeking.keep())
-        return connect_hub(io, channels, identity, ranks, server)
+        return connect_hub(io, channels, identity, ranks, server, key=key)
 
     train(options, connect, identity, device, launch)
 

@@ -50,7 +50,7 @@ from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
 from editpb.messages import ContributionHeader
-from editpb.signed_contributions import check_payload, signs
+from editpb.signed_contributions import check_payload, verified_by_others
 
 __all__ = ["RoundRunner", "Source", "commit_tokens", "weighted_tokens"]
 
@@ -80,6 +80,7 @@ class _Round:
     reserved_bytes: int = 0  # of the uploads' memory, for what is staged
     tokens: dict[int, int] = field(default_factory=dict)  # by fragment_id: behind what was merged with a weight
     sources: list[Source] = field(default_factory=list)  # of what is merged, where others verify it
+    signed: dict[int, tuple[ContributionHeader, ...]] = field(default_factory=dict)  # of what is merged, for the audit log
     bytes_in: int = 0  # that arrived while it was open
     first_byte_at: float = math.inf
     last_byte_at: float = 0.0
@@ -115,7 +116,9 @@ class RoundRunner:
         self._run_feed, self._clock = resources.feed, resources.clock
         self._deadlines_file = resources.deadlines
         self._policy = policy or admission(config)
-        self._verified = signs(config)  # others merge the same contributions once more: they are kept until the round closes
+        self._verified = verified_by_others(
+            config
+        )  # others merge the same contributions once more: they are kept until the round closes
         self._uploads = resources.uploads
         self._contributions = Contributions(outer.schema, config.codec.uplink, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
@@ -273,6 +276,7 @@ class RoundRunner:
             claimed = [one.whole(fragment_id, self.machine.outer_step) for one in held if one is not None]
             measured = self._bounded(claimed)
             sources = self._sources(fragment_id, measured) if self._verified else []
+            signed = self._headers(fragment_id, measured) if self._store.audit is not None else ()
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
             record, written = await self._background.in_worker(self._merge, effect, measured, current.injection)
@@ -282,6 +286,7 @@ class RoundRunner:
             self._fail(effect.round_id, error)
             return
         current.sources += sources
+        current.signed[fragment_id] = signed
         tokens = {one.peer_id: one.tokens for one in measured}
         current.records[fragment_id] = record
         current.tokens[fragment_id] = weighted_tokens(record, tokens)
@@ -312,6 +317,9 @@ class RoundRunner:
             for one in measured
             for shard in self._contributions.shards(fragment_id, one.peer_id)
         ]
+
+    def _headers(self, fragment_id: int, measured: Sequence[Measured]) -> tuple[ContributionHeader, ...]:
+        return tuple(shard.header for one in measured for shard in self._contributions.shards(fragment_id, one.peer_id))
 
     def _bounded(self, claimed: Sequence[Measured]) -> list[Measured]:
         """Return the contributions with what their inner steps and tokens count for; warn once of a member that claims more."""
@@ -354,8 +362,11 @@ class RoundRunner:
 
         def commit_and_apply() -> tuple[Commit, CommittedState]:  # one call: a process that stops must not end in between
             nonlocal on_disk
-            ready = outer.stage_plugins(records, injection, staged)
-            self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest)
+            ready, entry = outer.stage_plugins(records, injection, staged), ""
+            if self._store.audit is not None:
+                ready = outer.stage_all(records, injection, ready)
+                entry = self._audit_entry(effect, records, ready, signed, brings)
+            self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest, entry)
             on_disk = True
             commit = outer.commit(effect.round_id, effect.reason, records, injection, ready)
             self._store.applied(commit)
@@ -364,7 +375,7 @@ class RoundRunner:
         try:
             records, current.records = list(current.records.values()), {}
             staged, current.staged = current.staged, {}
-            tokens, injection = self._tokens(current), current.injection
+            tokens, injection, signed = self._tokens(current), current.injection, current.signed
             brings = injection.brings if injection is not None else None
             self.published.begin()
             commit, committed = await self._background.in_worker(commit_and_apply)
@@ -381,6 +392,27 @@ class RoundRunner:
         self.feed(events.CommitSucceeded(effect.round_id, tokens))
         if effect.outer_step % self._checkpoint_every == 0:
             await self.checkpoint()
+
+    def _audit_entry(
+        self,
+        effect: events.Commit,
+        records: Sequence[MergeRecord],
+        ready: Mapping[int, Staged],
+        signed: Mapping[int, Sequence[ContributionHeader]],
+        brings: Injected | None,
+    ) -> str:
+        assert self._store.audit is not None
+        return self._store.audit.commit(
+            self.outer,
+            sorted(records, key=lambda record: record.fragment_id),
+            ready,
+            signed,
+            round_id=effect.round_id,
+            outer_step=effect.outer_step,
+            reason=effect.reason,
+            missing=effect.missing,
+            injected=brings,
+        )
 
     def _tokens(self, current: _Round) -> int:
         """The tokens behind a commit: with groups each fragment counts for its share of the model, the others for nothing."""

@@ -62,6 +62,7 @@ class CommittedRound:
     residual_form: str = ""  # in which the residuals of then were kept; empty: as configured
     injection: Injection | None = None  # what of a run above came in with it; what it was computed for (`base`) is not kept
     update: Mapping[str, Any] | None = None  # in a swarm: the update that its members agree on; JSON values
+    audit: str = ""  # its entry in the audit log; empty: there was no log
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +172,12 @@ class Journal:
         injected: Injected | None = None,
         base: str = "",
         update: Mapping[str, object] | None = None,
+        audit: str = "",
     ) -> None:
         """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
 
-        base: digest of the outer parameters before it; a replay must come to the same. update: rule 7. Raises StorageError.
+        base: digest of the outer parameters before it; a replay must come to the same. update: rule 7. audit: its entry in the
+        audit log. Raises StorageError.
         """
         self._check_step(outer_step)
         if round_id != self._round_id or not self._fragments:
@@ -184,6 +187,8 @@ class Journal:
         header["injected"] = injected.to_json() if injected is not None else None
         if update is not None:
             header["update"] = update
+        if audit:
+            header["audit"] = audit
         begins = self._committed
         self._append({**header, "fragments": sorted(self._fragments)})
         self._make_durable()
@@ -319,6 +324,7 @@ def _committed(
             digest=str(header.get("digest", "")),
             injection=injection,
             update=header.get("update"),
+            audit=str(header.get("audit", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path}: the record at byte {record.offset} is not a commit ({error!r})") from error

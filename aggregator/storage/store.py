@@ -22,6 +22,7 @@ from torch import Tensor
 
 from aggregator.storage import checkpoint
 from aggregator.storage import published_updates as updates
+from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay, replay_segments
 from aggregator.storage.pending_injection import Injections
 from aggregator.storage.state_folder import StateFolder
@@ -46,6 +47,7 @@ class Store:
     Args:
         disk: the journal's disk, or what a test has in its place.
         restore: makes the state of a checkpoint, as `OuterState.restore`.
+        audit: the run's audit log; None: it has none.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class Store:
         run_id: str,
         disk: Disk | None = None,
         restore: Restore = OuterState.restore,
+        audit: AuditLog | None = None,
     ) -> None:
+        self.audit = audit
         self.tokens = 0  # merged so far, as far as it is on disk
         self.update_id = ""  # in a swarm: the update that led to the state that is on disk; "": none did
         self.held: CommittedRound | None = None  # what `recover` found held in a swarm, not applied (rule 7 of the journal)
@@ -87,6 +91,8 @@ class Store:
 
     def found(self, outer: OuterState) -> None:
         """Write the first state of the run. Raises StorageError: the run is not founded, and nothing of this state stays."""
+        if self.audit is not None:
+            self.audit.attach((), outer)
         try:
             self.checkpoint(outer)
         except StorageError:
@@ -114,6 +120,7 @@ class Store:
         tokens: int = 0,
         injected: Injected | None = None,
         base: str = "",
+        audit: str = "",
     ) -> None:
         """Commit the round; it is on disk when this returns. Raises StorageError: the round is not committed.
 
@@ -121,14 +128,20 @@ class Store:
             tokens: merged with it; the sum stays at MOST_TOKENS.
             injected: what of a run above is in the outer state after it, when an injection came in; else None.
             base: digest of the outer parameters before it, which a recovery must come to, too.
+            audit: its entry in the audit log.
         """
         if self._noting is not None:
             self._noting.result()  # done long ago; a bug in it is raised
         total = min(self.tokens + tokens, MOST_TOKENS)
         self._writer.submit(
-            lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected, base)
+            lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected, base, audit=audit)
         ).result()
         self.tokens = total
+        if self.audit is not None:
+            try:
+                self.audit.append(audit)
+            except StorageError as error:
+                _log.error("%s; no further round commits until it can", error)
 
     def hold(self, round_id: int, outer_step: int, reason: str, base: str, update: Mapping[str, Any]) -> None:
         """In a swarm: commit the round, held only until `adopted`. It is on disk when this returns. Raises StorageError.
@@ -177,6 +190,8 @@ class Store:
         """
         if checkpoint.path_of(self._folder, outer.outer_step).exists() and self._journal is not None:
             return
+        if self.audit is not None:
+            self.audit.flush()  # a segment whose entries the log lacks must not go
         founded = self._journal is not None
         if founded:
             self._begin_segment(outer.outer_step)
@@ -211,7 +226,9 @@ class Store:
             self._writer.submit(self._turn_to, Journal.create(path, outer_step, self._disk)).result()
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the journal, and the audit log."""
+        if self.audit is not None:
+            self.audit.close()
         self._writer.submit(self._turn_to, None).result()
 
     def _turn_to(self, journal: Journal | None) -> None:
@@ -238,6 +255,8 @@ class Store:
         self.injections.recover(loaded.outer.injected)
         for commit in [*self._load_updates(loaded.begun_with), *loaded.commits]:
             self.publish(commit)
+        if self.audit is not None:
+            self.audit.attach(loaded.entries, loaded.outer)
         self._journal = self._go_on(loaded.base)
         return loaded.outer
 
@@ -288,6 +307,7 @@ class _Loaded(NamedTuple):
     tokens: int  # merged so far
     update_id: str  # in a swarm: the update that led to it
     held: CommittedRound | None  # in a swarm: held only, not applied
+    entries: tuple[str, ...]  # of the audit log, after the checkpoint
 
 
 def _load(
@@ -309,11 +329,14 @@ def _load(
     commits: deque[Commit] = deque(maxlen=config.kept_updates)
     update_id = str(metadata.get("update_id", ""))
     held: CommittedRound | None = None
+    entries: list[str] = []
 
     def take(committed: CommittedRound) -> None:
         nonlocal tokens, update_id
         commits.append(_apply(outer, committed))
         tokens = committed.tokens
+        if committed.audit:
+            entries.append(committed.audit)
         update_id = str(committed.update["id"]) if committed.update is not None else update_id
 
     for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
@@ -324,7 +347,7 @@ def _load(
             take(committed)
     outer.residual_form = config.codec.down_residual
     base = max([recovered.outer_step, *(base for base, _ in recovered.segments)])
-    return _Loaded(outer, recovered.outer_step, list(commits), base, min(tokens, MOST_TOKENS), update_id, held)
+    return _Loaded(outer, recovered.outer_step, list(commits), base, min(tokens, MOST_TOKENS), update_id, held, tuple(entries))
 
 
 def _apply(outer: OuterState, committed: CommittedRound) -> Commit:

@@ -93,6 +93,7 @@ class EngineStore(Store):
         tokens: int = 0,
         injected: Injected | None = None,
         base: str = "",
+        audit: str = "",
     ) -> None:
         """Propose the round, and wait until it is the outer step. Raises RefusedError: it is not, and will not be."""
         if round_id != self._merged_round or not self._merged:

@@ -31,7 +31,7 @@ from edit.merging.outer_state import MergeRecord, OuterState
 from edit.plain_text import parse_json
 from edit.records import Commit
 from editpb.limits import one_line
-from editpb.signed_contributions import signs
+from editpb.signed_contributions import verified_by_others
 
 __all__ = ["Fetching", "PartReplica", "PartSnapshot", "Source", "Wanted", "carry_out"]
 
@@ -80,7 +80,7 @@ class PartReplica:
         self._damaged = False  # the parameters here are not those that the state's name means: only a snapshot helps
         self._engine: EngineStore | None = None
         self._proposed = ""  # the id of what the engine waits for
-        self._verifies = signs(config)
+        self._verifies = verified_by_others(config)
         self._verified = ""  # the id of the update that was verified last
         self._continuous = (-1, 0)  # a grant, and the outer step up to which all that it left out is known here
         self._recover()

@@ -22,6 +22,7 @@ from edit.config.algorithm import (
     SyncConfig,
     check_together,
 )
+from edit.config.audit import AuditConfig
 from edit.config.auto import choose_outer
 from edit.config.average import AverageConfig
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
@@ -36,6 +37,7 @@ __all__ = [
     "CODECS",
     "TORCH_OPTIMIZERS",
     "AggregatorsConfig",
+    "AuditConfig",
     "AverageConfig",
     "CodecConfig",
     "CodecSpec",
@@ -291,6 +293,7 @@ class RunConfig:
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     aggregators: AggregatorsConfig = field(default_factory=AggregatorsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     swarm: SwarmConfig | None = None  # None: the run has a coordinator
@@ -304,6 +307,7 @@ class RunConfig:
         self._check_robust()
         rule = 'must be none with outer.algorithm = "gossip": there are no outer parameters that all peers share'
         require(self.outer.algorithm == "mean" or self.average.kind == "none", "average.kind", self.average.kind, rule)
+        self._check_audit()
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
@@ -323,6 +327,15 @@ class RunConfig:
         require(self.outer.algorithm == "mean", "swarm.verify", verify, rule)
         rule = f"must be 0 with swarm.verify = {verify}: a signature is of one round"
         require(self.rounds.max_staleness == 0, "rounds.max_staleness", self.rounds.max_staleness, rule)
+
+    def _check_audit(self) -> None:
+        """Raise ConfigError where no log can be kept."""
+        if not self.audit.enabled:
+            return
+        rule = "must be false with [swarm]: there is no coordinator that keeps the log; swarm.verify has updates verified there"
+        require(self.swarm is None, "audit.enabled", True, rule)
+        rule = "must be false with aggregators.addresses: one log is kept, of one aggregator"
+        require(not self.aggregators.addresses, "audit.enabled", True, rule)
 
     def _check_robust(self) -> None:
         """Raise ConfigError where a robust rule cannot be kept with the other settings."""
@@ -443,6 +456,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("inner", "momentum", 0.95),
     ("", "robust", dataclasses.asdict(RobustConfig())),
     ("", "average", dataclasses.asdict(AverageConfig())),
+    ("", "audit", dataclasses.asdict(AuditConfig())),
     ("outer", "options", {}),
     ("outer", "preset", "manual"),
     ("outer", "chosen", ""),

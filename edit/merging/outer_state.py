@@ -386,7 +386,18 @@ class OuterState:
         """
         if self._optimizer.bounded and not any(is_entry(CodecSpec.parse(each.name).name) for each in self._codecs):
             return staged
+        return self.stage_all(records, injection, staged)
+
+    def stage_all(
+        self, records: Sequence[MergeRecord], injection: Injection | None, staged: Mapping[int, Staged]
+    ) -> dict[int, Staged]:
+        """Return what `stage` returns for every record, by fragment. staged: what it has returned for some already."""
         return {record.fragment_id: staged.get(record.fragment_id) or self.stage(record, injection) for record in records}
+
+    def digest_after(self, staged: Mapping[int, Staged]) -> str:
+        """Return the digest of theta after a commit. staged: of every fragment that is due."""
+        each = enumerate(self._fragments)
+        return combine(staged[i].theta_hash if i in staged else fragment.theta_hash for i, fragment in each)
 
     @property
     def recorded_as(self) -> tuple[str, ...]:

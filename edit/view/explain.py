@@ -78,6 +78,7 @@ def leaving(status: RunStatus, role: str, endpoints: Sequence[str]) -> tuple[Lea
     further = tuple(map(str, addresses)) if isinstance(addresses, list) else ()
     return (
         _contribution(status, settings, coordinator, further),
+        *((_signatures(coordinator),) if settings.get("audit.enabled") is True else ()),
         _heartbeat(settings, coordinator),
         _schema(coordinator),
         asked,
@@ -111,6 +112,18 @@ def _contribution(status: RunStatus, settings: Mapping[str, object], coordinator
         seen_by="the operator of each aggregator; other members see norms, weights and verdicts, and the merged result",
         kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only what was merged "
         f"of all peers is kept, in the journal and {_said(settings, 'storage.keep_checkpoints')} checkpoints",
+    )
+
+
+def _signatures(coordinator: str) -> Leaving:
+    return Leaving(
+        what="a signature of each contribution, with the key of its certificate, the hash of the bytes, inner steps and tokens",
+        to=coordinator,
+        form="P-256 and BLAKE3, over mutual TLS",
+        how_often="with each contribution (audit.enabled)",
+        size="about 200 bytes for each fragment",
+        seen_by="the operator, and whoever gets the audit log or a copy of it",
+        kept="in the coordinator's audit log, which is not shortened; the contribution itself is not in it",
     )
 
 

@@ -49,7 +49,13 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: 
     with IoThread() as io, stopping(io):
         try:
             regional = _Regional(
-                io, upper, lower, SentFile(home / "sent.safetensors", upper.run_id), send_limit(max_mbit, home), allowed
+                io,
+                upper,
+                lower,
+                SentFile(home / "sent.safetensors", upper.run_id),
+                send_limit(max_mbit, home),
+                allowed,
+                key=PeerFolder(home).key(),
             )
             for path, enrolled, channels in ((home, upper, regional.above), (below, lower, regional.below)):
                 io.spawn(Renewal(PeerFolder(path), enrolled, channels).keep())
@@ -77,9 +83,10 @@ class _Regional:
         limit: SendLimit = UNLIMITED,
         allowed: frozenset[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
+        key: bytes = b"",
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
-        self._parser, self._allowed = ConfigParser(), allowed
+        self._parser, self._allowed, self._key = ConfigParser(), allowed, key
         self.above = Channels(upper.endpoints, upper.credentials, limit)
         self.below = Channels(lower.endpoints, lower.credentials)
         self._below = RunBelow(io, self.below.to(lower.endpoints), lower.run_id)
@@ -93,7 +100,9 @@ class _Regional:
             lower, upper = self._configuration(self._lower, self.below), self._configuration(self._upper, self.above)
             schema, below = self._founded()
             channels, siblings = self.above.to(self._upper.endpoints), Siblings(parser=self._parser)
-            with leaving(HubCollective(self._io, channels, self._upper.identity, siblings=siblings)) as collective:
+            with leaving(
+                HubCollective(self._io, channels, self._upper.identity, siblings=siblings, key=self._key)
+            ) as collective:
                 region = RegionalPeer(schema, below, collective, upper, lower, self._upper.run_id, self._memory)
                 with region:
                     self._say_joined(region)

@@ -1,8 +1,8 @@
 """The signature of a contribution: who contributed which bytes to what, provable to somebody else than who received them.
 
 The statement ("edit-contribution-v1") has the digest of the run's configuration and every field of the header but the
-signature; the header has the BLAKE3 of the payload. So a signature counts for one run, model, round, outer step, fragment,
-shard and payload. Round ids never come twice in a run.
+signature, of the boxes a hash; the header has the BLAKE3 of the payload. So a signature counts for one run, model, round, outer
+step, fragment, shard and payload. Round ids never come twice in a run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,27 @@ from edit.errors import RemoteProtocolError
 from edit.trust.signatures import Signer, is_signed, statement
 from editpb.messages import ContributionHeader
 
-__all__ = ["ContributionSigner", "check_payload", "check_signature", "config_digest", "contribution_statement", "signs"]
+__all__ = [
+    "ContributionSigner",
+    "boxes_digest",
+    "check_payload",
+    "check_signature",
+    "config_digest",
+    "contribution_statement",
+    "signs",
+    "verified_by_others",
+]
 
 _PURPOSE = "edit-contribution-v1"
 
 
 def signs(config: RunConfig) -> bool:
     """Return whether the contributions of a run are signed."""
+    return config.audit.enabled or verified_by_others(config)
+
+
+def verified_by_others(config: RunConfig) -> bool:
+    """Return whether other members of a swarm merge the same contributions once more."""
     return config.swarm is not None and config.swarm.verify > 0
 
 
@@ -33,19 +47,29 @@ def config_digest(config: RunConfig) -> str:
     return hashlib.sha256(config.to_json().encode()).hexdigest()
 
 
-def contribution_statement(header: ContributionHeader, config: str) -> bytes:
-    """Return what is signed. config: `config_digest`."""
-    return statement(_PURPOSE, (config, *_fields_of(header)))
+def contribution_statement(header: ContributionHeader, config: str, boxes: str | None = None) -> bytes:
+    """Return what is signed.
+
+    Args:
+        config: `config_digest`.
+        boxes: `boxes_digest` of the header's; None: they are in the header.
+    """
+    return statement(_PURPOSE, (config, *_fields_of(header, boxes if boxes is not None else boxes_digest(header))))
 
 
-def _fields_of(header: ContributionHeader) -> Iterator[bytes | str | int]:
+def boxes_digest(header: ContributionHeader) -> str:
+    """Return what is signed of a header's boxes: "whole", or SHA-256 (hex) of the statement of them."""
+    if header.boxes is None:
+        return "whole"
+    each = (f"{box.tensor}:{','.join(map(str, box.offsets))}:{','.join(map(str, box.sizes))}" for box in header.boxes)
+    return hashlib.sha256(statement("boxes", each)).hexdigest()
+
+
+def _fields_of(header: ContributionHeader, boxes: str) -> Iterator[bytes | str | int]:
     for field in fields(header):
         value = getattr(header, field.name)
         if field.name == "boxes":
-            boxes = value or ()
-            yield len(boxes) if value is not None else "whole"
-            for box in boxes:
-                yield f"{box.tensor}:{','.join(map(str, box.offsets))}:{','.join(map(str, box.sizes))}"
+            yield boxes
         elif field.name != "signature":
             yield value
 
@@ -73,7 +97,7 @@ def check_signature(header: ContributionHeader, config: str) -> None:
     Whose key that is, the caller knows: see `edit.trust.signatures.key_hash`.
     """
     if not header.signature:
-        raise RemoteProtocolError(f"{_who(header)} is not signed, which swarm.verify asks for")
+        raise RemoteProtocolError(f"{_who(header)} is not signed, which the run asks for")
     if not is_signed(header.public_key, header.signature, contribution_statement(header, config)):
         raise RemoteProtocolError(f"{_who(header)}: the signature is not of what the header says")
 

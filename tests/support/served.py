@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -54,6 +54,7 @@ from editpb.messages import (
     View,
     Welcome,
 )
+from editpb.signed_contributions import ContributionSigner
 from editpb.transport.channel_options import Options
 from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
@@ -176,6 +177,14 @@ class Served:
         credentials = self.credentials(peer_id, role, authority)
         async with grpc.aio.secure_channel(self.coordinator.listen, credentials, options) as channel:
             yield channel
+
+    @asynccontextmanager
+    async def signing_peer(self, peer_id: str) -> AsyncIterator[tuple[BarePeer, ContributionSigner]]:
+        """A peer, and what signs its contributions with the key of its certificate."""
+        key, certificate = self.certificate(peer_id)
+        credentials = grpc.ssl_channel_credentials(self.ca, key, certificate)
+        async with self._rank(peer_id, 0, 1, SCHEMA, credentials, ()) as peer:
+            yield peer, ContributionSigner(key, self.folder.config())
 
     @asynccontextmanager
     async def peer(self, peer_id: str, schema: Schema = SCHEMA) -> AsyncIterator[BarePeer]:
@@ -333,6 +342,15 @@ class BarePeer:
             **(changes or {}),
         }
         return ContributionHeader(**values)  # type: ignore[arg-type]
+
+    async def contribute_signed(
+        self, sign: ContributionSigner, round_id: int, outer_step: int, deltas: Sequence[Tensor], **changes: object
+    ) -> None:
+        """As `contribute`. changes: of the headers, once they are signed."""
+        for i, delta in enumerate(deltas):
+            data = bytes(encode("fp32", delta).data)
+            signed = sign(self.header(round_id, outer_step, i, len(data)), memoryview(data))
+            await self.send(replace(signed, **changes), small_chunks(data))  # type: ignore[arg-type]
 
     async def send(self, header: ContributionHeader, chunks: Iterable[object]) -> data_pb2.ContributionReceipt:
         def parts() -> Iterable[data_pb2.ContributePart]:

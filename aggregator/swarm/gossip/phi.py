@@ -285,6 +285,7 @@ class PhiStore(Store):
         tokens: int = 0,
         injected: Injected | None = None,
         base: str = "",
+        audit: str = "",
     ) -> None:
         """Swap, then write the steps and the commit. Raises RefusedError when the engine ends meanwhile, StorageError."""
         phi = self.phi

@@ -34,6 +34,7 @@ def connect_hub(
     ranks: Ranks,
     server: SnapshotServer | None = None,
     *,
+    key: bytes = b"",
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -49,6 +50,7 @@ def connect_hub(
         identity: this peer's.
         ranks: of the replica.
         server: serves this peer's snapshots while the context is open.
+        key: as `HubCollective`'s.
         ended, failed: what the goodbye says.
     """
     with _serving(io, server):
@@ -58,7 +60,7 @@ def connect_hub(
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
         each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
-        with leaving(AllAggregators(io, each, identity, ranks, parser, server), ended, failed) as connection:
+        with leaving(AllAggregators(io, each, identity, ranks, parser, server, key), ended, failed) as connection:
             yield connection, config, run_step
 
 

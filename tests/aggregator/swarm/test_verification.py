@@ -348,7 +348,7 @@ def with_another_key(header: ContributionHeader, sign: ContributionSigner, data:
 
 
 FORGED: list[tuple[Forge, str]] = [
-    (lambda header, sign, data: header, "is not signed, which swarm.verify asks for"),
+    (lambda header, sign, data: header, "is not signed, which the run asks for"),
     (lambda header, sign, data: replace(sign(header, data), tokens=11), "the signature is not of what the header says"),
     (of_another_round, "the signature is not of what the header says"),
     (with_another_key, "is signed with another key than its certificate's"),

@@ -532,3 +532,20 @@ def test_a_peer_that_is_silent_is_lost_sooner_in_a_swarm() -> None:
         "membership.lease_s = 3.0: must be at least twice"
     )
     assert "membership" in reason({"swarm": {}, "membership": 1})
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"swarm": {}}, r"audit\.enabled = True: must be false with \[swarm\]"),
+        ({"aggregators": {"addresses": ["b:1"]}}, r"audit\.enabled = True: must be false with aggregators\.addresses"),
+    ],
+)
+def test_an_audit_log_is_refused_where_nobody_would_keep_it(other: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        RunConfig.from_mapping({"audit": {"enabled": True}, **other})
+
+
+def test_a_run_without_an_audit_has_the_configuration_that_it_had_before_there_was_one() -> None:
+    assert "audit" not in json.loads(RunConfig().to_json())
+    assert json.loads(RunConfig.from_mapping({"audit": {"enabled": True}}).to_json())["audit"] == {"enabled": True}

@@ -59,6 +59,13 @@ def test_a_contribution_goes_to_every_aggregator_in_the_codec_of_the_run() -> No
     assert "50 (sync.every) inner steps" in told.how_often
 
 
+def test_signatures_are_told_where_the_run_keeps_a_log_and_nowhere_else() -> None:
+    told = by_what(leaving(configured(audit__enabled=True), "peer", AT), "a signature of each contribution")
+    assert "hub.example:7700" in told.to and "not in it" in told.kept
+    without = leaving(configured(audit__enabled=False), "peer", AT)
+    assert not any("signature" in entry.what for entry in without)
+
+
 def test_other_codecs_of_some_fragments_and_a_schedule_by_time_are_said() -> None:
     timed = configured(sync__schedule="time", sync__time_s=30.0, codec__fragments={"embedding*": {"up": "topk"}})
     told = by_what(leaving(timed, "peer", AT), "contributions")

@@ -1,0 +1,154 @@
+"""The commands `edit-coordinator audit ...`: a run's audit log, verified, summed up and copied, with no running coordinator."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from aggregator.storage.state_folder import AUDIT_HEAD, AUDIT_KEY, AUDIT_LOG, StateFolder
+from edit.durable_files import write_atomic
+from edit.errors import ConfigError
+from edit.plain_text import printable
+from edit.trust.canonical import MOST_LINE_BYTES
+from edit.trust.checkpoints import NoteKey
+from editpb.audit_log import LogFault, LogVerifier, Usage
+
+__all__ = ["audit"]
+
+audit = typer.Typer(no_args_is_help=True, help="Verify, sum up or copy the audit log of a run (docs/audit.md).")
+_Log = Annotated[Path, typer.Option("--state", help="The folder of the run, or one that an export has written.")]
+_Key = Annotated[
+    str,
+    typer.Option(help="The log's public key, as the operator gave it to you. Without it: the one that the log names itself."),
+]
+_Hashes = Annotated[
+    bool, typer.Option("--hashes", help="Leave out the signatures of contributions, which take nearly all of the time.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@audit.command()
+def verify(state: _Log = Path("edit-run"), key: _Key = "", hashes: _Hashes = False, as_json: _Json = False) -> None:
+    """Verify the log: every entry, every signature of a contribution, and the signed head.
+
+    Exit codes: 0 it holds together; 2 it does not, and the entry is named.
+
+    Example: edit-coordinator audit verify --state my-run
+    """
+    log, signed = _verified(state, key, hashes)
+    if as_json:
+        typer.echo(json.dumps(_said(log, signed)))
+        return
+    assert log.key is not None
+    signatures = "signatures left out" if hashes else f"{log.verified} signatures"
+    typer.echo(f"run {printable(log.run_id)}: {len(log.tree)} entries, {log.commits} commits, {signatures}: verified")
+    typer.echo(f"outer step  {log.outer_step}, digest {printable(log.digest[:12])}")
+    typer.echo(f"head        {signed} entries, root {log.tree.root(signed).hex()}")
+    typer.echo(f"key         {log.key.text()}{'' if key else ' (named by the log itself)'}")
+    if log.continued:
+        typer.echo(
+            f"continued   at outer steps {', '.join(map(str, log.continued))}: earlier commits are not in the log, or were lost"
+        )
+
+
+@audit.command()
+def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False) -> None:
+    """Verify the log and show what each peer contributed by it.
+
+    Example: edit-coordinator audit usage --state my-run
+    """
+    log, _ = _verified(state, key, hashes=False)
+    peers = dict(sorted(log.usage.items()))
+    if as_json:
+        typer.echo(json.dumps({peer: {**_fields(one), "verdicts": dict(one.verdicts)} for peer, one in peers.items()}))
+        return
+    table = Table("peer", "outer steps", "tokens", "share", "missing", "verdicts by fragment", box=None)
+    for peer, one in peers.items():
+        verdicts = ", ".join(f"{count} {printable(verdict)}" for verdict, count in sorted(one.verdicts.items()))
+        share = one.share / log.commits if log.commits else 0.0
+        table.add_row(printable(peer), str(one.outer_steps), str(one.tokens), f"{share:.1%}", str(one.missing), verdicts)
+    Console().print(table)
+    typer.echo("Tokens are what each peer says of itself.")
+
+
+@audit.command()
+def export(
+    out: Annotated[Path, typer.Argument(help="The folder to write.")], state: _Log = Path("edit-run"), key: _Key = ""
+) -> None:
+    """Verify the log and copy it, for somebody else to verify: the entries that the head is signed for, the head, the key.
+
+    Example: edit-coordinator audit export my-audit --state my-run
+    """
+    log, _ = _verified(state, key, hashes=False)
+    assert log.key is not None
+    head = (state / AUDIT_HEAD).read_bytes()
+    signed = log.check_head(head)
+    lines = b"".join(line + b"\n" for line in itertools.islice(_lines(state / AUDIT_LOG), signed))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be created ({error.strerror})") from error
+    for name, data in ((AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")):
+        write_atomic(out / name, data)
+    typer.echo(f"{out}: {signed} entries, outer step {log.outer_step}")
+
+
+def _verified(state: Path, key: str, hashes: bool) -> tuple[LogVerifier, int]:
+    """Return the verifier after all entries, and for how many of them the head is signed.
+
+    Raises ConfigError for files that are not there, LogFault.
+    """
+    try:
+        known = NoteKey.parse(key) if key else None
+    except ValueError as error:
+        raise ConfigError(f"--key: {error}") from error
+    path = state / AUDIT_LOG
+    if StateFolder.exists(state) and not path.exists():
+        raise ConfigError(f"{path}: the run keeps no audit log; it does with audit.enabled = true in run.toml")
+    log = LogVerifier(known, signatures=not hashes)
+    try:
+        head = (state / AUDIT_HEAD).read_bytes()  # first: entries may come meanwhile
+        for line in _lines(path):
+            log.take(line)
+        signed = log.check_head(head)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    except LogFault as error:
+        raise LogFault(f"{path}: {printable(str(error))}") from error
+    return log, signed
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the whole lines of a log; one that is being written is passed over. Raises LogFault for one that is too long."""
+    with path.open("rb") as file:
+        while line := file.readline(MOST_LINE_BYTES + 2):
+            if line.endswith(b"\n"):
+                yield line[:-1]
+            elif len(line) > MOST_LINE_BYTES:
+                raise LogFault(f"{path}: an entry has more than {MOST_LINE_BYTES} bytes")
+
+
+def _fields(one: Usage) -> dict[str, object]:
+    return {"outer_steps": one.outer_steps, "tokens": one.tokens, "share": one.share, "missing": one.missing}
+
+
+def _said(log: LogVerifier, signed: int) -> dict[str, object]:
+    return {
+        "run_id": log.run_id,
+        "entries": len(log.tree),
+        "commits": log.commits,
+        "signatures": log.verified,
+        "outer_step": log.outer_step,
+        "digest": log.digest,
+        "signed_entries": signed,
+        "root": log.tree.root(signed).hex(),
+        "key": log.key.text() if log.key is not None else "",
+        "continued": log.continued,
+    }

@@ -1,0 +1,145 @@
+"""How long it takes to verify an audit log, and what the log costs while a run trains.
+
+The log is written by the coordinator's own code: so many commits, to each of which every peer contributes every fragment. Its
+signatures are real; the payloads are not made. The cost at the coordinator and at a peer is CPU time of the same process.
+
+    python benchmarks/audit.py --commits 200
+    python benchmarks/audit.py --commits 10000 --peers 16 --fragments 12
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from edit.config.audit import AuditConfig
+from edit.config.run import RunConfig
+from edit.merging.outer_state import MergeRecord, Staged
+from edit.records import EncodedTensor, PeerVerdict, Verdict
+from edit.trust.checkpoints import LogSigner
+from edit.trust.merkle import MerkleTree, leaf_hash
+from editpb.audit_log import LogVerifier, commit_entry, entry_line, genesis_entry
+from editpb.messages import ContributionHeader
+from editpb.signed_contributions import ContributionSigner, config_digest
+
+CONFIG = RunConfig(audit=AuditConfig(enabled=True))
+SCHEMA_HASH = "5" * 64
+
+
+def new_key() -> bytes:
+    """A member's private key, in PEM."""
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    return ec.generate_private_key(ec.SECP256R1()).private_bytes(pem, form, serialization.NoEncryption())
+
+
+def write(path: Path, commits: int, peers: int, fragments: int) -> tuple[str, float, float]:
+    """Write a log; return its head, and CPU seconds per commit of signing (all peers) and of writing."""
+    names = [f"organisation-{i:02d}" for i in range(peers)]
+    signers = {name: ContributionSigner(new_key(), CONFIG) for name in names}
+    log, tree, digest = LogSigner("edit/benchmark", LogSigner.new_key()), MerkleTree(), "0" * 64
+    payload = EncodedTensor("int8", 1, torch.zeros(1, dtype=torch.int8).numpy().tobytes())
+    staged = {i: Staged(payload, b"", merges=True, largest=0.0) for i in range(fragments)}
+    verdicts = tuple(PeerVerdict(peer_id=name, verdict=Verdict.OK, norm=1.25, weight=1 / peers) for name in names)
+    signing = writing = 0.0
+    with path.open("wb") as file:
+        genesis = genesis_entry("benchmark", log.key, CONFIG, SCHEMA_HASH, 0, digest)
+        file.write((line := entry_line(tree, 0, genesis)) + b"\n")
+        tree.append(leaf_hash(line))
+        for step in range(commits):
+            began, headers = time.process_time(), {}
+            for i in range(fragments):
+                each = (header(name, step, i) for name in names)
+                headers[i] = tuple(signers[one.peer_id](one, memoryview(b"")) for one in each)
+            signed, after = time.process_time(), leaf_hash(b"%d" % step).hex()
+            records = [
+                MergeRecord(
+                    outer_step=step,
+                    fragment_id=i,
+                    payload=payload,
+                    residual=None,
+                    verdicts=verdicts,
+                    statistics={},
+                    merged_norm=1.25,
+                    clip=1.0,
+                )
+                for i in range(fragments)
+            ]
+            entry = commit_entry(
+                round_id=step + 1,
+                outer_step=step + 1,
+                reason="all in",
+                digests=(digest, after),
+                config=config_digest(CONFIG),
+                records=records,
+                staged=staged,
+                contributions=headers,
+            )
+            file.write((line := entry_line(tree, step, entry)) + b"\n")
+            tree.append(leaf_hash(line))
+            digest = after
+            signing, writing = signing + signed - began, writing + time.process_time() - signed
+    return log.sign(len(tree), tree.root()), signing / max(commits, 1), writing / max(commits, 1)
+
+
+def header(name: str, step: int, fragment: int) -> ContributionHeader:
+    """What a peer says of one fragment of 4 million elements, as int8."""
+    return ContributionHeader(
+        run_id="benchmark",
+        round_id=step + 1,
+        outer_step=step,
+        peer_id=name,
+        fragment_id=fragment,
+        schema_hash=SCHEMA_HASH,
+        inner_steps=100,
+        tokens=51_200,
+        codec="int8",
+        numel=1 << 22,
+        total_bytes=(1 << 22) + (1 << 14),
+        attempt=step,
+    )
+
+
+def verify(path: Path, head: str, signatures: bool) -> tuple[float, int]:
+    """Return the CPU seconds of a verification, and how many signatures it checked."""
+    began, log = time.process_time(), LogVerifier(signatures=signatures)
+    with path.open("rb") as file:
+        for line in file:
+            log.take(line[:-1])
+    log.check_head(head)
+    return time.process_time() - began, log.verified
+
+
+def main() -> None:
+    """Measure, and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commits", type=int, default=1000)
+    parser.add_argument("--peers", type=int, default=16)
+    parser.add_argument("--fragments", type=int, default=12)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "audit.jsonl"
+        head, signing, writing = write(path, arguments.commits, arguments.peers, arguments.fragments)
+        size = path.stat().st_size
+        hashes, _ = verify(path, head, signatures=False)
+        whole, signatures = verify(path, head, signatures=True)
+    measured = {
+        **vars(arguments),
+        "bytes_per_commit": round(size / arguments.commits),
+        "signing_cpu_ms_per_peer_and_commit": round(1e3 * signing / arguments.peers, 3),
+        "entry_cpu_ms_per_commit": round(1e3 * writing, 3),
+        "verify_cpu_s": round(whole, 2),
+        "signatures": signatures,
+        "verify_hashes_cpu_s": round(hashes, 2),
+    }
+    print(json.dumps(measured, indent=1))
+
+
+if __name__ == "__main__":
+    main()

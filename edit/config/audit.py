@@ -1,0 +1,16 @@
+"""The section [audit]: a log of what was merged, which cannot be rewritten unseen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["AuditConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditConfig:
+    """The section [audit]: a log of what was merged, which cannot be rewritten unseen (docs/audit.md)."""
+
+    # Peers sign their contributions with the key of their certificate, and the coordinator keeps a signed log: who contributed
+    # what to each commit, what it counted for, and what came out. `edit-coordinator audit verify` checks it.
+    enabled: bool = False

@@ -1,0 +1,337 @@
+"""The entries of an audit log, and their verification by anybody who has a copy.
+
+An entry is one line of canonical JSON (`edit.trust.canonical`). Each has its `index`, the `root` of the tree of all entries
+before it (RFC 6962), its `kind` and the `time` (unix seconds) by the coordinator's clock.
+
+    genesis    the first one: the run, the log's public key, the configuration, the outer parameters' digest
+    config     the configuration is another one from here on
+    continued  the log goes on from this outer step: commits between were not logged, or were lost
+    commit     one outer step: what was contributed, with signatures, the verdicts, and the digests before and after it
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from edit.config.run import RunConfig
+from edit.errors import EditError
+from edit.trust.canonical import canonical, parse_canonical
+from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
+from edit.trust.merkle import MerkleTree, leaf_hash
+from edit.trust.signatures import is_signed
+from editpb.messages import ContributionHeader
+from editpb.signed_contributions import boxes_digest, config_digest, contribution_statement
+
+if TYPE_CHECKING:  # torch, which whoever verifies need not load
+    from edit.merging.injection import Injected
+    from edit.merging.outer_state import MergeRecord, Staged
+    from edit.records import PeerVerdict
+
+__all__ = ["LogFault", "LogVerifier", "Usage", "commit_entry", "config_entry", "continued_entry", "entry_line", "genesis_entry"]
+
+_Entry = dict[str, Any]
+PART = (
+    "fragment",
+    "rank",
+    "round_id",
+    "outer_step",
+    "attempt",
+    "inner_steps",
+    "tokens",
+    "codec",
+    "numel",
+    "bytes",
+    "boxes",  # "whole", or a hash: `editpb.signed_contributions.boxes_digest`
+    "payload",  # BLAKE3
+    "signature",
+)
+"""What the list of a shard has, in this order. Bytes are base64."""
+
+
+class LogFault(EditError):
+    """A log, or its signed head, does not hold together. The text names the entry."""
+
+    exit_code = 2
+
+
+# ---- writing -----------------------------------------------------------------------------------------------------------------
+
+
+def entry_line(tree: MerkleTree, time: float, entry: Mapping[str, object]) -> bytes:
+    """Return the next entry of a log as its line, without the line end. tree: of the entries so far."""
+    return canonical({"index": len(tree), "root": tree.root().hex(), "time": int(time), **entry})
+
+
+def genesis_entry(run_id: str, key: NoteKey, config: RunConfig, schema_hash: str, outer_step: int, digest: str) -> _Entry:
+    """Return the first entry of a log. outer_step, digest: of the outer parameters where it begins."""
+    where = {"outer_step": outer_step, "digest": digest, "schema_hash": schema_hash}
+    return {"kind": "genesis", "run_id": run_id, "key": key.text(), **_config(config), **where}
+
+
+def config_entry(config: RunConfig) -> _Entry:
+    """Return the entry of another configuration."""
+    return {"kind": "config", **_config(config)}
+
+
+def continued_entry(outer_step: int, digest: str) -> _Entry:
+    """Return the entry of a log that goes on elsewhere than after its last commit."""
+    return {"kind": "continued", "outer_step": outer_step, "digest": digest}
+
+
+def _config(config: RunConfig) -> _Entry:
+    return {"config": config.to_json(), "config_digest": config_digest(config)}
+
+
+def commit_entry(
+    *,
+    round_id: int,
+    outer_step: int,
+    reason: str,
+    digests: tuple[str, str],
+    config: str,
+    records: Sequence[MergeRecord],
+    staged: Mapping[int, Staged],
+    contributions: Mapping[int, Sequence[ContributionHeader]],
+    missing: Sequence[str] = (),
+    injected: Injected | None = None,
+) -> _Entry:
+    """Return the entry of a commit to `outer_step`.
+
+    Args:
+        digests: of the outer parameters before and after it.
+        config: `config_digest` of the run.
+        records, staged: what is committed of each fragment, and the update that is published of it.
+        contributions: the signed headers of all that was in hand, by fragment.
+        missing: peers that were awaited in vain.
+        injected: what of a run above came in with it.
+    """
+    headers = [header for i in sorted(contributions) for header in contributions[i]]
+    peers = sorted({header.peer_id for header in headers})
+    return {
+        "kind": "commit",
+        "round_id": round_id,
+        "outer_step": outer_step,
+        "reason": reason,
+        "before": digests[0],
+        "after": digests[1],
+        "config_digest": config,
+        "missing": sorted(missing),
+        "injected": injected.to_json() if injected is not None else None,
+        "fragments": [_fragment(record, staged[record.fragment_id]) for record in records],
+        "contributions": {
+            peer: _of_peer([header for header in headers if header.peer_id == peer]) for peer in peers
+        },
+    }  # fmt: skip
+
+
+def _fragment(record: MergeRecord, staged: Staged) -> _Entry:
+    return {
+        "fragment": record.fragment_id,
+        "merged_norm": float(record.merged_norm),
+        "clip": float(record.clip),
+        "merged": blake3(record.payload.data).hexdigest() if record.payload is not None else None,
+        "update": blake3(staged.payload.data).hexdigest() if staged.payload is not None else None,
+        "verdicts": {one.peer_id: _verdict(one) for one in record.verdicts},
+    }
+
+
+def _verdict(one: PeerVerdict) -> list[object]:
+    return [one.verdict.value, float(one.norm), float(one.weight), one.staleness]
+
+
+def _of_peer(headers: Sequence[ContributionHeader]) -> _Entry:
+    return {"key": _text(headers[0].public_key), "parts": [_part(header) for header in headers]}
+
+
+def _part(header: ContributionHeader) -> list[object]:
+    """Return what PART names, of one shard of a fragment."""
+    return [
+        header.fragment_id,
+        header.rank,
+        header.round_id,
+        header.outer_step,
+        header.attempt,
+        header.inner_steps,
+        header.tokens,
+        header.codec,
+        header.numel,
+        header.total_bytes,
+        boxes_digest(header),
+        _text(header.payload_blake3),
+        _text(header.signature),
+    ]
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+# ---- verifying ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the log says of one peer."""
+
+    outer_steps: int = 0  # in which something of it counted
+    tokens: int = 0  # that it said were behind these, once for each
+    share: float = 0.0  # the sum of its weights, each fragment counting alike, over all commits
+    missing: int = 0  # commits that waited for it in vain
+    verdicts: Counter[str] = field(default_factory=Counter)  # by verdict: fragments
+
+
+class LogVerifier:
+    """Verifies a log entry by entry, in order.
+
+    Args:
+        key: the log's public key, from somebody who is trusted with it; None: what the log itself says, which shows damage but
+            not that this is the log of the run.
+        signatures: verify the signatures of contributions, too, which takes nearly all of the time.
+    """
+
+    def __init__(self, key: NoteKey | None = None, *, signatures: bool = True) -> None:
+        self.key, self._signatures = key, signatures
+        self.tree = MerkleTree()
+        self.run_id, self.outer_step, self.digest, self.commits, self.verified = "", 0, "", 0, 0
+        self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
+        self.usage: dict[str, Usage] = {}
+        self._config = self._schema_hash = ""
+        self._merged: dict[tuple[str, int, int], int] = {}  # peer, fragment, rank -> the round of what was merged last
+
+    def take(self, line: bytes) -> _Entry:
+        """Verify the next line, without its line end, and return the entry. Raises LogFault."""
+        index = len(self.tree)
+        try:
+            entry = parse_canonical(line)
+            if not isinstance(entry, dict) or entry["index"] != index:
+                raise ValueError(f"is not number {index}")
+            if entry["root"] != self.tree.root().hex():
+                raise LogFault(f"entry {index - 1} was changed, or one before it, or what entry {index} says of them")
+            if (entry["kind"] == "genesis") != (index == 0):
+                raise ValueError("the first entry is a log's genesis, and no other is")
+            match entry["kind"]:
+                case "genesis":
+                    self._genesis(entry)
+                case "config":
+                    self._take_config(entry)
+                case "continued":
+                    self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
+                    self.continued.append(self.outer_step)
+                case "commit":
+                    self._commit(entry)
+                case kind:
+                    raise ValueError(f"is of an unknown kind {kind!r}; a later version wrote it")
+        except LogFault:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            said = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise LogFault(f"entry {index}: {said}") from error
+        self.tree.append(leaf_hash(line))
+        return entry
+
+    def check_head(self, note: str | bytes) -> int:
+        """Check the signed head of this log; return for how many entries it stands. Raises LogFault.
+
+        Entries behind it are those of a coordinator that was killed before it signed; they are not signed for.
+        """
+        if self.key is None:
+            raise LogFault("the log is empty")
+        try:
+            text, _ = open_note(note, [self.key])
+            head = parse_checkpoint(text)
+        except ValueError as error:
+            raise LogFault(f"the signed head: {error}") from error
+        if head.origin != self.key.name:
+            raise LogFault(f"the signed head is of {head.origin}, not of {self.key.name}")
+        if head.size > len(self.tree):
+            raise LogFault(f"the signed head says {head.size} entries, the log has {len(self.tree)}: entries were removed")
+        if head.root != self.tree.root(head.size):
+            raise LogFault(
+                f"entry {head.size - 1} was changed, or the head: it is signed for others than these {head.size} entries"
+            )
+        return head.size
+
+    def _genesis(self, entry: _Entry) -> None:
+        said = NoteKey.parse(entry["key"])
+        if self.key is not None and said != self.key:
+            raise LogFault(f"entry 0: the log says that its key is {said.text()}, the given one is {self.key.text()}")
+        self.key, self.run_id, self._schema_hash = said, str(entry["run_id"]), str(entry["schema_hash"])
+        self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
+        self._take_config(entry)
+
+    def _take_config(self, entry: _Entry) -> None:
+        self._config = str(entry["config_digest"])
+        if hashlib.sha256(str(entry["config"]).encode()).hexdigest() != self._config:
+            raise ValueError("config_digest is not that of the configuration")
+
+    def _commit(self, entry: _Entry) -> None:
+        if entry["outer_step"] != self.outer_step + 1 or entry["before"] != self.digest:
+            raise ValueError(f"leads from elsewhere than outer step {self.outer_step}, digest {self.digest[:12]}")
+        if entry["config_digest"] != self._config:
+            raise ValueError("was made under another configuration than the log's")
+        self.outer_step, self.digest = entry["outer_step"], str(entry["after"])
+        self.commits += 1
+        parts: dict[int, set[str]] = {}
+        for peer, given in entry["contributions"].items():
+            key = base64.b64decode(given["key"], validate=True)
+            for values in given["parts"]:
+                part = dict(zip(PART, values, strict=True))
+                self._check_part(entry["round_id"], peer, key, part)
+                parts.setdefault(part["fragment"], set()).add(peer)
+        for fragment in entry["fragments"]:
+            if set(fragment["verdicts"]) != parts.get(fragment["fragment"], set()):
+                raise ValueError(f"fragment {fragment['fragment']}: the verdicts are not of those who contributed")
+        self._count(entry)
+
+    def _check_part(self, round_id: int, peer: str, key: bytes, part: _Entry) -> None:
+        where = f"the contribution of {peer} to fragment {part['fragment']}, rank {part['rank']}"
+        place = peer, part["fragment"], part["rank"]
+        if not self._merged.get(place, -1) < part["round_id"] <= round_id:
+            raise ValueError(f"{where}: round {part['round_id']} was merged before, or is none yet")
+        self._merged[place] = part["round_id"]
+        if not self._signatures:
+            return
+        header = ContributionHeader(
+            run_id=self.run_id,
+            round_id=part["round_id"],
+            outer_step=part["outer_step"],
+            peer_id=peer,
+            fragment_id=part["fragment"],
+            schema_hash=self._schema_hash,
+            inner_steps=part["inner_steps"],
+            tokens=part["tokens"],
+            codec=part["codec"],
+            numel=part["numel"],
+            total_bytes=part["bytes"],
+            rank=part["rank"],
+            attempt=part["attempt"],
+            payload_blake3=base64.b64decode(part["payload"], validate=True),
+            public_key=key,
+        )
+        signature = base64.b64decode(part["signature"], validate=True)
+        if not is_signed(key, signature, contribution_statement(header, self._config, part["boxes"])):
+            raise ValueError(f"{where}: its signature is not of what the log says")
+        self.verified += 1
+
+    def _count(self, entry: _Entry) -> None:
+        fragments = entry["fragments"]
+        for peer in entry["missing"]:
+            self.usage.setdefault(peer, Usage()).missing += 1
+        for peer, given in entry["contributions"].items():
+            usage = self.usage.setdefault(peer, Usage())
+            share = 0.0
+            for fragment in fragments:
+                if (verdict := fragment["verdicts"].get(peer)) is not None:
+                    usage.verdicts[verdict[0]] += 1
+                    share += float.fromhex(verdict[2])
+            if share > 0:
+                usage.outer_steps += 1
+                usage.share += share / len(fragments)
+                usage.tokens += max(part[PART.index("tokens")] for part in given["parts"])

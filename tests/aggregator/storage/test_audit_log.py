@@ -1,0 +1,273 @@
+"""The audit log on disk: whatever moment the process is killed at, log and journal say the same after the next start."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+
+from aggregator.storage import checkpoint
+from aggregator.storage.audit_log import AuditLog
+from aggregator.storage.journal import Disk, replay_segments
+from aggregator.storage.store import Store
+from edit.config.audit import AuditConfig
+from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig
+from edit.errors import ConfigError, StorageError
+from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
+from edit.merging.merge import Measured, measure
+from edit.merging.outer_state import OuterState
+from editpb.audit_log import LogVerifier
+from editpb.messages import ContributionHeader
+from editpb.signed_contributions import ContributionSigner
+from tests.support.encoded import encode
+from tests.support.keys import member_key
+
+SCHEMA = Schema(
+    tuple(
+        FragmentSpec(fragment_id=i, name=f"layer{i}", tensors=(TensorSpec(name=f"layer{i}.weight", shape=(n,)),))
+        for i, n in enumerate((5, 70))
+    )
+)
+CONFIG = RunConfig(
+    outer=OuterConfig(optimizer="nesterov"),
+    codec=CodecConfig(up="fp32", down="int8"),
+    storage=StorageConfig(checkpoint_every=100),
+    audit=AuditConfig(enabled=True),
+)
+SIGN = ContributionSigner(member_key(), CONFIG)
+
+
+class Killed(BaseException):
+    """The process ends here: nothing after it is run."""
+
+
+class MortalDisk:
+    """Kills the process at a write or an fsync: before it, in the middle of it, or after it."""
+
+    def __init__(self, calls: int, how: str) -> None:
+        self.left, self.how = calls, how
+
+    def _dies(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        if not self._dies():
+            return os.write(descriptor, data)
+        if self.how != "before":
+            os.write(descriptor, data[: len(data) // 2] if self.how == "middle" else data)
+        raise Killed
+
+    def fsync(self, descriptor: int) -> None:
+        dies = self._dies()
+        if not dies or self.how == "after":
+            os.fsync(descriptor)
+        if dies:
+            raise Killed
+
+
+def opened(folder: Path, disk: Disk | None = None, config: RunConfig = CONFIG) -> Store:
+    audit = AuditLog.open(folder, "run", config, lambda: 1.7e9, disk)
+    return Store(folder / "outer", config, "run", disk, audit=audit)
+
+
+def founded(store: Store) -> OuterState:
+    generator = torch.Generator().manual_seed(0)
+    outer = OuterState(SCHEMA, CONFIG, [torch.randn(f.numel, generator=generator) for f in SCHEMA.fragments])
+    store.found(outer)
+    return outer
+
+
+def append(store: Store, outer: OuterState, round_id: int) -> None:
+    """What the round runner does with one round."""
+    assert store.audit is not None
+    generator = torch.Generator().manual_seed(round_id)
+    records, signed = [], {}
+    for fragment in SCHEMA.fragments:
+        payload = encode("fp32", 0.1 * torch.randn(fragment.numel, generator=generator))
+        records.append(outer.record(outer.reduce(fragment.fragment_id, [Measured("a", 2, 10, measure(payload), payload)])))
+        store.begin_fragment(round_id, records[-1]).result()
+        header = ContributionHeader(
+            run_id="run",
+            round_id=round_id,
+            outer_step=outer.outer_step,
+            peer_id="a",
+            fragment_id=fragment.fragment_id,
+            schema_hash=SCHEMA.schema_hash,
+            inner_steps=2,
+            tokens=10,
+            codec="fp32",
+            numel=fragment.numel,
+            total_bytes=4 * fragment.numel,
+        )
+        signed[fragment.fragment_id] = (SIGN(header, memoryview(payload.data)),)
+    staged = outer.stage_all(records, None, {})
+    step = outer.outer_step + 1
+    entry = store.audit.commit(
+        outer, records, staged, signed, round_id=round_id, outer_step=step, reason="all in", missing=(), injected=None
+    )
+    store.append_commit(round_id, step, "all in", 10, base=outer.digest, audit=entry)
+    updates = {i: blake3(one.payload.data).hexdigest() for i, one in staged.items() if one.payload is not None}
+    commit = outer.commit(round_id, "all in", records, None, staged)
+    assert {f.fragment_id: blake3(f.payload.data).hexdigest() for f in commit.fragments if f.payload} == updates
+    store.applied(commit)
+
+
+def log_of(folder: Path) -> tuple[LogVerifier, list[tuple[int, str]]]:
+    """The verified log, and its commits: outer step, and the line."""
+    log, commits = LogVerifier(), []
+    for line in (folder / "audit-log.jsonl").read_bytes().splitlines():
+        if (entry := log.take(line))["kind"] == "commit":
+            commits.append((entry["outer_step"], line.decode()))
+    assert log.check_head((folder / "audit-log.head").read_bytes()) == len(log.tree)
+    return log, commits
+
+
+def journal_of(folder: Path) -> list[tuple[int, str]]:
+    return [(each.outer_step, each.audit) for each in replay_segments(checkpoint.segments(folder / "outer"), 0)]
+
+
+@pytest.mark.parametrize("how", ["before", "middle", "after"])
+def test_killed_at_any_write_the_log_is_the_journal_after_the_next_start(tmp_path: Path, how: str) -> None:
+    died = 0
+    for calls in range(100):
+        folder = tmp_path / str(calls)
+        folder.mkdir()
+        store = opened(folder)
+        outer = founded(store)
+        append(store, outer, 1)
+        store.close()
+        mortal = MortalDisk(calls, how)
+        dying = opened(folder, Disk(write=mortal.write, fsync=mortal.fsync))
+        killed = False
+        try:
+            recovered = dying.recover()
+            assert recovered is not None
+            append(dying, recovered, 2)
+            append(dying, recovered, 3)
+        except Killed:
+            killed = True
+        dying.close()
+
+        again = opened(folder)
+        found = again.recover()
+        assert found is not None
+        log, commits = log_of(folder)
+        assert commits == journal_of(folder) and len(commits) == found.outer_step >= 1
+        assert (log.outer_step, log.digest, log.continued) == (found.outer_step, found.digest, [])
+        append(again, found, 4)
+        assert log_of(folder)[0].outer_step == found.outer_step
+        again.close()
+        if not killed:
+            break
+        died += 1
+    assert died > 8 and not killed
+
+
+def test_while_the_log_cannot_be_written_nothing_further_commits_and_nothing_is_lost(tmp_path: Path) -> None:
+    full = False
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+    store = Store(
+        tmp_path / "outer", CONFIG, "run", audit=AuditLog.open(tmp_path, "run", CONFIG, lambda: 0.0, Disk(write=write))
+    )
+    outer = founded(store)
+    full = True
+    append(store, outer, 1)  # it is journalled, and the log lacks it
+    before = outer.digest
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"audit-log\.jsonl: cannot be written"):
+            append(store, outer, 2)
+    with pytest.raises(StorageError, match=r"audit-log\.jsonl"):
+        store.checkpoint(outer)  # the journal that has the entry stays
+    assert (outer.outer_step, outer.digest) == (1, before)
+    full = False
+    append(store, outer, 3)
+    assert log_of(tmp_path)[1] == journal_of(tmp_path) and log_of(tmp_path)[0].commits == 2
+    store.close()
+
+
+def a_run(folder: Path) -> OuterState:
+    store = opened(folder)
+    outer = founded(store)
+    for round_id in range(1, 4):
+        append(store, outer, round_id)
+    store.checkpoint(outer)
+    store.close()
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda text: text[: text.rindex(b"\n", 0, -1) + 1], "has 3 of the 4 entries of audit-log.head"),
+        (lambda text: text.replace(b'"reason":"all in"', b'"reason":"all On"', 1), "is not what audit-log.head is signed for"),
+        (lambda text: text.replace(b'"reason":"all in"', b'"reason": "all in"', 1), "entry 1 is damaged"),
+        (lambda text: b"", "has 0 of the 4 entries"),
+    ],
+)
+def test_a_log_that_was_changed_while_nobody_looked_stops_the_start(
+    tmp_path: Path, damage: Callable[[bytes], bytes], why: str
+) -> None:
+    a_run(tmp_path)
+    path = tmp_path / "audit-log.jsonl"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(StorageError, match=why):
+        opened(tmp_path).recover()
+
+
+def test_a_log_whose_key_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    (tmp_path / "log.key").unlink()
+    with pytest.raises(ConfigError, match=r"log\.key: is missing"):
+        opened(tmp_path)
+
+
+def test_another_configuration_and_commits_without_a_log_are_seen_in_it(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    changed = replace(CONFIG, storage=replace(CONFIG.storage, checkpoint_every=7))
+    unlogged = Store(tmp_path / "outer", CONFIG, "run")
+    outer = unlogged.recover()
+    assert outer is not None
+    record = [outer.record(outer.reduce(i, [])) for i in range(2)]
+    for one in record:
+        unlogged.begin_fragment(9, one).result()
+    unlogged.append_commit(9, 4, "without a log", base=outer.digest)
+    unlogged.applied(outer.commit(9, "without a log", record))
+    unlogged.close()
+    again = opened(tmp_path, config=changed)
+    assert again.recover() is not None
+    again.close()
+    log, commits = log_of(tmp_path)
+    assert (log.outer_step, log.continued, len(commits)) == (4, [4], 3)
+    assert b'"kind":"config"' in (tmp_path / "audit-log.jsonl").read_bytes()
+
+
+def test_the_log_changes_nothing_of_the_parameters_or_of_the_journals_fragments(tmp_path: Path) -> None:
+    (tmp_path / "with").mkdir()
+    with_log = a_run(tmp_path / "with")
+    plain = Store(tmp_path / "outer", CONFIG, "run")
+    outer = founded(plain)
+    for round_id in range(1, 4):
+        generator = torch.Generator().manual_seed(round_id)
+        records = []
+        for fragment in SCHEMA.fragments:
+            payload = encode("fp32", 0.1 * torch.randn(fragment.numel, generator=generator))
+            records.append(outer.record(outer.reduce(fragment.fragment_id, [Measured("a", 2, 10, measure(payload), payload)])))
+            plain.begin_fragment(round_id, records[-1]).result()
+        plain.append_commit(round_id, outer.outer_step + 1, "all in", 10, base=outer.digest)
+        plain.applied(outer.commit(round_id, "all in", records))
+    plain.close()
+    assert with_log.digest == outer.digest
+    states = [{name: tensor.numpy().tobytes() for name, tensor in each.to_tensors().items()} for each in (outer, with_log)]
+    assert states[0] == states[1]
