@@ -30,7 +30,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,23 +218,29 @@ class Relay:
         if self._listener is not None:
             self._listener.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], sock: socket.socket | None = None) -> None:
+        """Run this, and close the socket then: also when it is cancelled before it has begun."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if sock is not None:
+            task.add_done_callback(lambda _: sock.close())
 
     # -- a connection ------------------------------------------------------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
+            await _readable(listener)  # rather than `sock_accept`, which loses a connection when it is cancelled as one comes
             try:
-                sock, address = await loop.sock_accept(listener)
+                sock, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # who called has left
+                continue
             except OSError as error:  # no file is free: others end soon
                 _log.warning("no connection can be taken now: %s", error)
                 await asyncio.sleep(1.0)
                 continue
-            self._spawn(self._take(sock, str(address[0])))
+            sock.setblocking(False)
+            self._spawn(self._take(sock, str(address[0])), sock)
 
     async def _take(self, sock: socket.socket, address: str) -> None:
         try:
@@ -254,9 +260,6 @@ class Relay:
             _log.debug("%s: %s", address, error)
         except (OSError, TimeoutError, EOFError, ValueError) as error:
             _log.debug("%s: %s %s", address, type(error).__name__, error)
-        finally:
-            with suppress(OSError):
-                sock.close()
 
     @contextmanager
     def _is_undecided(self, address: str) -> Iterator[None]:
@@ -345,7 +348,11 @@ class Relay:
 
     async def _dialled_back(self, sock: socket.socket) -> None:
         reader, writer = await _opened(sock)
-        token = (await reader.readexactly(len(BACK) + TOKEN_BYTES))[len(BACK) :]  # it is there: see `_first`
+        try:
+            token = (await reader.readexactly(len(BACK) + TOKEN_BYTES))[len(BACK) :]  # it is there: see `_first`
+        except BaseException:
+            writer.transport.abort()
+            raise
         waiting = self._awaited.get(token)
         if waiting is None or waiting.done():
             writer.transport.abort()

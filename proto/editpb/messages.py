@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Box, Shard
-from edit.merging.injection import Injected
 from edit.records import FragmentCommit
+
+if TYPE_CHECKING:  # torch, which commands that only read records need not load
+    from edit.merging.injection import Injected
 
 __all__ = [
     "PROTOCOL",

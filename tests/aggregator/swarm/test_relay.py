@@ -7,7 +7,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,23 @@ def test_members_come_back_to_a_relay_that_was_started_again(tmp_path: Path) -> 
             for peer_id in "ab":
                 await swarm.stop(peer_id)
             await again.close()
+
+    scenario(tmp_path, body)
+
+
+@pytest.mark.parametrize("passes", range(6))
+def test_a_relay_that_ends_as_somebody_calls_leaves_no_connection_open(tmp_path: Path, passes: int) -> None:
+    """At each point between the call and its first word. A socket that is left over warns, and a warning fails the test."""
+
+    async def body(swarm: Hosts, one: Relay) -> None:
+        host, _, port = one.listen.rpartition(":")
+        with socket.create_connection((host, int(port))) as caller:
+            for _ in range(passes):
+                await asyncio.sleep(0.0)
+            await one.close()
+            caller.settimeout(10.0)
+            with suppress(ConnectionResetError):  # it was not accepted yet
+                assert caller.recv(1) == b""
 
     scenario(tmp_path, body)
 
