@@ -475,8 +475,7 @@ def export(
     if form not in writers:
         raise ConfigError(f"--format {form}: must be {' or '.join(writers)}")
     exported = writers[form]([StateFolder(path) for path in state or [Path("edit-run")]], out, averaged=averaged)
-    what = f", their average ({exported.average})" if exported.average else ""
-    typer.echo(f"{out}: outer step {exported.shown}{what}, digest {exported.digest[:12]}")
+    typer.echo(f"{out}: {exported.told}")
 
 
 def main() -> None:

@@ -19,13 +19,24 @@ from torch import Tensor
 
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
+from edit.config.run import RunConfig
 from edit.durable_files import write_atomic_with
 from edit.errors import ConfigError
 from edit.fragments.digest import combine
 from edit.integrations import huggingface as hf
 from edit.merging.outer_state import OuterState
 
-__all__ = ["Exported", "export_parameters", "export_pretrained"]
+__all__ = ["Committed", "Exported", "export_parameters", "export_pretrained", "write_parameters", "write_pretrained"]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a run has committed, of all its shares or parts, in their order."""
+
+    run_id: str
+    config: RunConfig
+    outers: tuple[OuterState, ...]
+    counted: str = "outer step"  # what their outer steps count; with gossip settlings
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +44,25 @@ class Exported:
     """What was written."""
 
     run_id: str
-    outer_steps: tuple[int, ...]  # by aggregator, each at its last committed one
+    outer_steps: tuple[int, ...]  # by aggregator, or part of a swarm, each at its last committed one
     digest: str  # of the whole model's outer parameters, of now also where their average was written
     average: str = ""  # which one was written; "": none, the outer parameters of now
+    counted: str = "outer step"
 
     def origin(self) -> dict[str, str]:
         """Return what the export says of its origin."""
         averaged = {"average": self.average} if self.average else {}
-        return {"run_id": self.run_id, "outer_step": self.shown, "digest": self.digest, **averaged}
+        return {"run_id": self.run_id, self.counted.replace(" ", "_"): self.shown, "digest": self.digest, **averaged}
+
+    @property
+    def told(self) -> str:
+        """What it is, for people."""
+        average = f", their average ({self.average})" if self.average else ""
+        return f"{self.counted} {self.shown}{average}, digest {self.digest[:12]}"
 
     @property
     def shown(self) -> str:
-        """`40`, or `40, 38` where the aggregators are not at the same outer step."""
+        """`40`, or `40, 38` where not all are at the same outer step."""
         return ", ".join(map(str, self.outer_steps if len(set(self.outer_steps)) > 1 else self.outer_steps[:1]))
 
 
@@ -57,7 +75,12 @@ def export_parameters(folders: Sequence[StateFolder], out: Path, *, averaged: bo
 
     Raises ConfigError (also for folders of other runs, when one is missing, and where no average is kept), StorageError.
     """
-    named, exported = _load(folders, averaged=averaged)
+    return write_parameters(_of_coordinator(folders), out, averaged=averaged)
+
+
+def write_parameters(run: Committed, out: Path, *, averaged: bool = False) -> Exported:
+    """As `export_parameters`."""
+    named, exported = _named_of(run, averaged=averaged)
     write_atomic_with(out, lambda temporary: save_file(named, temporary, exported.origin()), failures=(SafetensorError,))
     return exported
 
@@ -70,14 +93,19 @@ def export_pretrained(folders: Sequence[StateFolder], out: Path, *, averaged: bo
 
     Raises ConfigError (also for another kind of model, and when `out` is not empty), StorageError.
     """
-    named, exported = _load(folders, averaged=averaged)
+    return write_pretrained(_of_coordinator(folders), out, averaged=averaged)
+
+
+def write_pretrained(run: Committed, out: Path, *, averaged: bool = False) -> Exported:
+    """As `export_pretrained`."""
+    named, exported = _named_of(run, averaged=averaged)
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"--out {out}: exists and is not an empty folder; give a new one")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        hf.save(folders[0].config().model, named, temporary)
+        hf.save(run.config.model, named, temporary)
         (temporary / "run.json").write_text(json.dumps(exported.origin(), indent=1), encoding="utf-8")
         temporary.replace(out)
     except OSError as error:
@@ -87,13 +115,16 @@ def export_pretrained(folders: Sequence[StateFolder], out: Path, *, averaged: bo
     return exported
 
 
-def _load(folders: Sequence[StateFolder], *, averaged: bool) -> tuple[dict[str, Tensor], Exported]:
+def _of_coordinator(folders: Sequence[StateFolder]) -> Committed:
     ordered = _of_one_run(folders)
-    outers = [load_outer(folder) for folder in ordered]
-    named = {name: tensor for outer in outers for name, tensor in _named(outer, averaged=averaged).items()}
-    digest = combine(one for outer in outers for one in outer.fragment_hashes)
-    average = outers[0].config.average.shown if averaged else ""
-    return named, Exported(ordered[0].run_id, tuple(outer.outer_step for outer in outers), digest, average)
+    return Committed(ordered[0].run_id, ordered[0].config(), tuple(load_outer(folder) for folder in ordered))
+
+
+def _named_of(run: Committed, *, averaged: bool) -> tuple[dict[str, Tensor], Exported]:
+    named = {name: tensor for outer in run.outers for name, tensor in _named(outer, averaged=averaged).items()}
+    digest = combine(one for outer in run.outers for one in outer.fragment_hashes)
+    average = run.config.average.shown if averaged else ""
+    return named, Exported(run.run_id, tuple(outer.outer_step for outer in run.outers), digest, average, run.counted)
 
 
 def _of_one_run(folders: Sequence[StateFolder]) -> list[StateFolder]:

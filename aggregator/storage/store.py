@@ -35,7 +35,7 @@ from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import MOST_TOKENS, Commit
 
-__all__ = ["Store", "load_outer"]
+__all__ = ["Store", "load_outer", "read_outer"]
 
 _log = logging.getLogger(__name__)
 Restore = Callable[[Schema, RunConfig, Mapping[str, Tensor], Mapping[str, Any]], OuterState]
@@ -289,12 +289,20 @@ class Store:
 
 def load_outer(folder: StateFolder) -> OuterState:
     """Read the outer state of the last commit; change nothing. Raises ConfigError when the run has none yet, StorageError."""
-    config = folder.config()
-    plugins.admit(config, plugins.pinned(config), AGREED)
-    loaded = _load(folder.outer, config, folder.run_id, tidy=False)
-    if loaded is None:
+    found = read_outer(folder.outer, folder.config(), folder.run_id)
+    if found is None:
         raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
-    return loaded.outer
+    return found
+
+
+def read_outer(path: Path, config: RunConfig, run_id: str) -> OuterState | None:
+    """Read the outer state of the last commit in the folder of a store, None in a new one; change nothing.
+
+    Another process may write there meanwhile. Raises ConfigError, StorageError.
+    """
+    plugins.admit(config, plugins.pinned(config), AGREED)
+    loaded = _load(path, config, run_id, tidy=False)
+    return loaded.outer if loaded is not None else None
 
 
 class _Loaded(NamedTuple):

@@ -20,6 +20,7 @@ other members (a `Source` is given), clocks, the event loop, peers that train.
     founding.py       the first member's folder, from files
     admission.py      invitations, enrolment, and asking for the run's settings
     process.py        that process: `python -m aggregator.swarm FOLDER`
+    held.py           what a member holds of the model, read from its folder, for `export`
     standing.py       what hosts say of themselves, and what several say together, in words
     operate.py        what an operator does from a member's folder: status, orders, leaving, recovery
     metrics.py        /metrics of a host: the council, and the rounds of the parts that it owns

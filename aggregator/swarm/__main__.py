@@ -19,6 +19,7 @@ _VERBS = (
         "status",
         "watch",
         "report",
+        "export",
         "web",
         "evict",
         "pause",

@@ -132,6 +132,24 @@ def report(
 
 
 @app.command()
+def export(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write; with --format hf, the folder.")],
+    form: Annotated[str, typer.Option("--format", help="safetensors, or hf: a folder for from_pretrained.")] = "safetensors",
+    averaged: Annotated[bool, typer.Option("--averaged", help="Write the average that [average] keeps.")] = False,
+) -> None:
+    """Write the outer parameters that this member holds to a file, also while its host runs."""
+    from aggregator.export import write_parameters, write_pretrained
+    from aggregator.swarm.held import committed
+
+    writers = {"safetensors": write_parameters, "hf": write_pretrained}
+    if form not in writers:
+        raise ConfigError(f"--format {form}: must be {' or '.join(writers)}")
+    exported = writers[form](committed(folder), out, averaged=averaged)
+    typer.echo(f"{out}: {exported.told}")
+
+
+@app.command()
 def web(
     folder: Folder,
     listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",

@@ -285,6 +285,28 @@ def report(
 
 
 @app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write; with --format hf, the folder.")],
+    home: HomeOption = Path("edit-peer"),
+    form: Annotated[
+        str,
+        typer.Option("--format", help="safetensors: one file; hf: a folder for from_pretrained, of an hf: model."),
+    ] = "safetensors",
+    averaged: Annotated[
+        bool,
+        typer.Option("--averaged", help="Write the average that the run keeps by its section [average]."),
+    ] = False,
+) -> None:
+    """Write the outer parameters that this member holds to a file, also while it trains, or after the end.
+
+    With gossip these are the parameters that all settled on last.
+
+    Example: edit-peer swarm export --home a --out model.safetensors
+    """
+    _operate("export", home, "--out", out, "--format", form, *(["--averaged"] if averaged else []))
+
+
+@app.command()
 def web(
     home: HomeOption = Path("edit-peer"),
     listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import aggregator.swarm.commands
 import peers.cli
@@ -22,6 +25,7 @@ from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.replication import PartReplica
 from edit.config.run import RunConfig
 from edit.council.record import Phase, Record
+from edit.errors import ConfigError
 from edit.fragments.digest import digest
 from edit.lab.council.replicated import same
 from edit.lab.run_toml import to_toml
@@ -138,6 +142,24 @@ def test_three_commands_train_and_one_of_them_is_killed(tmp_path: Path) -> None:
             one, other = (replica.snapshot() for replica in members.states(part, "a", "c"))
             assert one.metadata["outer_step"] == 30 and same(one, other)
         assert any(one.metadata["digest"][:12] in line for line in a.lines)
+        held, at_c = exported(tmp_path, "a"), exported(tmp_path, "c")
+        assert held.keys() == at_c.keys() and all(torch.equal(held[name], at_c[name]) for name in held)
+        assert exported(tmp_path, "a", "outer step 30, digest ").keys() == held.keys()
+        with pytest.raises(ConfigError, match=r"^average\.kind = 'none': keeps no average"):
+            exported(tmp_path, "a", "", "--averaged")
+        (tmp_path / "c" / "part-1").rename(tmp_path / "c" / "part-9")
+        with pytest.raises(ConfigError, match="has not received part 1 of the model yet"):
+            exported(tmp_path, "c")
+
+
+def exported(path: Path, member: str, said: str = "", *options: str) -> dict[str, torch.Tensor]:
+    """What `export` writes of a member's folder, by tensor name. said: how it says which model it is."""
+    out = path / f"{member}.safetensors"
+    done = CliRunner().invoke(aggregator.swarm.commands.app, ["export", str(path / member), "--out", str(out), *options])
+    if done.exception is not None:
+        raise done.exception
+    assert done.stdout.startswith(f"{out}: {said}")
+    return load_file(out)
 
 
 def test_two_members_gossip_to_the_end_and_settle_on_one_model(tmp_path: Path) -> None:
@@ -154,6 +176,7 @@ def test_two_members_gossip_to_the_end_and_settle_on_one_model(tmp_path: Path) -
         assert settled.metadata["outer_step"] == 2 and same(settled, other)
         assert members.record("a").phase is members.record("b").phase is Phase.FINISHED
         assert all(settled.metadata["digest"][:12] in each.last("the run has finished at") for each in (a, b))
+        assert exported(tmp_path, "b", f"settling 2, digest {settled.metadata['digest'][:12]}")
 
 
 def test_a_founder_that_was_killed_goes_on_with_the_same_command_and_so_do_all(tmp_path: Path) -> None:
