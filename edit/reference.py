@@ -30,6 +30,7 @@ __all__ = [
     "gossip_pairs",
     "heloco",
     "integers",
+    "masked_integers",
     "multi_krum",
     "nearest_neighbour_mixing",
     "nesterov",
@@ -508,6 +509,19 @@ def integers(x: Tensor, bits: int, block: int) -> Tensor:
         scale = part.abs().max() / largest
         parts.append((part / scale).round() * scale)
     return torch.cat(parts)
+
+
+def masked_integers(u: Tensor, merged: Tensor, weight: float, bits: int, peers: int, block: int = 256) -> Tensor:
+    """A masked sum's q = clamp(round(w u / s), -L, L), s a power of two from the same block of the last merged vector."""
+    limit = (2 ** (bits - 1) - 1) // peers
+    kappa = 6 if bits == 8 else 32
+    floor = 2**-6 * math.sqrt(sum(x * x for x in merged.tolist()) / len(merged))
+    found = []
+    for part, before in zip(_parts(u, block), _parts(merged, block), strict=True):
+        rms = math.sqrt(sum(x * x for x in before.tolist()) / len(before))
+        s = 2.0 ** math.ceil(math.log2(kappa * max(rms, floor) / limit))
+        found += [max(-limit, min(limit, round(weight * x / s))) for x in part.tolist()]
+    return torch.tensor(found)
 
 
 def e3m0(x: Tensor, block: int) -> Tensor:
