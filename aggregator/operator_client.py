@@ -15,7 +15,6 @@ import grpc
 from cryptography import x509
 
 from aggregator.storage.state_folder import StateFolder
-from aggregator.whole_hub import HubWatch
 from edit.durable_files import read_private
 from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb import control_pb2 as pb
@@ -25,6 +24,7 @@ from editpb.status_messages import status_from_pb
 from editpb.transport.channel_options import channel_options
 from editpb.transport.status import from_status, handshake_refusal
 from editpb.transport.watch import watch
+from editpb.transport.whole_hub import HubWatch
 from editpb.validity import Notice, Validity
 
 __all__ = [
@@ -159,11 +159,11 @@ async def watch_run(folder: StateFolder, every_s: float = 1.0) -> AsyncGenerator
             async for status in statuses:
                 yield status
 
-    further = [
+    further = tuple(
         partial(told, partial(_connect_further, folder, address), f"aggregator {number} ({address})")
         for number, address in enumerate(folder.config().aggregators.addresses, start=1)
-    ]
-    watching = HubWatch(partial(told, partial(connect, folder), f"{folder.path}: the coordinator"), further)
+    )
+    watching = HubWatch(partial(told, partial(connect, folder), f"{folder.path}: the coordinator"), lambda status: further)
     async with aclosing(watching.statuses()) as statuses:
         async for status in statuses:
             yield status

@@ -16,13 +16,13 @@ from aggregator.metrics import file_names
 from aggregator.operator_client import call_every, read_status
 from aggregator.run_feed import MemberChanged, PeerReported
 from aggregator.storage.state_folder import StateFolder
-from aggregator.whole_hub import whole_hub
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, TransportError
 from edit.plain_text import parse_json
 from edit.view.overlaid import MOST_BESIDE
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import KEPT_EVENTS, KEPT_ROUNDS, MemberStatus, RoundReport, RunStatus
+from editpb.transport.whole_hub import whole_hub
 
 __all__ = ["PAST_BYTES", "Past", "runs_beside", "whole_status"]
 

@@ -1,4 +1,4 @@
-"""What `status` and `watch` ask of the coordinator, with the certificate of any member: an observer, an operator, a peer."""
+"""What `status`, `watch` and the page ask of all aggregators, with the certificate of any member, also of one that only looks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
+from functools import partial
 
 import grpc
 
@@ -16,6 +17,7 @@ from editpb import control_pb2_grpc
 from editpb.run_status import RunStatus
 from editpb.transport.channel_options import channel_options
 from editpb.transport.watch import watch
+from editpb.transport.whole_hub import HubWatch, Statuses, further_aggregators
 from peers.carriers.hub.channels import Channels
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
@@ -24,7 +26,7 @@ __all__ = ["read_status", "statuses"]
 
 
 async def statuses(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
-    """Yield how the run stands, as `editpb.transport.watch.watch` does; connect with the certificate that is there now.
+    """Yield how the whole run stands, as `HubWatch` does; connect with the certificate that is there now.
 
     Meanwhile the certificate of an observer or an operator is kept renewed, as `edit-peer run` does that of a peer.
 
@@ -32,14 +34,28 @@ async def statuses(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0
     """
     enrolled = folder.load(time.time())
     endpoint = enrolled.endpoints[next(turn) % len(enrolled.endpoints)]
+
+    def further(coordinator: RunStatus) -> list[Statuses]:
+        return [
+            partial(_of_one, folder, address, f"aggregator {number} ({address})", every_s)
+            for number, address in enumerate(further_aggregators(coordinator), start=1)
+        ]
+
+    watching = HubWatch(partial(_of_one, folder, endpoint, f"the coordinator at {endpoint}", every_s), further)
+    async with _renewed(folder, enrolled), aclosing(watching.statuses()) as told:
+        async for status in told:
+            yield status
+
+
+async def _of_one(folder: PeerFolder, address: str, who: str, every_s: float) -> AsyncGenerator[RunStatus, None]:
+    """Yield what one aggregator says of its share."""
+    credentials = folder.load(time.time()).credentials
     async with (
-        _renewed(folder, enrolled),
-        grpc.aio.secure_channel(endpoint, enrolled.credentials, options=channel_options(endpoint)) as channel,
+        grpc.aio.secure_channel(address, credentials, options=channel_options(address)) as channel,
+        aclosing(watch(control_pb2_grpc.ControlStub(channel), who, every_s)) as told,
     ):
-        who = f"the coordinator at {endpoint}"
-        async with aclosing(watch(control_pb2_grpc.ControlStub(channel), who, every_s)) as told:
-            async for status in told:
-                yield status
+        async for status in told:
+            yield status
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +76,7 @@ async def _renewed(folder: PeerFolder, enrolled: Enrolment) -> AsyncIterator[Non
 
 
 async def read_status(folder: PeerFolder) -> RunStatus:
-    """Return how the run stands; ask all of the coordinator's addresses, one after the other.
+    """Return how the whole run stands; ask all of the coordinator's addresses, one after the other.
 
     Raises TransportError when none answers, and as `statuses`.
     """

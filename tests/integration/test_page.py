@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -15,14 +17,17 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from aggregator.operator_client import watch_run
 from aggregator.page import give_order
+from aggregator.security.authority import Authority
+from aggregator.storage.state_folder import StateFolder
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EvictedError
 from edit.web.feed import Feed, Source
 from editpb.identity import Identity
 from peers.identity.peer_folder import PeerFolder
+from peers.watching import read_status
 from peers.watching import statuses as statuses_of_member
 from tests.support.loops import on_a_loop, until
-from tests.support.served import Served, found_run, new_folder, served
+from tests.support.served import TOML, Served, found_run, new_folder, served
 
 
 @contextlib.asynccontextmanager
@@ -83,6 +88,28 @@ def test_any_member_sees_the_run(tmp_path: Path, role: str) -> None:
                 at.coordinator.run.evict("eve", "looked too long")
                 with pytest.raises(EvictedError, match="looked too long"):
                     await asyncio.wait_for(asyncio.shield(task), 30)
+
+    scenario()
+
+
+def test_a_member_sees_the_share_of_every_aggregator(tmp_path: Path) -> None:
+    """It knows the coordinator only, and asks the further aggregator that the run's settings name."""
+
+    @on_a_loop
+    async def scenario() -> None:
+        with socket.socket() as chosen:
+            chosen.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{chosen.getsockname()[1]}"
+        folder = new_folder(tmp_path / "run", toml=f'{TOML}\n[aggregators]\naddresses = ["{address}"]\n')
+        further = StateFolder.create_further(tmp_path / "further", folder, 1)
+        Authority.load(folder.path, folder.run_id).equip(further.path, 1, "127.0.0.1", now=time.time())
+        async with served(folder) as at, contextlib.AsyncExitStack() as second:
+            home = home_of(at, "eve", "observer", tmp_path / "home")
+            assert (await read_status(home)).reason == f"aggregator 1 ({address}) does not answer"
+            await second.enter_async_context(served(further))
+            told = await read_status(home)
+            founder = "a first peer, which brings the initial parameters"
+            assert (told.reason, told.waiting_for) == ("", f"part 0: {founder}; part 1: {founder}")
 
     scenario()
 

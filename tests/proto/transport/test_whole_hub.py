@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from aggregator.whole_hub import HubWatch, whole_hub
-from edit.errors import RefusedError, TransportError
-from editpb.run_status import RunStatus
+from edit.errors import RefusedError, RemoteProtocolError, TransportError
+from editpb.run_status import RunStatus, Setting
+from editpb.transport.whole_hub import HubWatch, Statuses, further_aggregators, whole_hub
 from tests.support.loops import pass_time, run_held
 from tests.support.statuses import busy_run
 
@@ -31,6 +31,10 @@ def says(*told: RunStatus | Exception, then: asyncio.Event | None = None) -> Cal
     return statuses
 
 
+def hub(coordinator: Statuses, *further: Statuses) -> HubWatch:
+    return HubWatch(coordinator, lambda status: further)
+
+
 async def all_of(watch: HubWatch) -> list[RunStatus]:
     return [status async for status in watch.statuses()]
 
@@ -41,7 +45,7 @@ def held(body: Callable[[], Any]) -> None:
 
 def test_the_shares_are_one_run() -> None:
     async def body() -> None:
-        (status,) = await all_of(HubWatch(says(COORDINATOR), [says(FURTHER, then=asyncio.Event())]))
+        (status,) = await all_of(hub(says(COORDINATOR), says(FURTHER, then=asyncio.Event())))
         assert (status.outer_step, status.parameters, status.aggregator) == (33, 17, 0)
         assert max(each.outer_step for each in status.rounds if each.committed) == 33, "a step that all have taken"
         assert status.settings == COORDINATOR.settings and status.t == COORDINATOR.t and status.reason == ""
@@ -52,7 +56,7 @@ def test_the_shares_are_one_run() -> None:
 def test_who_does_not_answer_is_named_and_what_it_said_stays() -> None:
     async def body() -> None:
         silent = TransportError("aggregator 1 (b:7) does not answer")
-        (status,) = await all_of(HubWatch(says(COORDINATOR), [says(silent), says(FURTHER, then=asyncio.Event())]))
+        (status,) = await all_of(hub(says(COORDINATOR), says(silent), says(FURTHER, then=asyncio.Event())))
         assert status.reason == "aggregator 1 (b:7) does not answer" and status.parameters == 17
         end = asyncio.Event()
 
@@ -63,7 +67,7 @@ def test_who_does_not_answer_is_named_and_what_it_said_stays() -> None:
                 await asyncio.sleep(0)
             yield COORDINATOR
 
-        watch = HubWatch(twice, [says(FURTHER, then=end)])
+        watch = hub(twice, says(FURTHER, then=end))
         first, second = await all_of(watch)
         assert first.reason == "" and second.reason == "aggregator 1 has ended the connection"
         assert second.parameters == first.parameters == 17
@@ -74,7 +78,7 @@ def test_who_does_not_answer_is_named_and_what_it_said_stays() -> None:
 def test_one_that_says_nothing_is_not_waited_for_long_and_nothing_is_left_when_the_watch_ends() -> None:
     async def body() -> None:
         before = asyncio.all_tasks()
-        watching = asyncio.ensure_future(all_of(HubWatch(says(COORDINATOR), [says(then=asyncio.Event())])))
+        watching = asyncio.ensure_future(all_of(hub(says(COORDINATOR), says(then=asyncio.Event()))))
         for _ in range(20):
             await asyncio.sleep(0)
         assert not watching.done()
@@ -89,9 +93,9 @@ def test_one_that_says_nothing_is_not_waited_for_long_and_nothing_is_left_when_t
 def test_the_coordinators_refusal_ends_the_watch_and_a_finished_aggregators_end_is_no_trouble() -> None:
     async def body() -> None:
         with pytest.raises(RefusedError, match="no"):
-            await all_of(HubWatch(says(RefusedError("no")), [says(FURTHER, then=asyncio.Event())]))
+            await all_of(hub(says(RefusedError("no")), says(FURTHER, then=asyncio.Event())))
         done = replace(FURTHER, phase="finished", reason="", waiting_for="")
-        watch = HubWatch(says(COORDINATOR), [says(done)])
+        watch = hub(says(COORDINATOR), says(done))
         (status,) = await all_of(watch)
         assert status.reason == ""
 
@@ -106,3 +110,36 @@ def test_an_aggregator_lies_about_its_own_share_only() -> None:
     assert (told.outer_steps, told.t, told.settings) == (COORDINATOR.outer_steps, COORDINATOR.t, COORDINATOR.settings)
     other = whole_hub(COORDINATOR, [replace(FURTHER, run_id="another-run")])
     assert other.parameters == 10 and other.run_id == COORDINATOR.run_id
+
+
+def settings(addresses: str) -> RunStatus:
+    return replace(COORDINATOR, settings=(Setting(name="aggregators.addresses", value=addresses, default="[]"),))
+
+
+def test_a_member_learns_from_the_coordinator_whom_else_to_ask() -> None:
+    async def body() -> None:
+        told = settings('["b:7", "c:8"]')
+        assert further_aggregators(told) == ("b:7", "c:8") and further_aggregators(replace(told, settings=())) == ()
+        asked: list[str] = []
+
+        def sources(status: RunStatus) -> list[Statuses]:
+            asked.extend(further_aggregators(status))
+            return [says(FURTHER, then=asyncio.Event()), says(TransportError("aggregator 2 (c:8) does not answer"))]
+
+        first, second = await all_of(HubWatch(says(told, replace(told, t=1.0)), sources))
+        assert asked == ["b:7", "c:8"], "once, not with each status"
+        assert (first.parameters, first.reason) == (17, "aggregator 2 (c:8) does not answer")
+        assert second.parameters == 17
+
+    held(body)
+
+
+@pytest.mark.parametrize(
+    "addresses", ["no JSON", '"b:7"', "[1]", '["b"]', '["b:7 --evil"]', str(["b:7"] * 256).replace("'", '"')]
+)
+def test_what_are_no_addresses_ends_the_watch_in_one_line(addresses: str) -> None:
+    async def body() -> None:
+        with pytest.raises(RemoteProtocolError, match=r"aggregators\.addresses are not at most 255 of HOST:PORT"):
+            await all_of(HubWatch(says(settings(addresses)), lambda status: [says()] * len(further_aggregators(status))))
+
+    held(body)

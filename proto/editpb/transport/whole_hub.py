@@ -1,7 +1,8 @@
 """How a whole run of a coordinator and further aggregators stands: each has its share of the model, and is asked for it.
 
 The coordinator goes before: members that it does not name are left out, and without it there is no status. A further aggregator
-that does not answer is named, and what it said last stays.
+that does not answer is named, and what it said last stays. The operator knows the further ones from run.toml. Another member is
+told by the coordinator, and talks only to whom the run's authority has given a certificate for that address.
 """
 
 from __future__ import annotations
@@ -11,15 +12,34 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from edit.errors import EditError, TransportError
+from edit.errors import EditError, RemoteProtocolError, TransportError
+from edit.plain_text import parse_json
+from editpb.invitation import is_endpoint
 from editpb.run_status import RunStatus
 from editpb.whole_run import continued, whole_run
 
-__all__ = ["HubWatch", "whole_hub"]
+__all__ = ["HubWatch", "further_aggregators", "whole_hub"]
 
 FIRST_S = 5.0  # for how long the first answers of the further aggregators are waited for
 AGAIN_S = 1.0  # after one did not answer
+MOST_FURTHER = 255  # as aggregators.addresses may have
 Statuses = Callable[[], AsyncGenerator[RunStatus, None]]
+
+
+def further_aggregators(coordinator: RunStatus) -> tuple[str, ...]:
+    """Return HOST:PORT of the further aggregators, as the coordinator's settings say. Raises RemoteProtocolError."""
+    value = next((each.value for each in coordinator.settings if each.name == "aggregators.addresses"), "[]")
+    try:
+        addresses = parse_json(value)
+    except ValueError:
+        addresses = None
+    if (
+        not isinstance(addresses, list)
+        or len(addresses) > MOST_FURTHER
+        or not all(isinstance(each, str) and is_endpoint(each) for each in addresses)
+    ):
+        raise RemoteProtocolError(f"the coordinator's aggregators.addresses are not at most {MOST_FURTHER} of HOST:PORT")
+    return tuple(addresses)
 
 
 def whole_hub(coordinator: RunStatus, further: Sequence[RunStatus | None], troubles: Sequence[str] = ()) -> RunStatus:
@@ -48,30 +68,32 @@ class HubWatch:
 
     Args:
         coordinator: gives its statuses as they come; its errors end the watch.
-        further: likewise of each further aggregator, from 1 on; their errors are told in the status, and they are asked again.
+        further: given the coordinator's first status, returns what likewise gives those of each further aggregator, from 1 on;
+            their errors are told in the status, and they are asked again.
     """
 
-    def __init__(self, coordinator: Statuses, further: Sequence[Statuses]) -> None:
+    def __init__(self, coordinator: Statuses, further: Callable[[RunStatus], Sequence[Statuses]]) -> None:
         self._coordinator, self._sources = coordinator, further
-        self._further: list[RunStatus | None] = [None] * len(further)
+        self._further: list[RunStatus | None] = []
         self._troubles: dict[int, str] = {}  # why nothing newer comes, by index
         self._told = asyncio.Event()
 
     async def statuses(self) -> AsyncGenerator[RunStatus, None]:
         """Yield how the whole run stands, whenever the coordinator says how its share does, until it ends the call."""
-        tasks = [asyncio.create_task(self._follow(i, source)) for i, source in enumerate(self._sources)]
+        tasks: list[asyncio.Task[None]] | None = None
         try:
             async with aclosing(self._coordinator()) as told:
-                waited = not tasks
                 async for status in told:
-                    if not waited:
-                        waited = True
+                    if tasks is None:
+                        sources = self._sources(status)
+                        self._further, self._troubles = [None] * len(sources), {}
+                        tasks = [asyncio.create_task(self._follow(i, source)) for i, source in enumerate(sources)]
                         await self._first_answers()
                     yield whole_hub(status, self._further, self._said(self._troubles)) if tasks else status
         finally:
-            for task in tasks:
+            for task in tasks or ():
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(tasks or ()), return_exceptions=True)
 
     def _said(self, troubles: Mapping[int, str]) -> list[str]:
         """Return the troubles of those that had not finished: an aggregator ends with its run."""
