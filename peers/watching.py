@@ -1,4 +1,4 @@
-"""What `status`, `watch` and the page ask of all aggregators, with the certificate of any member, also of one that only looks."""
+"""What `status`, `watch` and the page ask of all aggregators, with the certificate of any member, or of who only looks on."""
 
 from __future__ import annotations
 
