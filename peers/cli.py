@@ -73,10 +73,20 @@ def join(
 
     Example: edit-peer join - --home my-peer < invitation.txt
     """
+    from editpb.invitation import Invitation
     from peers.identity.enrolment import invitation_text
     from peers.identity.seeking import redeem
+    from peers.swarm.invitations import observe
 
-    identity = redeem(invitation_text(invitation, sys.stdin), home, tuple(dht_peers or ()))
+    text, nodes = invitation_text(invitation, sys.stdin), tuple(dht_peers or ())
+    invited = Invitation.decode(text)
+    if invited.swarm is not None and invited.identity.role == "observer":
+        observe(text, home, nodes)
+        typer.echo(f"{invited.identity.peer_id} is an observer of run {invited.identity.run_id}; folder {home}")
+        typer.echo(f"next: edit-peer swarm watch --home {home}")
+        typer.echo(f"or, as a page in the browser: edit-peer swarm web --home {home}")
+        return
+    identity = redeem(text, home, nodes)
     typer.echo(f"{identity.peer_id} is a {identity.role} of run {identity.run_id}; folder {home}")
     if identity.role in ("observer", "operator"):
         typer.echo(f"next: edit-peer watch --home {home}")

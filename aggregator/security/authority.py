@@ -191,18 +191,28 @@ class Authority:
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
 
     def invite_to_swarm(
-        self, peer_id: str, *, hosts: Mapping[str, tuple[str, ...]], lifetime_s: float, now: float, after: str = ""
+        self,
+        peer_id: str,
+        *,
+        role: str = "peer",
+        hosts: Mapping[str, tuple[str, ...]],
+        lifetime_s: float,
+        now: float,
+        after: str = "",
     ) -> Invitation:
         """Return a new single-use invitation to a swarm, which says all that who redeems it has to know. Nothing is kept here.
 
         Args:
+            role: peer or observer; a swarm has no others.
             hosts: HOST:PORT of members by peer_id, those first who can redeem it.
             lifetime_s: until it expires.
             after: the number of an invitation for the same name, which this one must follow; '': there is none.
 
-        Raises ConfigError (name, address), RefusedError (not a peer).
+        Raises ConfigError (name, role, address), RefusedError (evicted, another role).
         """
-        identity = Identity(self.run_id, "peer", peer_id)
+        if role not in ("peer", "observer"):
+            raise ConfigError(f"role {role!r:.80}: must be peer or observer in a swarm")
+        identity = Identity(self.run_id, role, peer_id)
         self._check_invitable(identity)
         enrol = [address for addresses in hosts.values() for address in addresses][:MAX_ENDPOINTS]
         token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)

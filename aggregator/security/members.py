@@ -21,6 +21,7 @@ __all__ = ["OPERATOR_ID", "MemberRecord", "Members"]
 
 MEMBERS_FORMAT = 3  # of members.json
 OPERATOR_ID = "operator"
+_ENROLLED = ("peer", "observer")  # the roles that somebody was enrolled for, where `Members.pin` says who was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class Members:
             return record.evicted
         if record.role != identity.role:
             return f"{identity.peer_id} is a member as {record.role}, not as {identity.role}"
-        if identity.role == "peer" and self.unenrolled(identity.peer_id):
+        if identity.role in _ENROLLED and self.unenrolled(identity.peer_id):
             return f"{identity.peer_id} is not enrolled, whoever signed its certificate"
         if certificate is not None and (not _is_for(record, certificate) or self.superseded(identity.peer_id, certificate)):
             return f"the certificate of {identity.peer_id} was replaced by a newer one"
@@ -112,7 +113,11 @@ class Members:
         """
         record, issued = self._records.get(identity.peer_id), certificate.not_valid_before_utc.timestamp()
         shut_out = (record is not None and record.evicted is not None) or self.superseded(identity.peer_id, certificate)
-        if shut_out or self._replaced(identity, certificate) or (identity.role == "peer" and self.unenrolled(identity.peer_id)):
+        if (
+            shut_out
+            or self._replaced(identity, certificate)
+            or (identity.role in _ENROLLED and self.unenrolled(identity.peer_id))
+        ):
             return
         if self._enrols:
             if record is not None and not record.key and _is_for(record, certificate):
@@ -127,7 +132,7 @@ class Members:
     def pin(self, keys: Mapping[str, str], *, closed: bool = False) -> None:
         """Say for which key (`public_hash`) each name was enrolled last, where members agree on that: no other counts.
 
-        closed: everybody was enrolled who is a peer, and a certificate alone makes nobody one.
+        closed: everybody was enrolled who is a peer or an observer, and a certificate alone makes nobody one.
         """
         self._keys, self._closed = keys, closed
 

@@ -16,6 +16,7 @@ _VERBS = (
         "seek-enrolment",
         "seek-members",
         "invite",
+        "observe",
         "status",
         "watch",
         "report",
@@ -62,6 +63,7 @@ def _serve() -> None:
     parser.add_argument("--who", default="", help="begins each line of the log: it is beside a peer that trains")
     given = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, as by `edit-coordinator serve`
+    from aggregator.swarm.host_folder import seeds_of
     from aggregator.swarm.process import serve_host, settle  # imports torch and gRPC
     from editpb.hours import Hours, keep_hours
 
@@ -69,11 +71,7 @@ def _serve() -> None:
     if given.who:  # the peer tells of each outer step
         for name in ("aggregator.run_feed.rounds", "aggregator.swarm.host.steps"):
             logging.getLogger(name).setLevel(logging.WARNING)
-    seeds: dict[str, tuple[str, ...]] = {}
-    for each in given.seed:
-        peer_id, _, address = each.partition("=")
-        seeds[peer_id] = (*seeds.get(peer_id, ()), address)
-    settle(given.folder, given.listen, given.advertise, seeds, tuple(given.dht_peers), given.relay)
+    settle(given.folder, given.listen, given.advertise, seeds_of(given.seed), tuple(given.dht_peers), given.relay)
     hours = Hours.parse(given.hours) if given.hours else None
     allowed = frozenset(given.allow)
 

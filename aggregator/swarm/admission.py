@@ -191,7 +191,7 @@ def keep_authority(path: Path, run_id: str, key: bytes) -> Authority:
     return Authority.load(folder, run_id)
 
 
-def invite(path: Path, peer_id: str, *, hours: float, now: float) -> Invitation:
+def invite(path: Path, peer_id: str, *, role: str = "peer", hours: float, now: float) -> Invitation:
     """Return a new invitation, which any member with the authority's key redeems. now: unix seconds.
 
     Raises ConfigError, RefusedError, StorageError.
@@ -204,6 +204,8 @@ def invite(path: Path, peer_id: str, *, hours: float, now: float) -> Invitation:
     record = saved.record if saved is not None else None
     if record is not None and peer_id in record.evicted:
         raise RefusedError(f"{peer_id} was evicted ({record.evicted[peer_id]}); choose another name")
+    if role == "observer" and record is not None and peer_id in record.members:
+        raise RefusedError(f"{peer_id} is a member as peer already; choose another name")
     known, holders = addresses_of(record), record.holders if record is not None else ()
     port = int(folder.listen.rpartition(":")[2]) or member.port()
     if folder.advertise and port:
@@ -216,7 +218,7 @@ def invite(path: Path, peer_id: str, *, hours: float, now: float) -> Invitation:
     hosts = {each: known[each] for each in first[:MAX_ENDPOINTS]}
     before = record.enrolled.get(peer_id) if record is not None else None
     after = before.invitation if before is not None else ""
-    return authority.invite_to_swarm(peer_id, hosts=hosts, lifetime_s=hours * 3600, now=now, after=after)
+    return authority.invite_to_swarm(peer_id, role=role, hosts=hosts, lifetime_s=hours * 3600, now=now, after=after)
 
 
 class Gate(Protocol):
@@ -243,8 +245,12 @@ class Gate(Protocol):
         """Return the time in seconds since 1970."""
         ...
 
-    def caller(self, context: Any) -> str:
-        """Return which peer of the run calls. Raises EditError."""
+    def caller_or_observer(self, context: Any) -> Identity:
+        """Return which peer or observer of the run calls. Raises EditError."""
+        ...
+
+    def is_member(self, peer_id: str) -> bool:
+        """Return whether a member of the swarm has this name, by the record."""
         ...
 
     async def claim(self, claim: Claim) -> None:
@@ -278,8 +284,10 @@ class SwarmEnrolment:
         if gate.authority is None:
             holders = ", ".join(gate.holders)
             raise StaleError(f"this member has no copy of the authority's key; ask one of {holders or 'those that have'}")
-        if identity.run_id != gate.run_id or identity.role != "peer":
-            raise RefusedError(f"the invitation is for {identity.uri}, not for a peer of {gate.run_id}")
+        if identity.run_id != gate.run_id or identity.role not in ("peer", "observer"):
+            raise RefusedError(f"the invitation is for {identity.uri}, not for a peer or an observer of {gate.run_id}")
+        if identity.role == "observer" and gate.is_member(identity.peer_id):
+            raise RefusedError(f"{identity.peer_id} is a member as peer already; ask for an invitation with another name")
         if not TOKEN.fullmatch(request.token) or guest_key(request.token).public_key() != guest.public_key():
             raise RefusedError("the token is not that of the invitation whose certificate was shown")
         if not is_signed_by(guest, gate.authority.issuer.certificate):
@@ -289,7 +297,7 @@ class SwarmEnrolment:
         key, number = public_key_of(request.csr_der), f"{guest.serial_number:032x}"
         await gate.claim(Claim(identity.peer_id, Enrolled(number, hashlib.sha256(public_der(key)).hexdigest())))
         certificate = gate.authority.enrol(identity, key, now=max(now, made_at(number)))
-        _log.info("%s is enrolled", identity.peer_id)
+        _log.info("%s is enrolled as %s", identity.peer_id, identity.role)
         return epb.EnrolReply(
             certificate_der=certificate.public_bytes(serialization.Encoding.DER),
             ca_der=gate.authority.ca_der,
@@ -309,7 +317,7 @@ class SwarmRenewal:
     async def Renew(self, request: epb.RenewRequest, context: Any) -> epb.RenewReply:
         """Return a new certificate for the caller's identity and key."""
         async with abort_on_error(context):
-            identity, now = Identity(self._gate.run_id, "peer", self._gate.caller(context)), self._gate.unix()
+            identity, now = self._gate.caller_or_observer(context), self._gate.unix()
             if self._gate.authority is None:
                 raise StaleError("this member has no copy of the authority's key")
             present = certificate_of(context)

@@ -81,13 +81,26 @@ def seek_members(
 def invite(
     folder: Folder,
     name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],
+    role: Annotated[str, typer.Option(help="peer, or observer, who only looks on.")] = "peer",
     hours: Annotated[float, typer.Option(help="How many hours the invitation is valid.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation, the authority's fingerprint, and where it may be redeemed, a line each."""
     from aggregator.swarm.admission import invite as make
 
-    made = make(folder, name, hours=hours, now=time.time())
+    made = make(folder, name, role=role, hours=hours, now=time.time())
     typer.echo(f"{made.encode()}\n{made.fingerprint}\n{' '.join(made.enrol)}")
+
+
+@app.command()
+def observe(
+    folder: Folder,
+    seeds: Annotated[list[str], typer.Option("--seed", help="NAME=HOST:PORT of a member to begin with. Repeatable.")],
+) -> None:
+    """Complete the folder of an observer, which was enrolled: ask members for the run's settings."""
+    from aggregator.swarm.host_folder import seeds_of
+    from aggregator.swarm.watching import begin_to_observe
+
+    begin_to_observe(folder, seeds_of(seeds))
 
 
 @app.command()

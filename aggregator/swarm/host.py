@@ -1138,11 +1138,27 @@ class Host:
         states, and so know as much. One that has left, or is of an earlier lineage, asks before it comes back.
         """
         identity = admitted(context.auth_context(), self.run_id, ("operator", "observer", "peer"))
-        if identity.role == "peer":
+        if identity.role != "operator":
             self.check_evicted(identity.peer_id)
             self._check_enrolled(identity.peer_id)
-        else:
+        if identity.role != "peer":
             self.check_authority(context, identity.role)
+        if identity.role == "observer" and self._members.superseded(identity.peer_id, certificate_of(context)):
+            raise RefusedError(f"{identity.peer_id} was enrolled again, with another key: it is on another machine now")
+
+    def caller_or_observer(self, context: Context) -> Identity:
+        """See `Gate`."""
+        identity = admitted(context.auth_context(), self.run_id, ("observer", "peer"))
+        if identity.role == "peer":
+            self.caller(context)
+        else:
+            self.inquirer(context)
+        return identity
+
+    def is_member(self, peer_id: str) -> bool:
+        """See `Gate`."""
+        record = self.council.committed
+        return record is not None and peer_id in record.members
 
     async def give(self, context: Context, order: Order) -> None:
         """Take an operator's order, as `order`, from a call. Raises RefusedError for anybody else."""
@@ -1376,7 +1392,7 @@ class _CouncilService:
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.SwarmDescription:
         """See the service."""
         async with abort_on_error(context):
-            self._host.caller(context)
+            self._host.caller_or_observer(context)
             return description_to_pb(self._host.describe(settings=request.settings))
         raise AssertionError("unreachable: abort raises")
 

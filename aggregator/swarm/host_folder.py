@@ -12,7 +12,7 @@ and what `member_folder` has
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +43,7 @@ __all__ = [
     "identity_of",
     "members",
     "run_of",
+    "seeds_of",
 ]
 
 FORMAT = 2  # of host.json
@@ -193,6 +194,15 @@ def run_of(path: Path) -> str:
         raise ConfigError(f"{path}: has no authority: ask whoever founded the swarm for an invitation") from None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{file}: is damaged; restore it from a copy ({error})") from error
+
+
+def seeds_of(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the addresses by peer_id that words NAME=HOST:PORT mean; `HostFolder` checks them."""
+    seeds: dict[str, tuple[str, ...]] = {}
+    for each in words:
+        peer_id, _, address = each.partition("=")
+        seeds[peer_id] = (*seeds.get(peer_id, ()), address)
+    return seeds
 
 
 def identity_of(path: Path) -> Identity:

@@ -39,7 +39,7 @@ from edit.config.run import RunConfig
 from edit.council.record import Record, Root, Saved
 from edit.durable_files import read_json, read_private, rename, write_atomic, write_json
 from edit.errors import BusyError, ConfigError, EditError, RefusedError, StaleError, TransportError
-from editpb import control_pb2_grpc
+from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
 from editpb.identity import Identity
@@ -65,6 +65,7 @@ __all__ = [
     "pause",
     "recover",
     "rejoin",
+    "renewed",
     "resume",
     "seek_coordinator",
     "seek_members",
@@ -95,8 +96,15 @@ class _Folder:
     def record(self) -> Record | None:
         return self.saved.record if self.saved is not None else None
 
+    @property
+    def has_host(self) -> bool:
+        """Whether this is the folder of a member, not of one who only looks on."""
+        return self.identity.role == "peer"
+
     def own_address(self) -> str:
         """HOST:PORT of the host of this folder; empty: none was ever started."""
+        if not self.has_host:
+            return ""
         host, _, port = self.host.listen.rpartition(":")
         port = str(self._member.port() or port)
         return local_address(f"{host}:{port}") if port != "0" else ""
@@ -213,6 +221,8 @@ def status(path: Path, *, at: str = "") -> Report:
 async def _status(folder: _Folder, at: str) -> Report:
     own, others = folder.own_address(), folder.others()
     first, address = (at, others.get(at, "")) if at and at != folder.identity.peer_id else (folder.identity.peer_id, own)
+    if not at and not folder.has_host:
+        return (await _survey_any(folder)).report
     if at and not address:
         raise ConfigError(f"{at} is not known here, or has no address; known are {', '.join(others) or 'none'}")
     try:
@@ -237,15 +247,18 @@ async def survey(path: Path) -> Survey:
 
     Raises ConfigError, StorageError, and TransportError when nobody answers.
     """
-    folder = _Folder(path)
-    hosts = {folder.identity.peer_id: folder.own_address(), **folder.others()}
+    return await _survey_any(_Folder(path))
+
+
+async def _survey_any(folder: _Folder) -> Survey:
+    own = {folder.identity.peer_id: folder.own_address()} if folder.has_host else {}
     failures = []
-    for who, address in list(hosts.items())[:MOST_ASKED]:
+    for who, address in list((own | folder.others()).items())[:MOST_ASKED]:
         try:
             return await _survey(folder, who, address)
         except (TransportError, StaleError) as error:
             failures.append(f"{who}: {error}")
-    raise TransportError(f"no member answers: {'; '.join(failures)}")
+    raise TransportError(f"no member answers: {'; '.join(failures) or 'none is known'}")
 
 
 async def _survey(folder: _Folder, first: str, address: str) -> Survey:
@@ -276,6 +289,18 @@ async def part_control(path: Path, who: str, address: str, part: int) -> AsyncIt
     folder = _Folder(path)
     async with _connected(folder, who, address, folder.client) as channel:
         yield in_part(control_pb2_grpc.ControlStub(channel), part)
+
+
+async def renewed(path: Path, who: str, address: str, timeout_s: float) -> bytes:
+    """Ask a member with the authority's key for a later certificate of this folder's identity; return it in DER.
+
+    Raises ConfigError, StorageError, and as `_connected`.
+    """
+    folder = _Folder(path)
+    async with _connected(folder, who, address, folder.client) as channel:
+        stub: Any = enrolment_pb2_grpc.RenewalStub(channel)
+        reply: enrolment_pb2.RenewReply = await stub.Renew(enrolment_pb2.RenewRequest(), timeout=timeout_s)
+        return reply.certificate_der
 
 
 def _from_files(folder: _Folder, why: str, others: Mapping[str, str]) -> Report:

@@ -1,24 +1,27 @@
 """The whole swarm as one status, again and again, for `watch`, `report` and `web`: what the hosts say of the council, and what
 the owner of each part says of its rounds.
 
-It asks as the member of a folder: its own host first, another where that does not answer. It only looks on. Its memory is one
-status per part, and each of these is bounded.
+It asks as the member of a folder: its own host first, another where that does not answer; as an observer any that it knows. It
+only looks on. Its memory is one status per part, and each of these is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from aggregator.control.status import settings_of
 from aggregator.past import Past
-from aggregator.swarm.host_folder import Settings, identity_of
+from aggregator.swarm.admission import OwnCertificate, take_settings
+from aggregator.swarm.host_folder import HostFolder, Settings, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
-from aggregator.swarm.operate import Survey, part_control, survey
+from aggregator.swarm.operate import Survey, part_control, renewed, survey
 from aggregator.swarm.standing import Report
 from edit.config.run import RunConfig
 from edit.council.record import Phase
@@ -27,10 +30,22 @@ from editpb.run_status import CouncilMember, CouncilPart, CouncilStatus, RunStat
 from editpb.transport.watch import watch
 from editpb.whole_run import continued, whole_run
 
-__all__ = ["SwarmWatch", "council_status", "whole_status"]
+__all__ = ["SwarmWatch", "begin_to_observe", "council_status", "whole_status"]
 
 FIRST_S = 5.0  # for how long the owners' first answers are waited for
 AGAIN_S = 1.0  # after an owner did not answer
+RENEWED_S = 15.0  # for how long a member is waited for that may renew an observer's certificate
+LOOK_S = 3600.0  # between two looks at when that ends
+MOST_KNOWN = 64  # members whose addresses an observer keeps
+
+
+def begin_to_observe(path: Path, seeds: Mapping[str, tuple[str, ...]]) -> None:
+    """Complete the folder of an observer, which has its certificate: ask members for the run's settings. Can be repeated.
+
+    Raises as `take_settings`.
+    """
+    HostFolder(seeds=seeds).save(path)
+    asyncio.run(take_settings(path, credentials(path)[0], identity_of(path), seeds))
 
 
 class SwarmWatch:
@@ -50,6 +65,7 @@ class SwarmWatch:
         self._troubles: dict[int, str] = {}  # why nothing newer comes of a part
         self._owners: dict[int, tuple[str, int, str]] = {}  # name, grant, address: who is watched
         self._told = asyncio.Event()
+        self._look_at = -math.inf  # when the certificate is looked at, where this is an observer's folder
 
     def remember(self, parts: Sequence[RunStatus | None]) -> None:
         """Take what is known of each part's past."""
@@ -62,6 +78,8 @@ class SwarmWatch:
         try:
             while True:
                 found = await survey(self._path)
+                if self.identity.role == "observer":
+                    await self._keep_folder(found)
                 for number, part in enumerate(found.record.parts[: len(self._parts)]):
                     owner = part.owner, part.grant, found.addresses.get(part.owner, "")
                     if self._owners.get(number) != owner or number not in tasks or tasks[number].done():
@@ -81,6 +99,23 @@ class SwarmWatch:
             self._owners.clear()
             for task in tasks.values():
                 await _ended(task)
+
+    async def _keep_folder(self, found: Survey) -> None:
+        """Do for an observer's folder what a host does for a member's: know where members are, renew the certificate."""
+        folder = HostFolder.load(self._path)
+        known = {peer_id: (address,) for peer_id, address in sorted(found.addresses.items())[:MOST_KNOWN]}
+        if known and known != folder.seeds:
+            replace(folder, seeds=known).save(self._path)
+        if self._unix() < self._look_at:
+            return
+        self._look_at = self._unix() + LOOK_S
+
+        def certifiers() -> Iterator[Callable[[], Awaitable[bytes]]]:
+            for peer_id in found.record.holders:
+                if peer_id in found.addresses:
+                    yield partial(renewed, self._path, peer_id, found.addresses[peer_id], RENEWED_S)
+
+        await OwnCertificate(self._path, self.identity, self._unix).look(certifiers)
 
     async def _first_answers(self) -> None:
         """Wait until every part's owner has answered, or did not."""

@@ -912,7 +912,7 @@ class Council:
             self._ended, self._draft = {}, replace(record, phase=order.phase, parts=parts)
         elif isinstance(order, Evict) and order.peer_id in record.evicted:
             pass  # for the first reason
-        elif order.peer_id not in record.members:
+        elif order.peer_id not in record.members and not (isinstance(order, Evict) and order.peer_id in record.enrolled):
             self._effects.append(Refused(f"{order.peer_id} is not a member"))
         elif isinstance(order, Supersede):
             if not record.roots:
@@ -930,7 +930,7 @@ class Council:
                 self._effects.append(Refused(f"{order.peer_id} accepts no connections, and could let nobody in"))
             elif order.peer_id not in record.holders:
                 self._draft = replace(record, holders=(*record.holders, order.peer_id))
-        elif len(record.members) == 1:
+        elif record.members.keys() == {order.peer_id}:
             self._effects.append(Refused(f"{order.peer_id} is the only member"))
         elif len(record.evicted) == MOST_EVICTED:
             self._effects.append(Refused(f"{MOST_EVICTED} were evicted already; begin a new run"))

@@ -14,7 +14,7 @@ from edit.integrations.attachment import Attachment
 from edit.worker.worker import EditWorker, WorkerConfig
 
 try:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError(f"edit.integrations.transformers needs transformers ({error}): pip install 'edit-localsgd[hf]'") from None
 
@@ -59,6 +59,19 @@ class EditCallback(TrainerCallback):
     def worker(self) -> EditWorker | None:
         """Return the worker, to look at, between the beginning and the end of training; None before and after."""
         return self._attached.worker if self._attached else None
+
+    def lead(self, trainer: Trainer) -> None:
+        """Be called before the callbacks of `report_to`, so that TensorBoard, W&B and others have the exchange's values, too.
+
+        A Trainer calls those before the user's own. Call this between making the Trainer and `train`. Raises ConfigError where
+        this is not one of its callbacks.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self not in callbacks:
+            raise ConfigError("EditCallback.lead: give it to this Trainer first: Trainer(..., callbacks=[callback])")
+        callbacks.remove(self)  # it goes behind what decides when to log, evaluate and save
+        flow = (i for i, each in enumerate(callbacks, start=1) if isinstance(each, DefaultFlowCallback))
+        callbacks.insert(next(flow, 0), self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -108,8 +121,8 @@ class EditCallback(TrainerCallback):
     ) -> None:
         """Report the loss as often as the Trainer logs it: the mean since the last time. Log how the exchange goes on.
 
-        The Trainer's `log_history`, its progress bar and the callbacks that were added after this one have outer step, wait,
-        verdict, norms and bytes as `edit/...`.
+        The Trainer's `log_history`, its progress bar and the callbacks that are called after this one have outer step, wait,
+        verdict, norms and bytes as `edit/...`; those of `report_to` are, after `lead`.
         """
         if self._attached is not None and logs and "loss" in logs:
             self._attached.worker.report(loss=logs["loss"])

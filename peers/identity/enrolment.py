@@ -57,7 +57,9 @@ def invitation_text(argument: str, stdin: TextIO) -> str:
     return argument
 
 
-def join(invitation: str, home: Path, now: float, *, swarm: bool = False, timeout_s: float = TIMEOUT_S) -> Identity:
+def join(
+    invitation: str, home: Path, now: float, *, swarm: bool = False, observes: bool = False, timeout_s: float = TIMEOUT_S
+) -> Identity:
     """Redeem the text of an invitation into the folder `home`.
 
     It can be repeated after any failure with the same invitation: the key in `home` is reused.
@@ -65,6 +67,7 @@ def join(invitation: str, home: Path, now: float, *, swarm: bool = False, timeou
     Args:
         now: unix seconds.
         swarm: whether it must be to a swarm; else it must be to a run with a coordinator.
+        observes: in a swarm, whether it must be for an observer; else it must be for a peer.
         timeout_s: of each address that is tried.
 
     Raises ConfigError (text, folder), RefusedError (expired, used, unknown, wrong authority), TransportError (no answer),
@@ -74,6 +77,11 @@ def join(invitation: str, home: Path, now: float, *, swarm: bool = False, timeou
     if swarm != (invited.swarm is not None):
         to, command = ("a run with a coordinator", "edit-peer join") if swarm else ("a swarm", "edit-peer swarm join")
         raise ConfigError(f"this is an invitation to {to}; redeem it with: {command}")
+    if swarm and observes != (invited.identity.role == "observer"):
+        command = "edit-peer swarm join" if observes else "edit-peer join"
+        raise ConfigError(
+            f"this is an invitation for {invited.identity.role} {invited.identity.peer_id}; redeem it with: {command}"
+        )
     folder = PeerFolder(home)
     _check_unclaimed(folder, invited.identity)
     authority = _authority(invited)

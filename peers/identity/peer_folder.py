@@ -70,8 +70,10 @@ class PeerFolder:
             raise ConfigError(f"no invitation redeemed in {self.path}; run: {join} INVITATION --home {self.path}")
         identity, endpoints = self._read_identity()
         if swarm == bool(endpoints):
-            there, command = ("a coordinator", "edit-peer run") if endpoints else ("no coordinator", "edit-peer swarm join")
-            raise ConfigError(f"{self.path}: its run has {there}; train with: {command} --home {self.path}")
+            there, program = ("a coordinator", "edit-peer") if endpoints else ("no coordinator", "edit-peer swarm")
+            verb = "watch" if identity.role != "peer" else "run" if endpoints else "join"
+            what = "watch it" if verb == "watch" else "train"
+            raise ConfigError(f"{self.path}: its run has {there}; {what} with: {program} {verb} --home {self.path}")
         key, ca, certificate = self._read_key(), _read(self._ca), _read(self._certificate)
         repair = f"ask for a new invitation and run: edit-peer join INVITATION --home {self.path}"
         try:

@@ -234,17 +234,19 @@ def host(
 def invite(
     name: Annotated[str, typer.Argument(help="The name of the new member.")],
     home: HomeOption = Path("edit-peer"),
+    role: Annotated[str, typer.Option(help="peer, or observer, who only looks on.")] = "peer",
     hours: Annotated[float, typer.Option(help="How many hours the invitation is valid.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation, one line on stdout. Send it to the new member over a channel you trust.
 
-    Only a member with a copy of the authority's key can: whoever founded the swarm, and who was given one with share-authority.
-    Any of these redeems it that runs and can be reached. A rule of [robust] counts members once whose names are alike up to
-    the first dot: acme.gpu1 and acme.gpu2.
+    A member redeems it with `join`, an observer with `edit-peer join`. Only a member with a copy of the
+    authority's key can invite: whoever founded the swarm, and who was given one with share-authority. Any of these redeems it
+    that runs and can be reached. A rule of [robust] counts members once whose names are alike up to the first dot: acme.gpu1
+    and acme.gpu2.
 
     Example: edit-peer swarm invite university-b --home a
     """
-    _print_invitation(home, name, hours)
+    _print_invitation(home, name, hours, role)
 
 
 @app.command()
@@ -461,13 +463,15 @@ def _operate(*words: object) -> None:
     os.execv(line[0], line)
 
 
-def _print_invitation(home: Path, name: str, hours: float) -> None:
+def _print_invitation(home: Path, name: str, hours: float, role: str = "peer") -> None:
     from editpb.invitation import is_loopback
     from peers.swarm.aggregator_process import ask
 
-    invitation, fingerprint, addresses = ask("invite", home, name, "--hours", hours)
+    invitation, fingerprint, addresses = ask("invite", home, name, "--role", role, "--hours", hours)
     typer.echo(invitation)
-    typer.echo(f"for {name}, single use, valid {hours:g} h; authority {fingerprint}", err=True)
+    typer.echo(
+        f"for {name}{'' if role == 'peer' else f' ({role})'}, single use, valid {hours:g} h; authority {fingerprint}", err=True
+    )
     typer.echo(f"redeemed at {addresses}", err=True)
     if all(is_loopback(each.rpartition(":")[0]) for each in addresses.split()):
         typer.echo(

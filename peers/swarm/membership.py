@@ -22,15 +22,15 @@ from edit import plugins
 from edit.config.presets import founding_text
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
-from edit.errors import ConfigError, EditError, RefusedError, TransportError
+from edit.errors import ConfigError, RefusedError
 from edit.replica.replica import Replica
 from editpb.hours import Hours
 from editpb.identity import from_certificate
-from editpb.invitation import Invitation, SwarmAccess, is_loopback
-from peers.identity.enrolment import UntrustedServerError, join
+from editpb.invitation import Invitation, is_loopback
 from peers.identity.peer_folder import PeerFolder
 from peers.models.registry import build
 from peers.swarm.aggregator_process import ask
+from peers.swarm.invitations import redeem, seeds_of
 
 __all__ = ["Founding", "Place", "enter", "found", "is_member", "same_run"]
 
@@ -101,10 +101,14 @@ class Place:
 
 
 def is_member(home: Path) -> bool:
-    """Return whether this is the folder of a member of a swarm. Raises ConfigError when it is of another run."""
+    """Return whether this is the folder of a member of a swarm. Raises ConfigError when it is of another run, or observer's."""
     folder = PeerFolder(home)
-    if folder.identity() is None:
+    if (identity := folder.identity()) is None:
         return False
+    if identity.role != "peer":
+        raise ConfigError(
+            f"{home}: is the folder of {identity.peer_id}, an {identity.role}; watch with it: edit-peer swarm watch"
+        )
     folder.load(swarm=True)
     return True
 
@@ -179,36 +183,6 @@ def _renews(home: Path, invited: Invitation) -> bool:
     return now < invited.expires and (enrolled.validity.renewal_due(now) or invited.ca != present)
 
 
-def _redeem(invitation: str, home: Path, dht_peers: Sequence[str]) -> Invitation:
-    """Redeem an invitation; where no member that it names answers, look for some in the DHT. Return it, with their addresses.
-
-    Raises as `enter`.
-    """
-    invited = Invitation.decode(invitation)
-    try:
-        join(invitation, home, time.time(), swarm=True)
-    except (TransportError, UntrustedServerError) as silence:
-        if not dht_peers or invited.swarm is None:
-            raise
-        _log.info("%s; members are looked for in the DHT", silence)
-        found: dict[str, tuple[str, ...]] = {}
-        nodes = [f"--dht-peers={maddr}" for maddr in dht_peers]
-        try:
-            lines = ask("seek-members", home / "seeking", *nodes, told=f"{invitation.strip()}\n")
-        except EditError as error:
-            if isinstance(silence, TransportError):
-                raise
-            _log.info("%s", error)
-            raise silence from None  # it may be this machine's clock that is wrong
-        for line in lines:
-            peer_id, _, address = line.partition("=")
-            found[peer_id] = (*found.get(peer_id, ()), address)
-        _log.info("the DHT knows of %s", ", ".join(found))
-        invited = replace(invited, swarm=SwarmAccess(found, invited.swarm.certificate))
-        join(invited.encode(), home, time.time(), swarm=True)
-    return invited
-
-
 def enter(home: Path, invitation: str | None, dht_peers: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Redeem an invitation into `home`, unless it was; return (peer_id, HOST:PORT) of the members that it names.
 
@@ -220,11 +194,9 @@ def enter(home: Path, invitation: str | None, dht_peers: Sequence[str] = ()) -> 
     if not is_member(home) or (invited is not None and _renews(home, invited)):
         if invitation is None:
             raise ConfigError(f"{home}: is no member of a swarm; run: edit-peer swarm join INVITATION --home {home}")
-        invited = _redeem(invitation, home, dht_peers)
+        invited = redeem(invitation, home, dht_peers)
         home.chmod(0o700)
         _log.info("%s is a member of run %s", invited.identity.peer_id, invited.identity.run_id)
     elif invited is not None and invited.identity != PeerFolder(home).identity():
         raise RefusedError(f"{home}: is of another member than the invitation; choose another --home")
-    if invited is None or invited.swarm is None:
-        return []
-    return [(peer_id, address) for peer_id, addresses in invited.swarm.hosts.items() for address in addresses]
+    return seeds_of(invited) if invited is not None else []

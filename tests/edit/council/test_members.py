@@ -238,6 +238,17 @@ def test_a_leader_is_evicted_like_any_other(evicted: str) -> None:
     assert evicted not in table.record.members and len([p for p in table.leaders if p != evicted]) == 1
 
 
+def test_who_was_enrolled_and_is_no_member_can_be_evicted_an_observer() -> None:
+    table = Table("a", roots=(Root("b2xk"),), enrolled={p: claim(1).enrolled for p in ("a", "eye")})
+    table.elect("a")
+    table.run(LEASE_S)
+    assert table.handle("a", ev.Evict("z", "who?")) == [ev.Refused("z is not a member")]
+    table.handle("a", ev.Evict("eye", "looked too long"))
+    table.run(LEASE_S)
+    assert table.record.evicted == {"eye": "looked too long"} and table.record.members.keys() == {"a"}
+    assert table.handle("a", ev.Evict("a", "alone")) == [ev.Refused("a is the only member")]
+
+
 def test_orders_are_given_to_the_leader() -> None:
     table = Table("abc")
     table.elect("a")

@@ -51,11 +51,10 @@ def trainer_of(folder: Path, callbacks: list[Any], steps: int = STEPS, model: nn
         per_device_train_batch_size=2,
         learning_rate=0.02,
         use_cpu=True,
-        report_to=[],
         disable_tqdm=True,
         seed=11,
         dataloader_pin_memory=False,
-        **{"save_strategy": "no", **settings},
+        **{"save_strategy": "no", "report_to": [], **settings},
     )
     return transformers.Trainer(
         model=model or network(), args=arguments, train_dataset=rows(), eval_dataset=rows(4), callbacks=callbacks
@@ -166,6 +165,36 @@ def test_the_trainers_own_log_says_how_the_exchange_goes_on(tmp_path: Path) -> N
     silent = trainer_of(tmp_path, [EditCallback(run_of().collective("me"), CONFIG)], logging_steps=2, steps=2)
     silent.train()
     assert "edit/sent_mb" not in silent.state.log_history[0], "this carrier counts no bytes"
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_report_to_has_them_where_the_callback_leads(tmp_path: Path, leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TensorBoard's own reader finds them."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    run = run_of(lr=0.5)
+    callback, looker = EditCallback(Counting(run), CONFIG, evaluate_outer=True), Looker(run)
+    settings: dict[str, Any] = {"report_to": ["tensorboard"], "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = trainer_of(tmp_path, [callback, looker], **settings)
+    if leads:
+        callback.lead(trainer)
+        callback.lead(trainer)  # again: no harm
+    trainer.train()
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert "train/loss" in board.Tags()["scalars"]
+    steps = [event.value for event in board.Scalars("train/edit/outer_step")] if leads else []
+    expected = [0, 0, 1, 1, 2, 3]  # at step 12 the evaluation takes the outcome first
+    assert steps == (expected if leads else [])
+    assert [same(model, common) for model, common in looker.seen[:2]] == [True, True], "the outer ones are shown as before"
+    assert ("train/edit/sent_mb" in board.Tags()["scalars"]) == leads
+    assert [line["edit/outer_step"] for line in trainer.state.log_history if "loss" in line] == expected
+
+
+def test_only_a_trainers_own_callback_can_lead_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give it to this Trainer first"):
+        EditCallback(run_of().collective("me"), CONFIG).lead(trainer_of(tmp_path, []))
 
 
 def test_looking_at_the_outer_parameters_never_changes_training(tmp_path: Path) -> None:

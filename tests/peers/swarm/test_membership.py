@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from aggregator.security.authority import Authority
 from aggregator.swarm.admission import invite
@@ -20,9 +21,10 @@ from edit.config.auto import OuterChoice
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb.invitation import Invitation, guest_key
+from peers.cli import app
 from peers.identity.enrolment import UntrustedServerError, join
 from peers.identity.peer_folder import PeerFolder
-from peers.swarm import membership
+from peers.swarm import invitations, membership
 from peers.swarm.cli import _check_same
 from peers.swarm.membership import Founding, Place, found, is_member
 
@@ -238,7 +240,7 @@ def test_where_nobody_answers_that_an_invitation_names_the_dht_is_asked(
     silence: EditError = TransportError("no answer")
     failing: EditError | None = None
 
-    def redeem(invitation: str, home: Path, now: float, *, swarm: bool) -> None:
+    def redeem(invitation: str, home: Path, now: float, *, swarm: bool, observes: bool) -> None:
         access = Invitation.decode(invitation).swarm
         assert access is not None
         tried.append(access.hosts)
@@ -251,8 +253,8 @@ def test_where_nobody_answers_that_an_invitation_names_the_dht_is_asked(
         asked.append((*words, told))
         return ["a=127.0.0.1:7", "a=[::1]:7", "c=h:8"]
 
-    monkeypatch.setattr(membership, "join", redeem)
-    monkeypatch.setattr(membership, "ask", ask)
+    monkeypatch.setattr(invitations, "join", redeem)
+    monkeypatch.setattr(invitations, "ask", ask)
     home = tmp_path / "home"
     home.mkdir()
     with pytest.raises(TransportError, match="no answer"):
@@ -270,3 +272,28 @@ def test_where_nobody_answers_that_an_invitation_names_the_dht_is_asked(
     silence = TransportError("no answer")
     with pytest.raises(TransportError, match="the DHT does not know"):
         membership.enter(home, text, ("/maddr",))
+
+
+def test_an_observers_invitation_makes_its_folder_and_says_how_to_look_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority.create(tmp_path, "run", now=time.time())
+    access = {"a": ("127.0.0.1:1", "[::1]:1"), "b": ("h:2",)}
+    invited = authority.invite_to_swarm("eye", role="observer", hosts=access, lifetime_s=60.0, now=time.time())
+    home, joined, asked = tmp_path / "home", list[object](), list[object]()
+    home.mkdir()
+
+    def join(*words: object, swarm: bool, observes: bool) -> None:
+        joined.append((*words[:2], swarm, observes))
+
+    monkeypatch.setattr(invitations, "join", join)
+    monkeypatch.setattr(invitations, "ask", lambda *words: asked.append(words))
+    told = CliRunner().invoke(app, ["join", invited.encode(), "--home", str(home)], catch_exceptions=False)
+    assert told.exit_code == 0, told.output
+    assert told.output == (
+        f"eye is an observer of run {invited.identity.run_id}; folder {home}\nnext: edit-peer swarm watch --home {home}\n"
+        f"or, as a page in the browser: edit-peer swarm web --home {home}\n"
+    )
+    assert joined == [(invited.encode(), home, True, True)]
+    assert asked == [("observe", home, "--seed=a=127.0.0.1:1", "--seed=a=[::1]:1", "--seed=b=h:2")]
+    assert home.stat().st_mode & 0o777 == 0o700
