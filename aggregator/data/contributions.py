@@ -45,6 +45,7 @@ class ShardUpload:
     shard: Shard
     upload: Upload
     norm: float | None = None  # None until it is in and measured
+    merged: bool = False  # its bytes are gone; a second stream of the same may still be sending them
 
     def read(self) -> EncodedTensor:
         """The shard as it was sent. Raises as `Upload.payload`."""
@@ -100,7 +101,7 @@ class ShardedFragment:
             self.pieces += _pieces(header)
         elif known.header != header:
             raise RemoteProtocolError(f"{_who(header)} was declared with another {_difference(known.header, header)} before")
-        elif known.upload.dropped and self._whole is not None:  # it is merged
+        elif known.merged:
             return None
         elif known.upload.dropped:  # the disk refused it
             known = self._shards[header.rank] = self._open(header, known.shard)
@@ -140,6 +141,7 @@ class ShardedFragment:
     def merged(self) -> None:
         """Let go of the bytes; the fragment is whole for whoever sends it again."""
         for shard in self._shards.values():
+            shard.merged = True
             shard.upload.drop("it is merged")
 
     def drop(self, reason: str) -> None:

@@ -163,8 +163,13 @@ class RoundRunner:
         return self._contributions.declare(header, self._due(header.outer_step))
 
     async def receive(self, shard: ShardUpload, offset: int, data: bytes | memoryview) -> None:
-        """Take one chunk of a shard. Raises as `Upload.write`."""
-        await shard.upload.write(offset, data)
+        """Take one chunk of a shard; one of a shard that was merged meanwhile has no effect. Raises as `Upload.write`."""
+        try:
+            await shard.upload.write(offset, data)
+        except StaleError:
+            if not shard.merged:
+                raise
+            return
         now, peer_id = self._clock.monotonic(), shard.header.peer_id
         if self._round is not None:
             self._round.first_byte_at = min(self._round.first_byte_at, now)

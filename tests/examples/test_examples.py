@@ -35,15 +35,17 @@ def test_at_most_five_lines_are_added(name: str) -> None:
     assert 1 <= len([line for line in lines if line.rstrip().endswith("# edit")]) <= 5
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", sorted(IN_ONE_PROCESS))
 def test_peers_that_take_turns(name: str) -> None:
-    losses = run(name, "-W", "error", timeout=100)
+    losses = run(name, "-W", "error", timeout=220)
     assert common_loss(losses[-2:]) < IN_ONE_PROCESS[name]
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", sorted(OVER_THE_NETWORK))
 def test_peers_over_the_network(name: str) -> None:
-    losses = run(name, timeout=110)
+    losses = run(name, timeout=220)
     assert common_loss(losses) < OVER_THE_NETWORK[name]
 
 

@@ -106,26 +106,28 @@ class Rounds:
     async def contribute(self, peer_id: str, deltas: Sequence[Tensor]) -> None:
         """The whole contribution to the open round, which then may close."""
         self.ready(peer_id)
-        round_id = self.machine.round_id
-        for i, delta in enumerate(deltas):
-            data = bytes(encode("fp32", delta).data)
-            header = ContributionHeader(
-                run_id=self.folder.run_id,
-                round_id=round_id,
-                outer_step=self.machine.outer_step,
-                peer_id=peer_id,
-                fragment_id=i,
-                schema_hash=SCHEMA.schema_hash,
-                inner_steps=2,
-                tokens=10,
-                codec="fp32",
-                numel=delta.numel(),
-                total_bytes=len(data),
-            )
+        headers = [self.header(peer_id, i, delta) for i, delta in enumerate(deltas)]
+        for header, delta in zip(headers, deltas, strict=True):
             shard = self.runner.offer(header)
             assert shard is not None
-            await self.runner.receive(shard, 0, data)
+            await self.runner.receive(shard, 0, bytes(encode("fp32", delta).data))
             await self.runner.arrived(shard)
+
+    def header(self, peer_id: str, fragment_id: int, delta: Tensor) -> ContributionHeader:
+        """Of one fragment of a contribution to the open round, in fp32."""
+        return ContributionHeader(
+            run_id=self.folder.run_id,
+            round_id=self.machine.round_id,
+            outer_step=self.machine.outer_step,
+            peer_id=peer_id,
+            fragment_id=fragment_id,
+            schema_hash=SCHEMA.schema_hash,
+            inner_steps=2,
+            tokens=10,
+            codec="fp32",
+            numel=delta.numel(),
+            total_bytes=4 * delta.numel(),
+        )
 
     async def closed(self, round_id: int) -> None:
         """Wait until this round is over."""

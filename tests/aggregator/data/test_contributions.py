@@ -26,6 +26,8 @@ from edit.merging.merge import MergeRule, measure
 from edit.merging.mergers import EditMerger
 from editpb.messages import ContributionHeader
 from tests.support.encoded import encode
+from tests.support.rounds import open_rounds
+from tests.support.served import SCHEMA as SERVED
 
 FRAGMENT = FragmentSpec(
     fragment_id=3,
@@ -342,3 +344,31 @@ def test_what_is_not_kept_is_dropped_with_the_reason(contributions: Contribution
     for peer_id, reason in (("a", "bad bytes"), ("c", "its round is over")):
         with pytest.raises(StaleError, match=reason):
             write(shards[peer_id], b"x")
+
+
+def test_who_still_sends_a_fragment_again_as_it_is_merged_is_told_that_it_is_in(tmp_path: Path) -> None:
+    """A second stream of the same began before the merge, and goes on after it."""
+
+    async def body() -> None:
+        delta = torch.ones(SERVED.fragments[0].numel)
+        data = bytes(encode("fp32", delta).data)
+        async with open_rounds(tmp_path) as rounds:
+            rounds.ready("a")
+            header = rounds.header("a", 0, delta)
+            shard = rounds.runner.offer(header)
+            assert shard is not None and shard is rounds.runner.offer(header)
+            merged, drop = asyncio.Event(), shard.upload.drop
+            shard.upload.drop = lambda reason: (drop(reason), merged.set())[0]  # type: ignore[method-assign]
+            await rounds.runner.receive(shard, 0, data)
+            await rounds.runner.receive(shard, 0, data[:12])  # the second stream
+            await rounds.runner.arrived(shard)
+            await asyncio.wait_for(merged.wait(), 30.0)
+            await rounds.runner.receive(shard, 12, data[12:])
+            assert shard.upload.complete
+            await rounds.runner.arrived(shard)
+            assert rounds.runner.offer(header) is None and rounds.machine.round_id == header.round_id
+            shard.upload.dropped, shard.merged = "a newer attempt of this replica has come", False
+            with pytest.raises(StaleError, match="a newer attempt"):
+                await rounds.runner.receive(shard, 12, data[12:])
+
+    asyncio.run(body())
