@@ -35,6 +35,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # before site-packages: opacus installs a package `benchmarks`, too
+
 from benchmarks.quality import trainer
 from edit.config.run import CodecConfig, InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
 from edit.lab.bench.results import append_lines, circumstances, write_picture

@@ -27,11 +27,14 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # before site-packages: opacus installs a package `benchmarks`, too
 
 import torch
 from torch import Tensor

@@ -28,6 +28,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # before site-packages: opacus installs a package `benchmarks`, too
+
 import grpc
 import torch
 from torch import Tensor

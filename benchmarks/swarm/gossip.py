@@ -32,6 +32,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # before site-packages: opacus installs a package `benchmarks`, too
+
 import torch
 from torch import Tensor
 
