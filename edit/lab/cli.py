@@ -50,9 +50,10 @@ app.add_typer(bench, name="bench")
 
 @app.command()
 def demo(
-    peers: Annotated[int, typer.Option(help="Number of peers.")] = 4,
+    peers: Annotated[int | None, typer.Option(help="Number of peers.", show_default="4; with --hostile 7")] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Inner steps of each peer.", show_default="750; with --quick 100, a swarm 200")
+        int | None,
+        typer.Option(help="Inner steps of each peer.", show_default="750; --hostile 300; with --quick 100, a swarm 200"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial parameters, the data's order, the held-out files.")] = 0,
     swarm: Annotated[
@@ -61,9 +62,19 @@ def demo(
             "--swarm", help="Without a coordinator: the member that leads is stopped, one that owns a part is killed."
         ),
     ] = False,
+    hostile: Annotated[
+        bool,
+        typer.Option(
+            "--hostile",
+            help="Three peers attack instead: one flips its sign, one reverses the mean, one copies. Run with the penalty "
+            "alone, then with a robust rule, compare both, and verify the audit log.",
+        ),
+    ] = False,
     no_faults: Annotated[bool, typer.Option("--no-faults", help="Inject no faults.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results; one of an earlier demo is wiped.")] = Path("runs/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Take less than a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Take about a minute; with --hostile for each of the two runs.")
+    ] = False,
 ) -> None:
     """Train one model with a coordinator, or as a swarm, and several peers, inject faults, and write a report.
 
@@ -71,15 +82,27 @@ def demo(
     library, compares it with one peer alone, and writes results.json, metrics.jsonl, outer.safetensors, sample.txt and
     report.html to the --out folder.
 
+    With --hostile the two runs are in penalty and robust below --out.
+
     Example: edit-lab demo --quick --out runs/try
     """
     from rich.console import Console
 
     from edit.lab.demo.command import run_demo  # needs torch; --help answers without it
+    from edit.lab.demo.hostile import run_hostile_demo
     from edit.lab.demo.plan import DemoOptions
 
-    options = DemoOptions(peers=peers, steps=steps, seed=seed, faults=not no_faults, out=out, quick=quick, swarm=swarm)
-    run_demo(options, Console())
+    options = DemoOptions(
+        peers=(7 if hostile else 4) if peers is None else peers,
+        steps=steps,
+        seed=seed,
+        faults=not no_faults,
+        out=out,
+        quick=quick,
+        swarm=swarm,
+        hostile=hostile,
+    )
+    (run_hostile_demo if hostile else run_demo)(options, Console())
 
 
 @app.command(epilog=SIMULATE_EXAMPLE)

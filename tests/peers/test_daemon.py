@@ -264,6 +264,47 @@ def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> 
     assert said == ["injected fault: huge at outer step 1"]
 
 
+def attacked(worker: Counters, model: torch.nn.Linear, fault: str) -> FaultInjector:
+    return FaultInjector(model, worker, H, parse_faults(fault), lambda _: None)
+
+
+def exchange(worker: Counters, model: torch.nn.Linear, injector: FaultInjector, drift: torch.Tensor) -> torch.Tensor:
+    """Let the peer drift from theta, and return what it contributes (local - outer) after the injector has seen it."""
+    with torch.no_grad():
+        model.weight.copy_(worker.theta + drift)
+    injector.damage()
+    return model.weight.detach() - worker.theta
+
+
+def test_a_flipped_sign_lasts() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    worker, drift = Counters(torch.zeros(1, 2)), torch.tensor([[3.0, 4.0]])
+    injector = attacked(worker, model, "flip@1+")
+    for _ in range(2):
+        assert torch.equal(exchange(worker, model, injector, drift), -drift)
+    worker.outer_step = 0
+    early = attacked(worker, model, "flip@1+")
+    assert torch.equal(exchange(worker, model, early, drift), drift)
+
+
+@pytest.mark.parametrize(("fault", "sign"), [("reverse@1+", -1.0), ("copy@1+", 1.0)])
+def test_the_last_update_is_repeated_or_reversed_as_long_as_an_honest_contribution(fault: str, sign: float) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    worker, drift = Counters(torch.zeros(1, 2)), torch.tensor([[3.0, 4.0]])
+    injector = attacked(worker, model, fault)
+    assert torch.equal(exchange(worker, model, injector, drift), sign * drift)  # there is no update yet
+    worker.theta = torch.tensor([[0.5, 0.0]])
+    assert torch.allclose(exchange(worker, model, injector, drift), torch.tensor([[sign * 5.0, 0.0]]))
+    worker.theta = torch.tensor([[0.5, -2.0]])
+    assert torch.allclose(exchange(worker, model, injector, drift), torch.tensor([[0.0, sign * -5.0]]))
+
+
+@pytest.mark.parametrize("text", ["nan", "nan@", "nan@+", "nan@1++", "nan@-1", "worse@1", "nan@²"])
+def test_a_fault_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be KIND@OUTER_STEP, .* a KIND is nan, huge, flip, reverse, copy"):
+        parse_faults(text)
+
+
 def test_options_name_what_is_wrong(tmp_path: Path) -> None:
     for wrong, word in (
         ({"throttle": 0.5}, "--throttle"),

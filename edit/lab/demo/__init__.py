@@ -14,4 +14,5 @@ event_messages  one line per event, for people
 evaluate        held-out losses and a sample of text
 results         the results as numbers
 report          report.html, and the results in the terminal
+hostile         hostile peers: two runs, one with a robust rule, and the audit log verified
 """

@@ -20,6 +20,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import load_outer
 from aggregator.swarm.host_folder import Settings, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from edit.config.run import RunConfig
@@ -28,10 +30,10 @@ from edit.fragments.gpt import gpt_schema
 from edit.fragments.schema import Schema
 from edit.lab.demo.corpus import plan_corpus, standard_library, write_corpus
 from edit.lab.demo.daemons import DemoDaemons, SwarmDaemons
-from edit.lab.demo.evaluate import FINAL_BATCHES, Evaluator, Measurer, SnapshotSource
+from edit.lab.demo.evaluate import FINAL_BATCHES, Evaluator, Measurer
 from edit.lab.demo.faults import FaultRunner, FaultSchedule
 from edit.lab.demo.output_folder import DemoFolder
-from edit.lab.demo.plan import DemoOptions, plan_faults, plan_run
+from edit.lab.demo.plan import ATTACKS, DemoOptions, plan_faults, plan_run
 from edit.lab.demo.recorder import LONE, Recorder
 from edit.lab.demo.report import render_report, results_table
 from edit.lab.demo.results import Agreement, Losses, Results, collect
@@ -67,6 +69,12 @@ class RunView(Protocol):
     def close(self) -> None: ...
 
 
+def committed_on_disk(state: Path) -> Snapshot:
+    """Return what the coordinator of this folder has committed last. Raises ConfigError, StorageError."""
+    outer = load_outer(StateFolder(state))
+    return Snapshot(outer.outer_step, outer.digest, tuple(outer.theta))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
     """What the demo depends on outside itself; tests replace it."""
@@ -74,6 +82,7 @@ class Dependencies:
     programs: Programs = field(default_factory=Programs)
     connect: Callable[[Path], RunView] = open_observer
     connect_swarm: Callable[[Mapping[str, Path]], RunView] = SwarmObserver
+    committed: Callable[[Path], Snapshot] = committed_on_disk
     evaluator: Callable[[RunConfig, Path], Evaluator] = Evaluator
     unix: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
@@ -158,16 +167,17 @@ class Demo:
             self._announce("the coordinator serves; every peer exchanges its single-use invitation for a certificate")
             self._recorder.follow("coordinator", self._folder.state / "metrics.jsonl")
         self._daemons.enrol()
-        self._recorder.follow(LONE, self._folder.lone / "alone.jsonl")
         for name in self._options.peer_ids:
             self._recorder.follow(name, self._folder.home(name) / "metrics.jsonl")
-        for name in (*self._options.peer_ids, LONE):
             self._daemons.start(name)
-        without = ", no coordinator" if self._options.swarm else ""
-        self._announce(
-            f"{self._options.peers} peers train over gRPC with mutual TLS{without}; a lone peer trains on peer-0's text "
-            "without exchange"
-        )
+        text = f"{self._options.peers} peers train over gRPC with mutual TLS{', no coordinator' if self._options.swarm else ''}"
+        if self._options.alone:
+            self._recorder.follow(LONE, self._folder.lone / "alone.jsonl")
+            self._daemons.start(LONE)
+            text += "; a lone peer trains on peer-0's text without exchange"
+        self._announce(text)
+        for name, attack in self._plan.attacks.items():
+            self._recorder.event(f"{name} {ATTACKS[attack]}: in every round, with the norm of an honest peer", "fault")
 
     def follow(self) -> None:
         """Poll until the last outer step is committed, the lone peer is done and the peers have left."""
@@ -230,17 +240,15 @@ class Demo:
         """Measure the initial, lone and outer parameters on the same held-out text; write the checkpoint and a sample."""
         self._recorder.poll()
         self._recorder.rest()
-        source: SnapshotSource = self._run
-        if self._options.swarm:
-            source = self._compare_folders()
+        snapshot = self._compare_folders() if self._options.swarm else self._dependencies.committed(self._folder.state)
         self._announce("measuring the final losses on held-out text")
         batches = FINAL_BATCHES // 4 if self._options.quick else FINAL_BATCHES
-        self._losses, snapshot = self._measurer.final(source, self._folder.lone / "model.safetensors", batches)
+        self._losses = self._measurer.final(snapshot, self._folder.lone / "model.safetensors", batches)
         self._measurer.evaluator.save(snapshot.fragments, self._folder.checkpoint)
         self._sample = self._measurer.evaluator.sample(snapshot.fragments, _SAMPLE_BYTES, self._options.seed)
         self._folder.sample.write_text(self._sample, encoding="utf-8")
 
-    def _compare_folders(self) -> SnapshotSource:
+    def _compare_folders(self) -> Snapshot:
         """End the members, and compare what lies in their folders. Return the outer parameters."""
         for name in self._options.peer_ids:
             self._daemons.end(name)
@@ -253,7 +261,7 @@ class Demo:
             self._recorder.event("; ".join(unequal), "bad" if split else "info")
         else:
             self._recorder.event(f"all {len(found)} members have ended, and have the same outer parameters on disk", "good")
-        return newest
+        return newest.snapshot
 
     def write(self) -> Results:
         """Write results.json and report.html from what is known. Raises ConfigError when the folder cannot be written."""
@@ -335,6 +343,7 @@ class _Folder:
         behind = f"is at outer step {self.outer_step}, not {newest.outer_step}"
         return behind if self.outer_step < newest.outer_step else "has other parameters"
 
-    def snapshot(self, schema: Schema) -> Snapshot:
-        """Return the outer parameters."""
+    @property
+    def snapshot(self) -> Snapshot:
+        """The outer parameters."""
         return Snapshot(self.outer_step, "", self.fragments)

@@ -86,6 +86,8 @@ class DemoDaemons:
             argv += ["--throttle", "2"]
         if name == self._faults.damaged:
             argv += ["--fault", f"nan@{self._faults.nan_at},huge@{self._faults.huge_at}"]
+        if name in self._faults.attacks:
+            argv += ["--fault", f"{self._faults.attacks[name]}@0+"]
         return tuple(argv)
 
     def _lone(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, TransportError
+from edit.errors import ConfigError
 from edit.fragments.schema import Schema, plan_fragments
 from edit.lab.demo.recorder import LONE, Recorder
 from edit.lab.demo.results import Losses
@@ -114,7 +114,7 @@ class Measurer:
         if not self.next_step <= state.outer_step < state.outer_steps:
             return
         snapshot = source.snapshot(self.evaluator.schema)
-        if snapshot is not None:
+        if snapshot is not None and snapshot.outer_step >= self.next_step:  # a run shares an older one with other readers
             self._point(snapshot)
             self.next_step = snapshot.outer_step + max(1, state.outer_steps // self.points)
 
@@ -122,22 +122,16 @@ class Measurer:
         loss = self.evaluator.of_fragments(snapshot.fragments, TRACK_BATCHES)
         self.recorder.validation("outer", snapshot.outer_step * self.recorder.state.sync_every, loss)
 
-    def final(self, source: SnapshotSource, lone: Path, batches: int) -> tuple[Losses, Snapshot]:
-        """Measure the initial, lone and outer parameters, on more windows than the curve, and return the final snapshot.
-
-        Raises TransportError when there is no snapshot.
-        """
-        snapshot = source.snapshot(self.evaluator.schema)
-        if snapshot is None:
-            raise TransportError("nobody gave a snapshot of the final outer parameters; see logs")
+    def final(self, snapshot: Snapshot, lone: Path, batches: int) -> Losses:
+        """Measure the initial, lone and outer parameters, on more windows than the curve. snapshot: of the last outer step."""
         self._point(snapshot)
         if lone.exists():
             steps = max((point.step for point in self.recorder.state.lone), default=0)
             self.recorder.validation(LONE, steps, self.evaluator.of_file(lone, TRACK_BATCHES))
-        losses = Losses(
+        return Losses(
+            outer_step=snapshot.outer_step,
             initial=self.evaluator.initial(batches),
             outer=self.evaluator.of_fragments(snapshot.fragments, batches),
             lone=self.evaluator.of_file(lone, batches) if lone.exists() else None,
             windows=self.evaluator.windows(batches),
         )
-        return losses, snapshot

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from edit.errors import ConfigError
 from edit.lab.run_toml import Setting, Settings
 
-__all__ = ["LEADER", "OWNER", "DemoOptions", "FaultPlan", "plan_faults", "plan_run"]
+__all__ = ["ATTACKS", "LEADER", "OWNER", "DemoOptions", "FaultPlan", "plan_faults", "plan_run"]
 
 LONG_SYNC = 30
 LEADER, OWNER = "the leader", "an owner"  # of a swarm: who that is turns out when it is their turn
 _MOST_PARTS = 4
+HOSTILE = 2  # peers of a demo that mean harm; one more copies
+_LEAST_WITH_HOSTILE = 7
+ATTACKS = {"flip": "flips its sign", "reverse": "reverses the mean", "copy": "copies"}
+"""What the last peers of a demo with hostile peers do, in a few words for the screen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,9 @@ class DemoOptions:
     faults: bool = True
     quick: bool = False
     swarm: bool = False  # no coordinator
+    hostile: bool = False  # the last peers attack, instead of the faults
+    robust: bool = False  # against them: a robust rule instead of the penalty
+    alone: bool = True  # a lone peer beside the run
     out: Path = Path("runs/demo")
 
     def __post_init__(self) -> None:
@@ -35,6 +43,12 @@ class DemoOptions:
             raise ConfigError(f"--seed {self.seed}: must be between 0 and 2147483647")
         if not self.sync_every <= self.inner_steps <= 10_000_000:
             raise ConfigError(f"--steps {self.inner_steps}: must be between {self.sync_every} and 10000000")
+        if self.hostile and self.swarm:
+            raise ConfigError(
+                "--hostile: not with --swarm; the audit log, which the demo verifies at the end, needs a coordinator"
+            )
+        if self.hostile and self.peers < _LEAST_WITH_HOSTILE:
+            raise ConfigError(f"--peers {self.peers}: at least {_LEAST_WITH_HOSTILE} with --hostile, of which three attack")
         if self.faults and self.outer_steps < 10:
             raise ConfigError(f"--steps {self.inner_steps}: too short to show the faults; at least 100, or add --no-faults")
 
@@ -43,6 +57,8 @@ class DemoOptions:
         """Inner steps asked for; the run takes the largest multiple of `sync_every` that is not larger."""
         if self.steps is not None:
             return self.steps
+        if self.hostile:
+            return 100 if self.quick else 300
         return (200 if self.swarm else 100) if self.quick else 750  # a swarm's killed member must come back in time
 
     @property
@@ -82,9 +98,14 @@ class FaultPlan:
     coordinator_kill_at: int = 0
     leader_stop_at: int = 0  # in a swarm: the member that leads gets SIGSTOP, and goes on later
     owner_kill_at: int = 0  # in a swarm: a member that owns a part gets SIGKILL, and is restarted
+    attacks: Mapping[str, str] = field(
+        default_factory=dict
+    )  # by peer: what it does in each round (peers.training.fault_injection)
 
     def role_of(self, peer_id: str) -> str:
         """Return what happens to this peer, in a few words for the screen."""
+        if peer_id in self.attacks:
+            return ATTACKS[self.attacks[peer_id]]
         roles = {self.slow: "half speed", self.killed: "power cut", self.damaged: "damaged"}
         return roles.get(peer_id, "") if peer_id else ""
 
@@ -92,12 +113,16 @@ class FaultPlan:
 def plan_faults(options: DemoOptions) -> FaultPlan:
     """Return the faults: peer 1 is slow, peer 2 is killed, peer 3 sends NaN and a huge pseudo-gradient.
 
+    With `hostile` there are none of these; the last three peers attack.
+
     In a long run the coordinator is killed, too. While it is away the peers train on without exchange; in a short run that
     would be too large a share of their steps for a fair comparison with a lone peer.
 
     In a swarm it is the member that leads that is stopped, and one that owns a part that is killed: of three members any one
     may be away, of two only the younger. Both come early: whoever was killed must be back before the run ends.
     """
+    if options.hostile:
+        return FaultPlan(attacks=dict(zip(options.peer_ids[-len(ATTACKS) :], ATTACKS, strict=True)))
     if not options.faults:
         return FaultPlan()
     names = (*options.peer_ids, None, None, None)
@@ -135,6 +160,13 @@ def plan_run(options: DemoOptions, faults: FaultPlan, listen: str, enrol_listen:
     where: Settings = {"server": {"listen": listen, "enrol_listen": enrol_listen, "advertise": ("127.0.0.1", "localhost")}}
     if options.swarm:
         where = {"swarm": {"parts": options.parts, "discovery": "addresses"}}
+    quorum = max(1, options.peers // 2)
+    trust: dict[str, Any] = {}
+    if options.hostile:
+        quorum = 2 * HOSTILE + 1
+        trust = {"audit": {"enabled": True}}
+        if options.robust:
+            trust |= {"robust": {"rule": "geometric_median", "hostile": HOSTILE}}
     observations = max(2, min(10, faults.nan_at or options.outer_steps // 4))
     return {
         "name": "demo",
@@ -146,8 +178,9 @@ def plan_run(options: DemoOptions, faults: FaultPlan, listen: str, enrol_listen:
         "penalty": {"enabled": True, "observations": observations, "delta": 6.0},
         "outer": outer,
         "codec": {"up": "int8", "down": "int8"},
-        "rounds": {"start_peers": options.peers, "quorum": max(1, options.peers // 2), "ceiling_s": 60.0},
+        "rounds": {"start_peers": options.peers, "quorum": quorum, "ceiling_s": 60.0},
         "membership": {"heartbeat_s": 0.5, "lease_s": 3.0},
         "storage": {"checkpoint_every": 10},
         **where,
+        **trust,
     }

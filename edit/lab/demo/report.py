@@ -19,7 +19,16 @@ from edit.view.observations import Point
 from edit.view.state import Event, RoundRow, RunState
 from edit.view.units import bytes_text, duration_text
 
-__all__ = ["headline", "numbered_events", "render_report", "result_rows", "results_table", "summary"]
+__all__ = [
+    "headline",
+    "html_table",
+    "numbered_events",
+    "page",
+    "render_report",
+    "result_rows",
+    "results_table",
+    "summary",
+]
 
 _SERIES_STYLES = 8
 _NUMBERED_TONES = ("fault", "good", "bad")
@@ -36,11 +45,9 @@ _VERDICT_WORDS = {
 
 def render_report(state: RunState, results: Results, settings: str, started: float) -> str:
     """Return the page. settings: the text of run.toml; started: unix seconds."""
-    template = Template(resources.files("edit.lab.demo").joinpath("report.html").read_text(encoding="utf-8"))
-    return template.substitute(
+    return page(
+        "report.html",
         run_id=escape(results.run_id),
-        palette=PALETTE,
-        series_css=" ".join(f".s{n} {{ --c: var(--s{n}); }}" for n in range(_SERIES_STYLES)),
         headline=escape(headline(results)),
         summary=escape(summary(results)),
         tiles=_tiles(results),
@@ -58,6 +65,21 @@ def render_report(state: RunState, results: Results, settings: str, started: flo
         sample=escape(results.sample or "(none)"),
         settings=escape(settings.strip()),
     )
+
+
+def page(name: str, **values: str) -> str:
+    """Return one of this folder's pages with these values, which are HTML, in its places."""
+    folder = resources.files("edit.lab.demo")
+    series = " ".join(f".s{n} {{ --c: var(--s{n}); }}" for n in range(_SERIES_STYLES))
+    style = f"{PALETTE}\n{series}\n{folder.joinpath('report.css').read_text(encoding='utf-8')}"
+    return Template(folder.joinpath(name).read_text(encoding="utf-8")).substitute(style=style, **values)
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of plain texts."""
+    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"
 
 
 def headline(results: Results) -> str:
@@ -220,14 +242,8 @@ def _bytes_chart(results: Results) -> str:
     return log_bars([*bars, Bar("data-parallel (computed)", computed, bytes_text(computed), "lone")])
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows]
-    return f"<table>{''.join(lines)}</table>"
-
-
 def _results_table(results: Results) -> str:
-    return _table(("", "value", "how"), [(name, value, how) for name, value, how in result_rows(results)])
+    return html_table(("", "value", "how"), [(name, value, how) for name, value, how in result_rows(results)])
 
 
 def result_rows(results: Results) -> list[tuple[str, str, str]]:
@@ -242,7 +258,8 @@ def result_rows(results: Results) -> list[tuple[str, str, str]]:
             rows.append(("outer below alone", f"{results.losses.percent_below_lone:.1f} %", "measured"))
     own = [peer.own_steps for peer in results.peers]
     rows.append(("own inner steps, peers", f"{min(own)} to {max(own)}", "counted"))
-    rows.append(("own inner steps, peer-0 alone", str(results.lone_steps), "counted"))
+    if results.lone_steps:
+        rows.append(("own inner steps, peer-0 alone", str(results.lone_steps), "counted"))
     received = sum(peer.received for peer in results.peers) / len(results.peers)
     rows.append(("sent per peer", bytes_text(results.mean_sent), "counted, mean"))
     rows.append(("received per peer", bytes_text(received), "counted, mean"))
@@ -268,14 +285,16 @@ def result_rows(results: Results) -> list[tuple[str, str, str]]:
 
 
 def _peers_table(results: Results) -> str:
-    head = ("peer", "own inner steps", "sent", "received", "merged", "rejected", "verdicts")
+    head = ("peer", "own inner steps", "sent", "received", "merged", "mean weight", "rejected", "verdicts")
     rows = []
     for peer in results.peers:
         bad = sum(count for verdict, count in peer.verdicts.items() if verdict != "ok")
         words = ", ".join(f"{verdict} {count}" for verdict, count in sorted(peer.verdicts.items()))
-        numbers = (str(peer.own_steps), bytes_text(peer.sent), bytes_text(peer.received), str(peer.merged), str(bad), words)
-        rows.append((peer.peer_id, *numbers))
-    return _table(head, rows)
+        traffic = (bytes_text(peer.sent), bytes_text(peer.received))
+        rows.append(
+            (peer.peer_id, str(peer.own_steps), *traffic, str(peer.merged), f"{100 * peer.weight:.1f} %", str(bad), words)
+        )
+    return html_table(head, rows)
 
 
 def results_table(results: Results) -> RenderableType:

@@ -37,6 +37,7 @@ def data_parallel_bytes(peers: int, parameters: int, steps: int) -> int:
 class Losses:
     """Held-out losses in nats per byte, all on the same `windows` windows of text."""
 
+    outer_step: int  # of the outer parameters
     initial: float
     outer: float
     lone: float | None  # None: not measured
@@ -57,6 +58,7 @@ class PeerResult:
     sent: int
     received: int
     merged: int
+    weight: float  # in the committed rounds, the mean over them and the fragments
     verdicts: Mapping[str, int]
 
 
@@ -206,10 +208,13 @@ def collect(
 
 def _peers(state: RunState) -> tuple[PeerResult, ...]:
     verdicts = {peer_id: Counter[str]() for peer_id in state.peers}
-    for row in state.rounds:
+    weights = dict.fromkeys(state.peers, 0.0)
+    committed = [row for row in state.rounds if row.committed]
+    for row in committed:
         for peer_id, cell in row.cells.items():
-            if row.committed and peer_id in verdicts:
+            if peer_id in verdicts:
                 verdicts[peer_id][cell.verdict] += 1
+                weights[peer_id] += cell.weight / len(committed)
     return tuple(
         PeerResult(
             peer_id=row.peer_id,
@@ -217,6 +222,7 @@ def _peers(state: RunState) -> tuple[PeerResult, ...]:
             sent=row.sent,
             received=row.received,
             merged=row.merged,
+            weight=weights[row.peer_id],
             verdicts=dict(verdicts[row.peer_id]),
         )
         for row in state.peers.values()

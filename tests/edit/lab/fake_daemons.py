@@ -56,7 +56,7 @@ def alone(out: Path) -> None:
 
 
 def main() -> None:
-    command = next(word for word in sys.argv if word in ("init", "serve", "invite", "join", "run", "alone"))
+    command = next(word for word in sys.argv if word in ("init", "serve", "invite", "join", "run", "alone", "audit"))
     if command == "init":
         state = Path(option("--state"))
         state.mkdir()
@@ -70,6 +70,9 @@ def main() -> None:
         home = Path(option("--home"))
         home.mkdir(parents=True)
         (home / "invitation").write_text(sys.argv[sys.argv.index("join") + 1])
+    elif command == "audit":
+        assert json.loads((Path(option("--state")) / "run.json").read_text())
+        print("run demo-fake: 21 entries, 20 commits, 80 signatures: verified")
     elif command == "alone":
         alone(Path(option("--out")))
     elif "--dies" in sys.argv and option("--home").endswith(option("--dies")):

@@ -19,6 +19,7 @@ from edit.errors import ConfigError
 from edit.lab.cli import app
 from edit.lab.demo.command import Dependencies, run_demo
 from edit.lab.demo.evaluate import Evaluator
+from edit.lab.demo.hostile import run_hostile_demo
 from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.demo.plan import DemoOptions
 from edit.lab.processes import ChildDied, Programs
@@ -44,6 +45,11 @@ class View:
 
     def close(self):
         pass
+
+
+def committed(state: Path) -> Snapshot:
+    """What the fake coordinator has committed last."""
+    return Snapshot((state / "metrics.jsonl").read_text().count('"kind": "round"'), "d", (torch.zeros(1),))
 
 
 class Judge:
@@ -76,7 +82,9 @@ class Judge:
 def dependencies(*peer_options: str, pause=os.sched_yield) -> Dependencies:
     programs = Programs(coordinator=(sys.executable, FAKE, "coordinator"), peer=(sys.executable, FAKE, "peer", *peer_options))
     ticks = itertools.count()
-    return Dependencies(programs=programs, connect=View, evaluator=Judge, monotonic=lambda: float(next(ticks)), pause=pause)
+    return Dependencies(
+        programs=programs, connect=View, committed=committed, evaluator=Judge, monotonic=lambda: float(next(ticks)), pause=pause
+    )
 
 
 def no_process_left(out: Path) -> bool:
@@ -136,6 +144,32 @@ def test_faults_and_throttle_stand_on_the_command_lines_of_their_peers(tmp_path)
     assert argv["peer-1"][argv["peer-1"].index("--throttle") + 1] == "2"
     assert argv["peer-3"][argv["peer-3"].index("--fault") + 1] == "nan@5,huge@6"
     assert not {"--throttle", "--fault"} & {*argv["peer-0"], *argv["peer-2"]}
+
+
+def test_hostile_peers_attack_two_runs_alike_and_the_log_is_verified_at_the_end(tmp_path):
+    out = tmp_path / "demo"
+    screen, output = console()
+    found = run_hostile_demo(DemoOptions(peers=7, steps=120, hostile=True, out=out), screen, dependencies())
+    assert no_process_left(out)
+    argv = {path.parts[-4:-1]: json.loads(path.read_text()) for path in out.glob("*/peers/*/argv.json")}
+    attacks = {(run, name): words[words.index("--fault") + 1] for (run, _, name), words in argv.items() if "--fault" in words}
+    expected = {"peer-4": "flip@0+", "peer-5": "reverse@0+", "peer-6": "copy@0+"}
+    assert attacks == {(run, name): fault for run in ("penalty", "robust") for name, fault in expected.items()}
+    assert len(argv) == 2 * 7 and not any("--throttle" in words for words in argv.values())
+    settings = {run: RunConfig.from_toml(out / run / "run.toml") for run in ("penalty", "robust")}
+    assert [settings[run].robust.rule for run in settings] == ["none", "geometric_median"]
+    assert all(each.penalty.enabled and each.audit.enabled and each.rounds.quorum == 5 for each in settings.values())
+    # the fake coordinator gives each of four peers a quarter of the weight, and none to peer-3 in one round of twelve
+    weights = {peer.peer_id: peer.weight for peer in found.robust.peers}
+    assert weights == pytest.approx(
+        {"peer-0": 0.25, "peer-1": 0.25, "peer-2": 0.25, "peer-3": 0.25 * 11 / 12} | dict.fromkeys(expected, 0.0)
+    )
+    assert found.attackers_weight(found.robust) == 0.0
+    assert (found.penalty.losses.lone, found.robust.losses.lone) == (2.0, None)
+    assert found.percent_below_penalty == pytest.approx(0.0)
+    assert found.log == ("run demo-fake: 21 entries, 20 commits, 80 signatures: verified",)
+    assert "80 signatures: verified" in output.getvalue() and "80 signatures: verified" in (out / "report.html").read_text()
+    assert json.loads((out / "results.json").read_text())["attacks"] == {name: fault[:-3] for name, fault in expected.items()}
 
 
 def test_ctrl_c_ends_everything_and_leaves_partial_results(tmp_path):

@@ -17,6 +17,8 @@ from edit.lab.run_toml import to_toml
         ({"seed": -1}, "--seed -1"),
         ({"steps": 5, "faults": False}, "--steps 5"),
         ({"steps": 90}, "--no-faults"),
+        ({"peers": 6, "hostile": True}, "--peers 6: at least 7 with --hostile"),
+        ({"peers": 7, "hostile": True, "swarm": True}, "--hostile: not with --swarm"),
     ],
 )
 def test_options_out_of_bounds_name_themselves(options, named):

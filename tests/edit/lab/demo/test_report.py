@@ -26,7 +26,7 @@ def results_of(state, **changes):
         "run_id": "demo-<1>",
         "seed": 3,
         "wall_s": 61.5,
-        "losses": Losses(initial=5.5, outer=1.8, lone=2.0, windows=512),
+        "losses": Losses(outer_step=20, initial=5.5, outer=1.8, lone=2.0, windows=512),
         "restart": Restart(6, "d6", "d6"),
         "sample": "if a < b & c:",
     }
@@ -108,7 +108,9 @@ def test_an_empty_run_has_a_page_too(make_state):
 
 @pytest.mark.parametrize(("outer", "words"), [(1.8, "10.0 % better"), (2.2, "10.0 % worse")])
 def test_the_headline_does_not_hide_a_bad_result(make_state, outer, words):
-    assert words in headline(results_of(make_state(), losses=Losses(initial=5.0, outer=outer, lone=2.0, windows=512)))
+    assert words in headline(
+        results_of(make_state(), losses=Losses(outer_step=20, initial=5.0, outer=outer, lone=2.0, windows=512))
+    )
 
 
 def test_the_terminal_prints_the_rows_of_the_page(make_state):

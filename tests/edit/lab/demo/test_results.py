@@ -10,7 +10,7 @@ def results_of(state, **changes):
         "run_id": "demo-1",
         "seed": 3,
         "wall_s": 61.5,
-        "losses": Losses(initial=5.5, outer=1.8, lone=2.0, windows=512),
+        "losses": Losses(outer_step=20, initial=5.5, outer=1.8, lone=2.0, windows=512),
         "restart": Restart(6, "d6", "d6"),
         "sample": "def f():",
     }
@@ -24,7 +24,7 @@ def test_bytes_of_data_parallel_training():
 
 @pytest.mark.parametrize(("lone", "outer", "percent"), [(2.0, 1.8, 10.0), (2.0, 2.1, -5.0), (None, 1.8, None)])
 def test_how_far_below_the_lone_peer(lone, outer, percent):
-    got = Losses(initial=5.0, outer=outer, lone=lone, windows=512).percent_below_lone
+    got = Losses(outer_step=20, initial=5.0, outer=outer, lone=lone, windows=512).percent_below_lone
     assert got == pytest.approx(percent) if percent is not None else got is None
 
 
