@@ -58,7 +58,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")
 Beside = Annotated[
     list[Path] | None,
     typer.Option(
-        "--beside", metavar="STATE", help="Draw the curves of the run in this folder, too, as it stands now. Repeatable."
+        "--beside",
+        metavar="FOLDER",
+        help="Draw the curves of another run, too: the folder of a coordinator, or of a member of a swarm. Repeatable.",
     ),
 ]
 
@@ -339,7 +341,8 @@ def report(
     Example: edit-coordinator report --state my-run --beside another-run --out report.html
     """
     check_installed()
-    from aggregator.past import runs_beside, whole_status
+    from aggregator.past import whole_status
+    from aggregator.swarm.beside import runs_beside
     from edit.view.overlaid import overlaid
     from edit.web.page import render_page
 
@@ -376,7 +379,7 @@ def web(
 
     others = {}
     if beside:
-        from aggregator.past import runs_beside  # imports torch, which the page's process does without
+        from aggregator.swarm.beside import runs_beside  # imports torch, which the page's process does without
 
         others = runs_beside(beside)
     serve_operators_page(StateFolder(state), listen=listen, certificate=certificate, key=key, beside=others, say=typer.echo)

@@ -5,7 +5,7 @@ A coordinator that does not run says nothing; then it is how the run stood when 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from aggregator.operator_client import call_every, read_status
 from aggregator.run_feed import MemberChanged, PeerReported
 from aggregator.storage.state_folder import StateFolder
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, TransportError
+from edit.errors import TransportError
 from edit.plain_text import parse_json
-from edit.view.overlaid import MOST_BESIDE
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import KEPT_EVENTS, KEPT_ROUNDS, MemberStatus, RoundReport, RunStatus
 from editpb.transport.whole_hub import whole_hub
 
-__all__ = ["PAST_BYTES", "Past", "runs_beside", "whole_status"]
+__all__ = ["PAST_BYTES", "Past", "whole_status"]
 
 PAST_BYTES = 16 << 20  # of metrics.jsonl that a coordinator reads when it starts: a second at most
 
@@ -47,18 +46,6 @@ def whole_status(folder: StateFolder) -> RunStatus:
     if not addresses:
         return own
     return whole_hub(own, [answers.said.get(number) for number in range(1, len(addresses) + 1)], answers.failures)
-
-
-def runs_beside(paths: Sequence[Path]) -> dict[str, RunStatus]:
-    """Return how other runs stand, by the name that their lines have. Raises ConfigError, and as `whole_status`."""
-    if len(paths) > MOST_BESIDE:
-        raise ConfigError(f"--beside: at most {MOST_BESIDE} runs can be told apart")
-    found: dict[str, RunStatus] = {}
-    for path in paths:
-        status = whole_status(StateFolder(path))
-        same = sum(each.run_id == status.run_id for each in found.values())
-        found[f"run {status.run_id}{f' ({same + 1})' if same else ''}"] = status
-    return found
 
 
 def _lines(metrics: Path, most_bytes: int | None) -> Iterator[Mapping[str, Any]]:

@@ -87,7 +87,8 @@ def join(
         typer.echo(f"or, as a page in the browser: edit-peer swarm web --home {home}")
         return
     identity = redeem(text, home, nodes)
-    typer.echo(f"{identity.peer_id} is a {identity.role} of run {identity.run_id}; folder {home}")
+    article = "an" if identity.role[0] in "ao" else "a"
+    typer.echo(f"{identity.peer_id} is {article} {identity.role} of run {identity.run_id}; folder {home}")
     if identity.role in ("observer", "operator"):
         typer.echo(f"next: edit-peer watch --home {home}")
         typer.echo(f"or, as a page in the browser: edit-peer web --home {home}")

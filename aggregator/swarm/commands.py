@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +20,10 @@ from aggregator.swarm.standing import Report
 from edit.command_line import SHORT_HELP, log_to_stderr
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
+from edit.view.overlaid import overlaid
 from edit.web import check_installed
 from editpb.invitation import MAX_TEXT_CHARS
+from editpb.run_status import RunStatus
 
 __all__ = ["app", "print_report"]
 
@@ -32,6 +35,7 @@ app = typer.Typer(
     help="Show and control a swarm, from the folder of a member. Orders need the authority's key (authority/ca.key) in it.",
 )
 Folder = Annotated[Path, typer.Argument(help="The folder of a member's host.")]
+Beside = Annotated[list[Path] | None, typer.Option(help="Draw the curves of the run in this folder, too. Repeatable.")]
 
 
 @app.command()
@@ -130,13 +134,15 @@ def watch(folder: Folder) -> None:
 def report(
     folder: Folder,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    beside: Beside = None,
 ) -> None:
     """Write the page of the swarm, as `web` shows it, to one file; where no host answers, from what this folder has kept."""
     check_installed()
+    from aggregator.swarm.beside import runs_beside
     from aggregator.swarm.watching import whole_status
     from edit.web.page import render_page
 
-    told = whole_status(folder)
+    told = overlaid(whole_status(folder), runs_beside(beside or ()))
     try:
         out.write_text(render_page(told), encoding="utf-8")
     except OSError as error:
@@ -170,15 +176,23 @@ def web(
         Path | None, typer.Option(help="Elsewhere than on loopback, show this certificate (PEM) to browsers.")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+    beside: Beside = None,
 ) -> None:
     """Show the swarm as a page in the browser: the council, members, rounds, curves, events, settings. It has no orders."""
     check_installed()
+    from aggregator.swarm.beside import runs_beside
     from aggregator.swarm.watching import SwarmWatch
     from edit.web.serve import Tls, serve_page
 
-    watching = SwarmWatch(folder)
+    watching, others = SwarmWatch(folder), runs_beside(beside or ())
+
+    async def statuses() -> AsyncGenerator[RunStatus, None]:
+        async with aclosing(watching.statuses()) as told:
+            async for status in told:
+                yield overlaid(status, others)
+
     tls = Tls(certificate, key, folder / "ca.pem") if certificate is not None and key is not None else None
-    serve_page(watching.statuses, watching.identity, listen=listen, tls=tls, say=typer.echo)
+    serve_page(statuses, watching.identity, listen=listen, tls=tls, say=typer.echo)
 
 
 @app.command()

@@ -7,7 +7,7 @@ is paused, the record says: an engine has none of the operator's calls but Statu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from aggregator.control.run import Run
 from aggregator.metrics import MetricsLog
 from aggregator.resources import Clock, Resources
-from aggregator.run_feed import EventLog, RunEnded, RunEvent, RunFeed
+from aggregator.run_feed import EventLog, RunEnded, RunEvent, RunFeed, Subscriber
 from aggregator.security.members import Members
 from aggregator.services.authorization import Authorizer
 from aggregator.services.control import ControlService
@@ -57,6 +57,7 @@ class Engine:
         ended: is told when the last outer step is taken.
         fail: is told of a bug, after which the host must end.
         only: the one peer that may attend; '': all of the run.
+        subscribers: are told what happens in its rounds.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Engine:
         fail: Callable[[BaseException], None],
         limit_of: Callable[[Any], SendLimit] = lambda _: UNLIMITED,
         only: str = "",
+        subscribers: Sequence[Subscriber] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         orders = folder / "orders.json"
@@ -83,6 +85,8 @@ class Engine:
         feed = RunFeed(clock.unix)
         feed.subscribe(EventLog().on_event)
         feed.subscribe(MetricsLog(folder / "metrics.jsonl", files).on_event)
+        for subscriber in subscribers:
+            feed.subscribe(subscriber)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"torch {part}")
         self._background = Background(self._worker, fail)
         self.grant, self._ended, self.phase = grant, ended, Phase.RUNNING

@@ -31,6 +31,7 @@ from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from aggregator.data.round_runner import Source
 from aggregator.resources import Clock
+from aggregator.run_feed import Subscriber
 from aggregator.security.authority import Authority
 from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
@@ -212,6 +213,7 @@ class Host:
         certificate: of this member, for it to be renewed.
         limit: of what is sent to others; not of what stays on this machine.
         on_commit: is told of each outer step that is taken here, in the part's thread.
+        subscribers: returns who is told what happens in the rounds of a part, each time that this member begins to serve it.
 
     Raises StorageError, ConfigError for what the folder has.
     """
@@ -238,6 +240,7 @@ class Host:
         certificate: OwnCertificate | None = None,
         limit: SendLimit = UNLIMITED,
         on_commit: Callable[[int, Commit], None] = lambda part, commit: None,
+        subscribers: Callable[[int], Sequence[Subscriber]] = lambda part: (),
     ) -> None:
         self.run_id, self.peer_id = run_id, peer_id
         self._config, self._folder, self._members, self._place = config, folder, members, place
@@ -246,6 +249,7 @@ class Host:
         self._discovery, self._limit, self._relayed = discovery, limit, relayed
         self._found: Addresses = {}  # by it
         self._settings, self._authority, self._certificate = settings, authority, certificate
+        self._subscribers = subscribers
         self._trust = Trust(folder.path) if certificate is not None else None
         if self._trust is not None:
             members.trust(self._trust.present)
@@ -992,6 +996,7 @@ class Host:
             lambda: self.tell(ev.Ended(number, grant)),
             self.failed,
             self.limit_of,
+            subscribers=self._subscribers(number),
         )
         await part.engine.start()
         if (record := self.council.committed) is not None:

@@ -18,6 +18,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,14 @@ from aggregator.swarm.host import Host, Place
 from aggregator.swarm.host_folder import HostFolder, Settings, credentials, identity_of, members
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.relayed import RelayedPort
+from aggregator.telemetry import RoundSpans
 from edit import kernels, plugins
+from edit.command_line import otlp_protocol
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps, map_large_blocks
+from edit.telemetry import Telemetry, telemetry
 from editpb.transport.send_limit import SendLimit, send_limit
 
 if TYPE_CHECKING:
@@ -72,22 +76,25 @@ async def serve_host(
     _log.info(kernels.load())
     host: Host | None = None
     page = _metrics_page(metrics_listen, lambda: host)
-    if page is not None:
-        await page.start()
-        _log.info("metrics on http://%s/metrics", page.listen)
-    try:
-        opening = asyncio.ensure_future(_open(path, send_limit(max_mbit, path), allowed))
-        stopping = asyncio.ensure_future(stop.wait())
-        await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not opening.done():
-            opening.cancel()
-            return
-        host = opening.result()
-        await _serve(host, stop, now, trained)
-    finally:
+    with ExitStack() as at_last:
         if page is not None:
-            await page.close()
+            await page.start()
+            _log.info("metrics on http://%s/metrics", page.listen)
+        try:
+            identity = identity_of(path)
+            told = at_last.enter_context(telemetry(otlp_protocol(), "edit-host", identity.run_id, identity.peer_id))
+            opening = asyncio.ensure_future(_open(path, send_limit(max_mbit, path), allowed, told))
+            stopping = asyncio.ensure_future(stop.wait())
+            await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not opening.done():
+                opening.cancel()
+                return
+            host = opening.result()
+            await _serve(host, stop, now, trained)
+        finally:
+            if page is not None:
+                await page.close()
 
 
 async def _serve(host: Host, stop: asyncio.Event, now: asyncio.Event, trained: asyncio.Event) -> None:
@@ -130,8 +137,8 @@ def _is_beside_a_peer() -> bool:
     return stat.S_ISFIFO(os.fstat(0).st_mode)
 
 
-async def _open(path: Path, limit: SendLimit, allowed: frozenset[str]) -> Host:
-    """Return the host that lies in the folder; a new member first asks others for the run's settings."""
+async def _open(path: Path, limit: SendLimit, allowed: frozenset[str], told: Telemetry | None) -> Host:
+    """Return the host that lies in the folder; a new member first asks others for the run's settings. told: takes its spans."""
     folder, identity = HostFolder.load(path), identity_of(path)
     client, server = credentials(path)
     if not (path / "run.toml").exists():
@@ -161,6 +168,7 @@ async def _open(path: Path, limit: SendLimit, allowed: frozenset[str]) -> Host:
         relayed=RelayedPort(folder.relay, path, identity) if folder.relay else None,
         certificate=OwnCertificate(path, identity, time.time),
         limit=limit,
+        subscribers=lambda part: (RoundSpans(told, identity.run_id, part).on_event,) if told is not None else (),
     )
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from edit.plain_text import printable
+from edit.plain_text import parse_json, printable
 from editpb.run_status import MemberStatus, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
 
@@ -58,13 +58,23 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
         rows[-1] += _words(f"  {fact}")
     for row in rows:
         console.print(row, soft_wrap=True)
-    if chosen := next((each.value for each in run.settings if each.name == "outer.chosen"), ""):
+    if chosen := _chosen(run):
         console.print(_words(f"outer.preset = auto chose {chosen}"), soft_wrap=True)
     if run.waiting_for:
         console.print(_words(f"waiting for {run.waiting_for}"), soft_wrap=True)
     for line in (run.reason, *run.warnings):
         if line:
             console.print(_words(line, "yellow"), soft_wrap=True)
+
+
+def _chosen(run: RunStatus) -> str:
+    """Return what `outer.preset = auto` chose, as the settings have it; empty: nothing."""
+    value = next((each.value for each in run.settings if each.name == "outer.chosen"), "")
+    try:
+        chosen = parse_json(value)
+    except ValueError:
+        return ""
+    return chosen if isinstance(chosen, str) else ""
 
 
 # The columns of `members`: header, what its cell says, and how early a terminal that is too narrow leaves it out (0: never).

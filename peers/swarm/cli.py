@@ -53,6 +53,14 @@ MetricsListenOption = Annotated[
         "who they are. Losses are among them only with membership.share_losses. Default: none.",
     ),
 ]
+BesideOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--beside",
+        metavar="FOLDER",
+        help="Draw the curves of another run, too: the folder of a member of a swarm, or of a coordinator. Repeatable.",
+    ),
+]
 InvitationArgument = Annotated[
     str | None,
     typer.Argument(
@@ -276,14 +284,15 @@ def watch(home: HomeOption = Path("edit-peer")) -> None:
 def report(
     home: HomeOption = Path("edit-peer"),
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    beside: BesideOption = None,
 ) -> None:
     """Write the page of the swarm, as `web` shows it, to one file; where no host answers, from what this folder has kept.
 
     Needs: pip install 'edit-localsgd[web]'
 
-    Example: edit-peer swarm report --home a --out report.html
+    Example: edit-peer swarm report --home a --beside another-run --out report.html
     """
-    _operate("report", home, "--out", out)
+    _operate("report", home, "--out", out, *_beside(beside))
 
 
 @app.command()
@@ -316,6 +325,7 @@ def web(
         Path | None, typer.Option(help="Elsewhere than on loopback, show this certificate (PEM) to browsers.")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+    beside: BesideOption = None,
 ) -> None:
     """Show the swarm as a page in the browser: who leads and owns what, members, rounds, curves, events, settings.
 
@@ -325,7 +335,7 @@ def web(
     Example: edit-peer swarm web --home a
     """
     more = [word for name, path in (("--certificate", certificate), ("--key", key)) if path for word in (name, path)]
-    _operate("web", home, "--listen", listen, *more)
+    _operate("web", home, "--listen", listen, *more, *_beside(beside))
 
 
 @app.command()
@@ -452,6 +462,10 @@ def rejoin(home: HomeOption = Path("edit-peer")) -> None:
     Example: edit-peer swarm rejoin --home c
     """
     _operate("rejoin", home)
+
+
+def _beside(paths: list[Path] | None) -> list[object]:
+    return [word for path in paths or () for word in ("--beside", path)]
 
 
 def _operate(*words: object) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from edit.errors import ConfigError
 from edit.plain_text import parse_json, printable
 
-__all__ = ["SEPARATOR", "Batches", "Tokens", "evaluate", "open_tokens", "permute", "stream_seed"]
+__all__ = ["SEPARATOR", "Batches", "Tokens", "check_field", "evaluate", "open_tokens", "permute", "stream_seed"]
 
 SEPARATOR = 0
 CHECKED_BYTES = 1 << 30  # of a token file, before training
@@ -103,9 +103,28 @@ def open_tokens(path: Path, *, context: int, vocabulary: int, field: str | None 
     return tokens
 
 
+def check_field(path: Path, field: str | None) -> None:
+    """Raise ConfigError where --field does not fit a file, by its first line: before anybody is waited for."""
+    if path.suffix != _JSONL:
+        if field is not None and path.is_file():
+            raise ConfigError(f"{path}: --field {field} is for .jsonl files; leave it out")
+        return
+    try:
+        next(_texts(path, field), None)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+
+
 def _read_jsonl(path: Path, field: str | None) -> bytes:
     """Return the texts in `field` of all lines. Raises ConfigError, which names the line, and the fields that are there."""
-    texts = []
+    joined = bytes((SEPARATOR,)).join(_texts(path, field))
+    if not joined:
+        raise ConfigError(f"{path}: is empty")
+    return joined
+
+
+def _texts(path: Path, field: str | None) -> Iterator[bytes]:
+    """Yield the text in `field` of each line. Raises as `_read_jsonl`."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -125,11 +144,7 @@ def _read_jsonl(path: Path, field: str | None) -> bytes:
                     f"no text in the field {field}" if field is not None else "fields, and one of them must be named: --field"
                 )
                 raise ConfigError(f"{path}: line {number} has {which} (fields with text: {found})")
-            texts.append(text.encode("utf-8", "surrogatepass").replace(b"\0", b""))
-    joined = bytes((SEPARATOR,)).join(texts)
-    if not joined:
-        raise ConfigError(f"{path}: is empty")
-    return joined
+            yield text.encode("utf-8", "surrogatepass").replace(b"\0", b"")
 
 
 def _map_file(path: Path) -> npt.NDArray[np.unsignedinteger]:

@@ -113,6 +113,10 @@ def check_data(data: Path | str, options: Mapping[str, object], jsonl_field: str
         )
     elif options:
         raise ConfigError(f"--data-option {next(iter(options))}: has no effect without --data entry:NAME; leave it out")
+    else:
+        from peers.training.data import check_field
+
+        check_field(Path(data), jsonl_field)
 
 
 def data_request(

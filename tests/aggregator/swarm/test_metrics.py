@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -17,12 +18,15 @@ from aggregator.swarm import process
 from aggregator.swarm.host import Host
 from aggregator.swarm.metrics import HostCollector, council_metrics
 from aggregator.swarm.standing import GossipStanding
+from aggregator.telemetry import RoundSpans
 from edit.errors import ConfigError
+from edit.telemetry import trace_id
 from editpb.messages import Heartbeat, PeerState
 from tests.aggregator.services.test_metrics_page import DOCKER, get
 from tests.aggregator.swarm.test_operating import ONES, scenario
-from tests.support.council.hosts import Hosts
-from tests.support.loops import on_a_loop
+from tests.support.council.hosts import Hosts, hosts
+from tests.support.loops import on_a_loop, run_held
+from tests.support.telemetry import InMemory
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -127,14 +131,36 @@ def test_a_lie_of_a_member_is_no_negative_lag_and_a_name_no_markup(tmp_path: Pat
     scenario(tmp_path, body, members="ab")
 
 
-def test_every_metric_of_a_swarm_that_alerts_use_exists(tmp_path: Path) -> None:
+def test_every_metric_of_a_swarm_that_alerts_and_board_use_exists(tmp_path: Path) -> None:
     async def body(swarm: Hosts) -> None:
         names = {name for name, _ in scraped(swarm.running["a"])}
         rules = yaml.safe_load((DOCKER / "alerts.yaml").read_text())["groups"][0]["rules"]
-        asked = {name for rule in rules for name in re.findall(r"\bedit_swarm_[a-z_]+", rule["expr"])}
-        assert len(asked) >= 2 and asked - names == set()
+        board = json.loads((DOCKER / "grafana.json").read_text())
+        used = [[rule["expr"] for rule in rules], [each["expr"] for panel in board["panels"] for each in panel["targets"]]]
+        for expressions, most in zip(used, (2, 8), strict=True):
+            asked = {name for expression in expressions for name in re.findall(r"\bedit_swarm_[a-z_]+", expression)}
+            assert len(asked) >= most and asked - names == set()
 
     scenario(tmp_path, body, members="a")
+
+
+def test_the_rounds_of_a_part_are_spans_of_its_owner(tmp_path: Path) -> None:
+    memory = InMemory()
+
+    async def run() -> None:
+        async with hosts(tmp_path) as swarm:
+            swarm.subscribers = lambda part: (RoundSpans(memory.telemetry, swarm.run_id, part).on_event,)
+            await swarm.grow(*"ab")
+            await swarm.contribute(0, ONES)
+            await swarm.until(lambda: swarm.steps() == dict.fromkeys("ab", 1))
+            await swarm.until(lambda: memory.spans("round"))
+            (span,) = memory.spans("round")
+            told = dict(span.attributes or {})
+            assert (told["edit.part"], told["edit.outer_step"], told["edit.committed"]) == (0, 1, True)
+            assert span.context is not None and span.context.trace_id == trace_id(swarm.run_id, 1)
+            assert {each.name for each in (*memory.spans("merge"), *memory.spans("commit"))} == {"merge", "commit"}
+
+    run_held(run())
 
 
 @pytest.mark.parametrize("address", ["7702", "localhost:", ":7702", "127.0.0.1:70000", "127.0.0.1:²"])

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from aggregator.swarm.commands import app
 from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.watching import SwarmWatch, whole_status
 from edit.errors import TransportError
@@ -74,6 +76,10 @@ def test_without_any_host_it_says_what_the_folder_has_kept(tmp_path: Path) -> No
         told = await in_thread(whole_status, folder)
         assert told.phase == "stopped" and "no member answers" in told.reason and told.council is None
         assert told.outer_step == 1, owners
+        report = ["report", str(folder), "--out", str(tmp_path / "two.html"), "--beside", str(folder)]
+        written = await in_thread(CliRunner().invoke, app, report)
+        assert written.exit_code == 0, written.exception
+        assert f'"run {swarm.run_id}"' in (tmp_path / "two.html").read_text(encoding="utf-8")
         with pytest.raises(TransportError, match="no member answers"):
             await asyncio.wait_for(anext(SwarmWatch(folder).statuses()), 30)
 

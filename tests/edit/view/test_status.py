@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from edit.view.status import print_status
-from editpb.run_status import RoundReport
+from editpb.run_status import RoundReport, Setting
 from tests.edit.view.test_live import status
 
 FACTS = ["collecting", "outer step 5 of 40", "820,352 parameters", f"digest {'d' * 12}", "draining"]
@@ -44,6 +44,12 @@ def test_no_fact_of_the_headline_is_broken(width: int) -> None:
 def test_what_is_not_known_is_left_out() -> None:
     told = "\n".join(lines(80, digest="", parameters=0, rounds=()))
     assert "digest" not in told and "parameters" not in told and "MB in" not in told
+
+
+@pytest.mark.parametrize(("value", "said"), [('"co2 0.3: short"', True), ('""', False), ("no JSON", False), ("3", False)])
+def test_what_auto_chose_is_said_where_it_chose(value: str, said: bool) -> None:
+    told = "\n".join(lines(80, settings=(Setting(name="outer.chosen", value=value, default='""'),)))
+    assert ("outer.preset = auto chose co2 0.3: short" in told) == ("auto chose" in told) == said
 
 
 def test_a_rounds_number_counts_from_1() -> None:

@@ -164,14 +164,20 @@ def test_what_is_not_allowed_or_has_no_effect_is_said_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [EntryPoint("mine", "nowhere:make", group)])
+    (rows := tmp_path / "a.jsonl").write_text('{"body": "x", "n": 1}\nno JSON: only the first line is read here\n')
+    rows.with_name("a.txt").write_text("text")
     for options, says in (
         ({"data": "entry:mine"}, "an option uses entry:mine .edit.data., code of another package: add `--allow mine`"),
         ({"data": "entry:mine", "allowed": frozenset({"mine"}), "jsonl_field": "text"}, "--field text: has no effect"),
+        ({"data": rows}, r"a\.jsonl: line 1 has fields, .* --field \(fields with text: body\)"),
+        ({"data": rows, "jsonl_field": "text"}, r"a\.jsonl: line 1 has no text in the field text"),
+        ({"data": rows.with_name("a.txt"), "jsonl_field": "text"}, r"a\.txt: --field text is for \.jsonl files"),
         ({"data": tmp_path, "data_options": {"a": 1}}, "--data-option a: has no effect without --data entry:NAME"),
         ({"data": "entry:no-name"}, "--data entry:no-name: does not exist"),
     ):
         with pytest.raises(ConfigError, match=says):
             PeerOptions(home=tmp_path, **options)  # type: ignore[arg-type]
+    PeerOptions(home=tmp_path, data=rows, jsonl_field="body")
     assert PeerOptions(home=tmp_path, data="entry:mine", allowed=frozenset({"mine"})).data_plugin == "entry:mine"
 
 

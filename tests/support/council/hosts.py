@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from torch import Tensor
 
 from aggregator.resources import Clock
+from aggregator.run_feed import Subscriber
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import key_pem, new_key, public_hash
 from aggregator.security.members import Members
@@ -76,6 +77,7 @@ class Hosts:
     renews: bool = False  # whether members have their certificates in their folders, and renew them
     closed: bool = False  # whether only who is enrolled is a member, as in every real swarm
     keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # of members, as their folders keep them
+    subscribers: Callable[[int], Sequence[Subscriber]] = lambda part: ()  # to the rounds of members, from their next start on
     taken: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # digests that members came to, by part and step
 
     @property
@@ -169,6 +171,7 @@ class Hosts:
             discovery=discovery((key, certificate, self.ca)) if discovery is not None else None,
             clock=Clock(monotonic=asyncio.get_running_loop().time, unix=self.unix),
             on_commit=took,
+            subscribers=self.subscribers,
             limit=self.limits.get(peer_id, UNLIMITED),
             authority=open_authority(path),
             certificate=OwnCertificate(path, identity, self.unix) if self.renews else None,
