@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from aggregator.audit_verification import entries_of, verified_log
 from aggregator.storage.state_folder import AUDIT_HEAD, AUDIT_KEY, AUDIT_LOG, StateFolder
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
-from edit.trust.canonical import MOST_LINE_BYTES
 from edit.trust.checkpoints import NoteKey
 from editpb.audit_log import LogFault, LogVerifier, Usage
 
@@ -31,23 +30,32 @@ _Key = Annotated[
 _Hashes = Annotated[
     bool, typer.Option("--hashes", help="Leave out the signatures of contributions, which take nearly all of the time.")
 ]
+_Sample = Annotated[
+    int | None, typer.Option("--sample", min=1, help="Verify the signatures of so many commits, drawn at random, not of all.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @audit.command()
-def verify(state: _Log = Path("edit-run"), key: _Key = "", hashes: _Hashes = False, as_json: _Json = False) -> None:
+def verify(
+    state: _Log = Path("edit-run"), key: _Key = "", hashes: _Hashes = False, sample: _Sample = None, as_json: _Json = False
+) -> None:
     """Verify the log: every entry, every signature of a contribution, and the signed head.
 
     Exit codes: 0 it holds together; 2 it does not, and the entry is named.
 
     Example: edit-coordinator audit verify --state my-run
     """
-    log, signed = _verified(state, key, hashes)
+    if hashes and sample is not None:
+        raise ConfigError("--sample: has no effect with --hashes, which leaves out all signatures")
+    log, signed = _verified(state, key, 0 if hashes else sample)
     if as_json:
         typer.echo(json.dumps(_said(log, signed)))
         return
     assert log.key is not None
     signatures = "signatures left out" if hashes else f"{log.verified} signatures"
+    if sample is not None and sample < log.commits:
+        signatures += f" (those of {sample} commits, drawn at random)"
     typer.echo(f"run {printable(log.run_id)}: {len(log.tree)} entries, {log.commits} commits, {signatures}: verified")
     typer.echo(f"outer step  {log.outer_step}, digest {printable(log.digest[:12])}")
     typer.echo(f"head        {signed} entries, root {log.tree.root(signed).hex()}")
@@ -64,7 +72,7 @@ def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False
 
     Example: edit-coordinator audit usage --state my-run
     """
-    log, _ = _verified(state, key, hashes=False)
+    log, _ = _verified(state, key)
     peers = dict(sorted(log.usage.items()))
     if as_json:
         typer.echo(json.dumps({peer: {**_fields(one), "verdicts": dict(one.verdicts)} for peer, one in peers.items()}))
@@ -86,11 +94,11 @@ def export(
 
     Example: edit-coordinator audit export my-audit --state my-run
     """
-    log, _ = _verified(state, key, hashes=False)
+    log, _ = _verified(state, key)
     assert log.key is not None
     head = (state / AUDIT_HEAD).read_bytes()
     signed = log.check_head(head)
-    lines = b"".join(line + b"\n" for line in itertools.islice(_lines(state / AUDIT_LOG), signed))
+    lines = b"".join(line + b"\n" for line in itertools.islice(entries_of(state / AUDIT_LOG), signed))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -100,7 +108,7 @@ def export(
     typer.echo(f"{out}: {signed} entries, outer step {log.outer_step}")
 
 
-def _verified(state: Path, key: str, hashes: bool) -> tuple[LogVerifier, int]:
+def _verified(state: Path, key: str, sample: int | None = None) -> tuple[LogVerifier, int]:
     """Return the verifier after all entries, and for how many of them the head is signed.
 
     Raises ConfigError for files that are not there, LogFault.
@@ -112,27 +120,15 @@ def _verified(state: Path, key: str, hashes: bool) -> tuple[LogVerifier, int]:
     path = state / AUDIT_LOG
     if StateFolder.exists(state) and not path.exists():
         raise ConfigError(f"{path}: the run keeps no audit log; it does with audit.enabled = true in run.toml")
-    log = LogVerifier(known, signatures=not hashes)
     try:
         head = (state / AUDIT_HEAD).read_bytes()  # first: entries may come meanwhile
-        for line in _lines(path):
-            log.take(line)
+        log = verified_log(entries_of(path), known, sample=sample)
         signed = log.check_head(head)
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
     except LogFault as error:
         raise LogFault(f"{path}: {printable(str(error))}") from error
     return log, signed
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the whole lines of a log; one that is being written is passed over. Raises LogFault for one that is too long."""
-    with path.open("rb") as file:
-        while line := file.readline(MOST_LINE_BYTES + 2):
-            if line.endswith(b"\n"):
-                yield line[:-1]
-            elif len(line) > MOST_LINE_BYTES:
-                raise LogFault(f"{path}: an entry has more than {MOST_LINE_BYTES} bytes")
 
 
 def _fields(one: Usage) -> dict[str, object]:

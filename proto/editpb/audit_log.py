@@ -16,7 +16,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 
@@ -34,7 +34,18 @@ if TYPE_CHECKING:  # torch, which whoever verifies need not load
     from edit.merging.outer_state import MergeRecord, Staged
     from edit.records import PeerVerdict
 
-__all__ = ["LogFault", "LogVerifier", "Usage", "commit_entry", "config_entry", "continued_entry", "entry_line", "genesis_entry"]
+__all__ = [
+    "LogFault",
+    "LogVerifier",
+    "Signed",
+    "Usage",
+    "commit_entry",
+    "config_entry",
+    "continued_entry",
+    "entry_line",
+    "genesis_entry",
+    "verify_signatures",
+]
 
 _Entry = dict[str, Any]
 PART = (
@@ -53,6 +64,10 @@ PART = (
     "signature",
 )
 """What the list of a shard has, in this order. Bytes are base64."""
+
+
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""What reading an entry raises that is not as it should be."""
 
 
 class LogFault(EditError):
@@ -187,13 +202,81 @@ class Usage:
     verdicts: Counter[str] = field(default_factory=Counter)  # by verdict: fragments
 
 
+class Signed(NamedTuple):
+    """What the signatures of an entry are of, beside what stands in it."""
+
+    run_id: str
+    schema_hash: str
+    config_digest: str
+
+
+def verify_signatures(signed: Signed, entries: Sequence[tuple[int, bytes]]) -> int:
+    """Verify the signatures of entries that a `LogVerifier` has taken without them; return how many there are.
+
+    Args:
+        entries: the index and the line of each.
+
+    Raises LogFault.
+    """
+    verified = 0
+    for index, line in entries:
+        try:
+            verified += _check_signatures(signed, parse_canonical(line))
+        except _DAMAGE as error:
+            raise _fault(index, error) from error
+    return verified
+
+
+def _fault(index: int, error: Exception) -> LogFault:
+    return LogFault(f"entry {index}: {f'lacks {error}' if isinstance(error, KeyError) else error}")
+
+
+def _where(peer: str, values: Sequence[Any]) -> str:
+    return f"the contribution of {peer} to fragment {values[0]}, rank {values[1]}"
+
+
+def _check_signatures(signed: Signed, entry: _Entry) -> int:
+    """Check those of one commit; return how many there are. Raises what `_DAMAGE` has."""
+    verified = 0
+    for peer, given in entry["contributions"].items():
+        key = base64.b64decode(given["key"], validate=True)
+        for values in given["parts"]:
+            if not _is_signed(signed, peer, key, dict(zip(PART, values, strict=True))):
+                raise ValueError(f"{_where(peer, values)}: its signature is not of what the log says")
+            verified += 1
+    return verified
+
+
+def _is_signed(signed: Signed, peer: str, key: bytes, part: _Entry) -> bool:
+    header = ContributionHeader(
+        run_id=signed.run_id,
+        round_id=part["round_id"],
+        outer_step=part["outer_step"],
+        peer_id=peer,
+        fragment_id=part["fragment"],
+        schema_hash=signed.schema_hash,
+        inner_steps=part["inner_steps"],
+        tokens=part["tokens"],
+        codec=part["codec"],
+        numel=part["numel"],
+        total_bytes=part["bytes"],
+        rank=part["rank"],
+        attempt=part["attempt"],
+        payload_blake3=base64.b64decode(part["payload"], validate=True),
+        public_key=key,
+    )
+    signature = base64.b64decode(part["signature"], validate=True)
+    return is_signed(key, signature, contribution_statement(header, signed.config_digest, part["boxes"]))
+
+
 class LogVerifier:
     """Verifies a log entry by entry, in order.
 
     Args:
         key: the log's public key, from somebody who is trusted with it; None: what the log itself says, which shows damage but
             not that this is the log of the run.
-        signatures: verify the signatures of contributions, too, which takes nearly all of the time.
+        signatures: verify the signatures of contributions, too, which takes nearly all of the time. False: whoever
+            calls may leave them to other processes (`verify_signatures`).
     """
 
     def __init__(self, key: NoteKey | None = None, *, signatures: bool = True) -> None:
@@ -203,7 +286,7 @@ class LogVerifier:
         self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
         self.usage: dict[str, Usage] = {}
         self._config = self._schema_hash = ""
-        self._merged: dict[tuple[str, int, int], int] = {}  # peer, fragment, rank -> the round of what was merged last
+        self._merged: dict[str, dict[tuple[int, int], int]] = {}  # by peer: fragment, rank -> round of what was merged last
 
     def take(self, line: bytes) -> _Entry:
         """Verify the next line, without its line end, and return the entry. Raises LogFault."""
@@ -230,11 +313,15 @@ class LogVerifier:
                     raise ValueError(f"is of an unknown kind {kind!r}; a later version wrote it")
         except LogFault:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-            said = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise LogFault(f"entry {index}: {said}") from error
+        except _DAMAGE as error:
+            raise _fault(index, error) from error
         self.tree.append(leaf_hash(line))
         return entry
+
+    @property
+    def signed(self) -> Signed:
+        """What the signatures of the last entry are of, beside what stands in it."""
+        return Signed(self.run_id, self._schema_hash, self._config)
 
     def check_head(self, note: str | bytes) -> int:
         """Check the signed head of this log; return for how many entries it stands. Raises LogFault.
@@ -278,60 +365,34 @@ class LogVerifier:
             raise ValueError("was made under another configuration than the log's")
         self.outer_step, self.digest = entry["outer_step"], str(entry["after"])
         self.commits += 1
-        parts: dict[int, set[str]] = {}
+        contributed: dict[int, set[str]] = {}
         for peer, given in entry["contributions"].items():
-            key = base64.b64decode(given["key"], validate=True)
+            merged = self._merged.setdefault(peer, {})
             for values in given["parts"]:
-                part = dict(zip(PART, values, strict=True))
-                self._check_part(entry["round_id"], peer, key, part)
-                parts.setdefault(part["fragment"], set()).add(peer)
+                fragment, rank, number = values[:3]
+                if not merged.get((fragment, rank), -1) < number <= entry["round_id"]:
+                    raise ValueError(f"{_where(peer, values)}: round {number} was merged before, or is none yet")
+                merged[fragment, rank] = number
+                contributed.setdefault(fragment, set()).add(peer)
         for fragment in entry["fragments"]:
-            if set(fragment["verdicts"]) != parts.get(fragment["fragment"], set()):
+            if set(fragment["verdicts"]) != contributed.get(fragment["fragment"], set()):
                 raise ValueError(f"fragment {fragment['fragment']}: the verdicts are not of those who contributed")
+        if self._signatures:
+            self.verified += _check_signatures(self.signed, entry)
         self._count(entry)
-
-    def _check_part(self, round_id: int, peer: str, key: bytes, part: _Entry) -> None:
-        where = f"the contribution of {peer} to fragment {part['fragment']}, rank {part['rank']}"
-        place = peer, part["fragment"], part["rank"]
-        if not self._merged.get(place, -1) < part["round_id"] <= round_id:
-            raise ValueError(f"{where}: round {part['round_id']} was merged before, or is none yet")
-        self._merged[place] = part["round_id"]
-        if not self._signatures:
-            return
-        header = ContributionHeader(
-            run_id=self.run_id,
-            round_id=part["round_id"],
-            outer_step=part["outer_step"],
-            peer_id=peer,
-            fragment_id=part["fragment"],
-            schema_hash=self._schema_hash,
-            inner_steps=part["inner_steps"],
-            tokens=part["tokens"],
-            codec=part["codec"],
-            numel=part["numel"],
-            total_bytes=part["bytes"],
-            rank=part["rank"],
-            attempt=part["attempt"],
-            payload_blake3=base64.b64decode(part["payload"], validate=True),
-            public_key=key,
-        )
-        signature = base64.b64decode(part["signature"], validate=True)
-        if not is_signed(key, signature, contribution_statement(header, self._config, part["boxes"])):
-            raise ValueError(f"{where}: its signature is not of what the log says")
-        self.verified += 1
 
     def _count(self, entry: _Entry) -> None:
         fragments = entry["fragments"]
         for peer in entry["missing"]:
             self.usage.setdefault(peer, Usage()).missing += 1
-        for peer, given in entry["contributions"].items():
-            usage = self.usage.setdefault(peer, Usage())
-            share = 0.0
-            for fragment in fragments:
-                if (verdict := fragment["verdicts"].get(peer)) is not None:
-                    usage.verdicts[verdict[0]] += 1
-                    share += float.fromhex(verdict[2])
+        shares = dict.fromkeys(entry["contributions"], 0.0)
+        for fragment in fragments:
+            for peer, (verdict, _, weight, *_) in fragment["verdicts"].items():
+                self.usage.setdefault(peer, Usage()).verdicts[verdict] += 1
+                shares[peer] += float.fromhex(weight)
+        for peer, share in shares.items():
             if share > 0:
+                usage = self.usage[peer]
                 usage.outer_steps += 1
                 usage.share += share / len(fragments)
-                usage.tokens += max(part[PART.index("tokens")] for part in given["parts"])
+                usage.tokens += max(part[PART.index("tokens")] for part in entry["contributions"][peer]["parts"])

@@ -65,13 +65,12 @@ def boxes_digest(header: ContributionHeader) -> str:
     return hashlib.sha256(statement("boxes", each)).hexdigest()
 
 
+_NAMES = tuple(field.name for field in fields(ContributionHeader) if field.name != "signature")
+
+
 def _fields_of(header: ContributionHeader, boxes: str) -> Iterator[bytes | str | int]:
-    for field in fields(header):
-        value = getattr(header, field.name)
-        if field.name == "boxes":
-            yield boxes
-        elif field.name != "signature":
-            yield value
+    for name in _NAMES:
+        yield boxes if name == "boxes" else getattr(header, name)
 
 
 class ContributionSigner:

@@ -157,6 +157,11 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
     assert (said["commits"], said["signatures"], said["signed_entries"]) == (1, 2, 2)
     assert json.loads(command("usage", "--state", str(out), "--json"))["a"]["tokens"] == 10
 
+    assert "2 signatures (those of" not in command("verify", "--state", str(out), "--sample", "5")  # there is but one commit
+    assert "signatures left out" in command("verify", "--state", str(out), "--hashes")
+    with pytest.raises(ConfigError, match="--sample: has no effect with --hashes"):
+        command("verify", "--state", str(out), "--hashes", "--sample", "5")
+
     other = LogSigner(key.name, LogSigner.new_key()).key.text()
     with pytest.raises(LogFault, match="entry 0: the log says that its key is"):
         command("verify", "--state", str(out), "--key", other)

@@ -1,0 +1,78 @@
+"""A log in a file is verified with its signatures in other processes, or those of a sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aggregator import audit_verification
+from aggregator.audit_verification import entries_of, verified_log
+from benchmarks.audit import write
+from edit.trust.canonical import parse_canonical
+from edit.trust.merkle import MerkleTree, leaf_hash
+from editpb.audit_log import PART, LogFault, entry_line
+
+COMMITS, PEERS, FRAGMENTS = 4, 2, 2
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "audit.jsonl"
+    write(path, COMMITS, PEERS, FRAGMENTS)
+    return path
+
+
+def forged(log: Path, path: Path, index: int) -> Path:
+    """The same log, by a coordinator that has changed what a peer said in one entry, and all roots with it."""
+    tree = MerkleTree()
+    with path.open("wb") as file:
+        for place, line in enumerate(entries_of(log)):
+            entry = parse_canonical(line)
+            if place == index:
+                entry["contributions"]["organisation-01"]["parts"][0][PART.index("tokens")] += 1
+            written = entry_line(tree, place, {key: entry[key] for key in entry if key not in ("index", "root", "time")})
+            file.write(written + b"\n")
+            tree.append(leaf_hash(written))
+    return path
+
+
+def test_all_signatures_are_verified_in_other_processes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_verification, "_BATCH_BYTES", 1)
+    assert verified_log(entries_of(log), processes=1).verified == COMMITS * PEERS * FRAGMENTS
+    wrong = forged(log, tmp_path / "forged.jsonl", 2)
+    said = r"entry 2: the contribution of organisation-01 to fragment 0, rank 0: its signature is not of what the log says"
+    with pytest.raises(LogFault, match=said):
+        verified_log(entries_of(wrong), processes=1)
+
+
+def test_a_short_log_is_verified_without_further_processes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_verification, "ProcessPoolExecutor", None)
+    assert verified_log(entries_of(log)).verified == COMMITS * PEERS * FRAGMENTS
+    with pytest.raises(LogFault, match=r"entry 4: .* signature"):
+        verified_log(entries_of(forged(log, tmp_path / "forged.jsonl", 4)))
+
+
+@pytest.mark.parametrize("sample", [0, 1, 3, COMMITS, 100])
+def test_a_sample_has_as_many_commits_as_it_says(log: Path, sample: int) -> None:
+    found = verified_log(entries_of(log), sample=sample)
+    assert found.verified == min(sample, COMMITS) * PEERS * FRAGMENTS
+    assert (found.commits, len(found.tree)) == (COMMITS, COMMITS + 1)
+
+
+def test_each_commit_is_drawn_now_and_then(log: Path, tmp_path: Path) -> None:
+    """Of 4 commits 2 are drawn: a forged one is missed in all of 64 draws with a chance of 2 ** -64."""
+    for index in range(1, COMMITS + 1):
+        wrong = forged(log, tmp_path / f"{index}.jsonl", index)
+        with pytest.raises(LogFault, match=f"entry {index}: "):
+            for _ in range(64):
+                verified_log(entries_of(wrong), sample=2)
+
+
+def test_what_is_no_entry_is_named(log: Path, tmp_path: Path) -> None:
+    lines = list(entries_of(log))
+    entry = json.loads(lines[1])
+    del entry["contributions"]
+    with pytest.raises(LogFault, match=r"entry 1: lacks 'contributions'"):
+        verified_log([lines[0], json.dumps(entry, sort_keys=True, separators=(",", ":")).encode(), *lines[2:]])
