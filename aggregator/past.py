@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aggregator.control.history import History
-from aggregator.control.status import settings_of
+from aggregator.control.shown_settings import settings_of
 from aggregator.metrics import file_names
 from aggregator.operator_client import call_every, read_status
 from aggregator.run_feed import MemberChanged, PeerReported

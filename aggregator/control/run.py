@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from aggregator.control.history import History
 from aggregator.control.membership import MemberState
 from aggregator.control.pace_advice import PaceAdvice, impossible
 from aggregator.control.schemas import Schemas, builtin_schema
+from aggregator.control.shown_settings import settings_of
 from aggregator.control.views import founded_view, founding_view
 from aggregator.data.published import PublishedState
 from aggregator.data.round_runner import RoundRunner
@@ -48,7 +50,7 @@ from edit.rounds.deadlines import PeerPhase
 from edit.rounds.events import Phase
 from editpb.limits import one_line
 from editpb.messages import FoundHeader, Heartbeat, PeerState, View
-from editpb.run_status import KEPT_ROUNDS
+from editpb.run_status import KEPT_ROUNDS, Setting
 
 __all__ = ["Run"]
 
@@ -113,6 +115,11 @@ class Run:
         self._sequence = 0
         self.feed.subscribe(self.history.on_event)
         self.feed.subscribe(self._on_event)
+
+    @cached_property
+    def settings(self) -> tuple[Setting, ...]:
+        """Return the settings, as a status has them; they do not change while the run is served."""
+        return settings_of(self.config)
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

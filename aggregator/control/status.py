@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from aggregator.control.history import History
 from aggregator.control.membership import Member
 from aggregator.control.run import Run
 from aggregator.control.views import phase_of
 from aggregator.data.round_runner import RoundRunner
-from edit.config.run import RunConfig
 from edit.rounds.deadlines import MEASURED
 from edit.rounds.events import Phase
 from editpb.messages import RunPhase
-from editpb.run_status import MemberStatus, RunStatus, Setting
+from editpb.run_status import MemberStatus, RunStatus
 
-__all__ = ["peak_memory_bytes", "run_status", "settings_of"]
+__all__ = ["peak_memory_bytes", "run_status"]
 
 _NAMED = 8  # of the peers that are waited for
 
@@ -63,7 +60,7 @@ def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief:
         eta_s=run.history.eta_s(run.config.sync.outer_steps, run.config.sync.tokens, run.clock.unix()) if running else None,
         curves=() if brief else run.history.curves(),
         events=run.history.events(events_after),
-        settings=() if brief else settings_of(run.config),
+        settings=() if brief else run.settings,
     )
 
 
@@ -135,25 +132,6 @@ def _with_past(status: MemberStatus, history: History, expires: float) -> Member
         verdict=last.verdict if last is not None else "",
         verdict_reason=last.reason if last is not None else "",
     )
-
-
-def settings_of(config: RunConfig) -> tuple[Setting, ...]:
-    """Return every setting that members know, in the order of its name, with its default; also those that `to_json` omits."""
-    default = RunConfig.from_mapping({} if config.swarm is None else {"swarm": {}})
-    values, defaults = (dict(_flat(asdict(each))) for each in (config, default))
-    return tuple(
-        Setting(name=name, value=json.dumps(values.get(name)), default=json.dumps(defaults.get(name)))
-        for name in sorted(values.keys() | defaults.keys())
-        if not name.startswith("server.")
-    )
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value and not before:
-            yield from _flat(value, f"{key}.")
-        else:
-            yield before + key, value
 
 
 def _member(peer_id: str, role: str, member: Member | None, rounds: RoundRunner | None, now: float) -> MemberStatus:

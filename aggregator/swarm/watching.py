@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from aggregator.control.status import settings_of
+from aggregator.control.shown_settings import settings_of
 from aggregator.past import Past
 from aggregator.swarm.admission import OwnCertificate, take_settings
 from aggregator.swarm.host_folder import HostFolder, Settings, credentials, identity_of
@@ -61,6 +61,7 @@ class SwarmWatch:
         self._path, self._every_s, self._unix = path, every_s, unix
         self.identity = identity_of(path)
         self._config, self._fragments = _settings(path)
+        self._shown = settings_of(self._config)
         self._parts: list[RunStatus | None] = [None] * len(self._fragments)
         self._troubles: dict[int, str] = {}  # why nothing newer comes of a part
         self._owners: dict[int, tuple[str, int, str]] = {}  # name, grant, address: who is watched
@@ -190,7 +191,7 @@ class SwarmWatch:
             waiting_for="" if record.phase is Phase.FINISHED else status.waiting_for,
             eta_s=None if record.phase is Phase.FINISHED else status.eta_s,
             members=members,
-            settings=settings_of(self._config),
+            settings=self._shown,
             council=council,
             t=self._unix(),
         )

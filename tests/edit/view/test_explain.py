@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import pytest
 from rich.console import Console
 
-from aggregator.control.status import settings_of
+from aggregator.control.shown_settings import settings_of
 from edit.config.run import RunConfig
 from edit.view import explain
 from edit.view.explain import STAYS, Leaving, leaving, print_leaving
