@@ -257,6 +257,7 @@ def report(record: Record, source: str, standings: Mapping[str, Standing], silen
     parts = tuple(_part_row(record, i, leads, standings, silent) for i in range(len(record.parts)))
     notes = [f"{peer_id} does not answer: {why}" for peer_id, why in silent.items()]
     notes += _holder_notes(record, standings)
+    notes += _distrust_words(record)
     notes += [f"{each.peer_id} is leaving" for each in standings.values() if each.leaving]
     notes += [f"{each.peer_id}: {text}" for each in standings.values() for text in each.notices[-3:]]
     notes += _gossip_words(standings)
@@ -291,6 +292,15 @@ def _holder_notes(record: Record, standings: Mapping[str, Standing]) -> list[str
         notes.append(f"the authority is being replaced: {', '.join(late) or 'nobody'} has no certificate of the new one yet")
     more = [each.peer_id for each in standings.values() if each.authority and each.peer_id not in record.holders]
     return notes + [f"{peer_id} has a copy of the authority's key that is not agreed on" for peer_id in more]
+
+
+def _distrust_words(record: Record) -> list[str]:
+    """Say who is not trusted with a part, and why."""
+    return [
+        f"{peer_id} owns and verifies nothing while others can: {' and '.join(record.disputes[peer_id])} came to other bits; "
+        "find out who is wrong, and evict"
+        for peer_id in sorted(record.distrusted & record.members.keys())
+    ]
 
 
 def _gossip_words(standings: Mapping[str, Standing]) -> list[str]:

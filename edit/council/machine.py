@@ -58,8 +58,9 @@ Owners
     fewest parts that is up to date on it, with the next grant. A new leader gives the one that it replaces no fresh lease. The
     owner may Release a grant: when it was restarted, because the engine before may have offered something, and when its disk
     fails. A verifier may Release what it disputes, or when it was restarted; then others get the part, if there are others.
-    Whom two others disagreed with owns and verifies nothing, if others can; a leader knows what it heard itself. Where loads
-    differ by two or more, one part moves to a voter that has been live for 5 leases.
+    Whom two others disagreed with owns and verifies nothing, if others can. Disputes are in the record, until one of the two is
+    evicted or enrolled anew; who did not verify in time (rule 13), only the leader knows that waited for it. Where loads differ
+    by two or more, one part moves to a voter that has been live for 5 leases.
 12. An owner's update is held when its grant, its outer step and its base are those of the record and the state here; it
     replaces only what was held for an older grant. When it is on disk the leader hears of it: Accepted says what is held. See
     `edit.council.parts`.
@@ -115,7 +116,7 @@ any        Committed                   owner changed                            
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import median_low
@@ -291,7 +292,7 @@ class Council:
         self._heard: dict[str, _Heard] = {}  # by peer_id
         self._moved: dict[int, set[str]] = {}  # parts that change hands with the next version, and who should not get them
         self._unverified: dict[int, tuple[Update, float]] = {}  # by part: what a quorum holds, since when
-        self._against: dict[str, set[str]] = {}  # by peer: who disagreed with it about an update
+        self._against: dict[str, set[str]] = {}  # by peer: with whom an update was not verified in time
         self._ended: dict[int, int] = {}  # the grants of the parts whose engine ended
         self._leavers: dict[str, float] = {}  # who asked to leave, and when at first
         self._former = frozenset[str]()  # who had a part in the version before: told once when this one is committed
@@ -737,7 +738,7 @@ class Council:
         assert record is not None
         record = self._without_leavers(self._with_steps(record))
         self._give_up_unverified(record)
-        distrusted = self._distrusted
+        distrusted = self._distrusted(record)
         live = {peer_of(name) for name in record.voters if name in record.names and self._is_live(peer_of(name))}
         fit = [
             {
@@ -811,20 +812,17 @@ class Council:
                 del waiting[i]
                 late = {*part.verifiers} - {peer_of(name) for name in names}
                 self._moved[i] = late
-                self._disagree(part.owner, late)
+                for peer_id in late:
+                    self._against.setdefault(part.owner, set()).add(peer_id)
+                    self._against.setdefault(peer_id, set()).add(part.owner)
                 text = f"part {i}, owned by {part.owner}: not verified within {self._timing.verify_s:g} s by"
                 self._effects.append(Noticed(f"{text} {', '.join(sorted(late))}"))
         self._unverified = waiting
 
-    def _disagree(self, peer_id: str, others: Set[str]) -> None:
-        for other in others - {peer_id}:
-            self._against.setdefault(peer_id, set()).add(other)
-            self._against.setdefault(other, set()).add(peer_id)
-
-    @property
-    def _distrusted(self) -> frozenset[str]:
-        """Rule 11: whom two others disagreed with, as far as this leader has heard."""
-        return frozenset(peer_id for peer_id, others in self._against.items() if len(others) > 1)
+    def _distrusted(self, record: Record) -> frozenset[str]:
+        """Rule 11: whom two others disagreed with, or did not come to an end with."""
+        with_each = {peer_id: {*record.disputes.get(peer_id, ()), *late} for peer_id, late in self._against.items()}
+        return record.distrusted | {peer_id for peer_id, others in with_each.items() if len(others) > 1}
 
     def _holders(self, record: Record, i: int) -> dict[Update, set[str]]:
         """Return who holds which update that a part may go on with."""
@@ -855,7 +853,7 @@ class Council:
         if isinstance(message, Release) and peer_id in (part.owner, *part.verifiers):
             self._moved[message.part] = {part.owner, peer_id} if message.away else set()
             if message.away and peer_id != part.owner:
-                self._disagree(part.owner, {peer_id})
+                self._draft = record.disputed(part.owner, peer_id)
             self._effects.append(Noticed(f"part {message.part}, owned by {part.owner}: {peer_id} says: {message.reason}"))
         elif isinstance(message, Ended) and peer_id == part.owner:
             self._ended[message.part] = message.grant
@@ -868,7 +866,8 @@ class Council:
         if holder not in record.holders or claim.peer_id in record.evicted or (before is None and full):
             return
         if before is None or claim.enrolled.invitation > before.invitation:
-            self._draft = replace(record, enrolled={**record.enrolled, claim.peer_id: claim.enrolled})
+            enrolled = {**record.enrolled, claim.peer_id: claim.enrolled}
+            self._draft = replace(record.settled(claim.peer_id), enrolled=enrolled)
 
     def _hello(self, sender: str, hello: Hello) -> None:
         """Rules 1, 5 and 9."""
@@ -936,7 +935,8 @@ class Council:
             self._effects.append(Refused(f"{MOST_EVICTED} were evicted already; begin a new run"))
         else:
             evicted = {**record.evicted, order.peer_id: order.reason}
-            self._draft = replace(record, members=_without(record.members, order.peer_id), evicted=evicted)
+            members = _without(record.members, order.peer_id)
+            self._draft = replace(record.settled(order.peer_id), members=members, evicted=evicted)
 
     # -- what is known of others -------------------------------------------------------------------------------------------
 

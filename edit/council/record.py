@@ -56,7 +56,7 @@ __all__ = [
     "update_id",
 ]
 
-FORMAT = 3  # of the bytes of `Saved`
+FORMAT = 4  # of the bytes of `Saved`
 MOST_COUNT = 2**62  # of a term, version, step, grant, incarnation or count of tokens
 MOST_VOTERS = 7
 MOST_MEMBERS = 1024
@@ -241,13 +241,21 @@ class Record:
     verify: int = 0  # how many hosts beside its owner compute each update
     holders: tuple[str, ...] = ()  # peer_ids of those that were given the key of the run's authority, in order
     enrolled: Mapping[str, Enrolled] = field(default_factory=dict)  # by peer_id
+    disputes: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # by peer_id: who did not come to its bits, and it not to theirs
     roots: tuple[Root, ...] = ()  # the run's authority last, and those before it, while members have certificates of them
 
     def __post_init__(self) -> None:
         for count in ("lineage", "term", "version"):
             check_count(count, getattr(self, count))
-        for peer_id in (self.run_id, *self.members, *self.evicted, *self.holders, *self.enrolled):
+        for peer_id in (self.run_id, *self.members, *self.evicted, *self.holders, *self.enrolled, *self.disputes):
             check_id(peer_id)
+        for others in self.disputes.values():
+            right = isinstance(others, tuple) and len({*others}) == len(others) <= MOST_VOTERS
+            _check(right, f"disputes {others!r:.80}")
+            for other in others:
+                check_id(other)
         for reason in self.evicted.values():
             check_text(reason)
         for digest in (self.config_hash, self.schema_hash):
@@ -264,6 +272,7 @@ class Record:
         right = isinstance(self.holders, tuple) and len({*self.holders}) == len(self.holders) <= MOST_HOLDERS
         _check(right, f"holders {self.holders!r:.80}")
         _check(len(self.enrolled) <= MOST_ENROLLED, f"{len(self.enrolled)} enrolled members")
+        _check(len(self.disputes) <= MOST_ENROLLED, f"disputes of {len(self.disputes)} members")
         _check(1 <= len(self.parts) <= MOST_PARTS, f"{len(self.parts)} parts")
         right = isinstance(self.roots, tuple) and len(self.roots) <= MOST_ROOTS
         _check(right, f"{len(self.roots)} authorities")
@@ -298,6 +307,29 @@ class Record:
     def may_enter(self, peer_id: str) -> bool:
         """Return whether this is the name of somebody who was enrolled. A certificate alone lets nobody in."""
         return not self.roots or peer_id in self.enrolled
+
+    @property
+    def distrusted(self) -> frozenset[str]:
+        """Whom two others did not agree with: who of them is wrong, nobody else can tell from one."""
+        return frozenset(peer_id for peer_id, others in self.disputes.items() if len(others) > 1)
+
+    def disputed(self, one: str, other: str) -> Record:
+        """Return the record where these two did not agree about an update."""
+        disputes = dict(self.disputes)
+        for peer_id, against in ((one, other), (other, one)):
+            said = disputes.get(peer_id, ())
+            room = len(said) < MOST_VOTERS and (peer_id in disputes or len(disputes) < MOST_ENROLLED)
+            if room and against not in said:
+                disputes[peer_id] = (*said, against)
+        return replace(self, disputes=disputes) if disputes != self.disputes else self
+
+    def settled(self, peer_id: str) -> Record:
+        """Return the record where nothing is known of disputes with this peer: it was evicted, or invited anew."""
+        left = {
+            name: tuple(other for other in self.disputes[name] if other != peer_id) for name in self.disputes if name != peer_id
+        }
+        disputes = {name: others for name, others in left.items() if others}
+        return replace(self, disputes=disputes) if disputes != self.disputes else self
 
     def leads(self, name: str) -> bool:
         """Return whether this voter may lead and own parts: it accepts connections, or no voter does."""
@@ -365,6 +397,7 @@ class Record:
         }
         found["roots"] = tuple(Root(**_strict(Root, each)) for each in found["roots"])
         found["evicted"] = dict(_mapping(found["evicted"]))
+        found["disputes"] = {peer_id: tuple(each) for peer_id, each in _mapping(found["disputes"]).items()}
         found["phase"] = Phase(found["phase"])
         return cls(**found)
 
@@ -404,7 +437,13 @@ class Saved:
             parts.append(replace(part, owner=peer_id, grant=part.grant + _RECOVERED, verifiers=()))
         old, me = self.record, name_of(peer_id, self.incarnation)
         member = replace(old.members.get(peer_id, Member(incarnation=self.incarnation)), incarnation=self.incarnation)
-        changed: dict[str, Any] = {"members": {peer_id: member}, "voters": (me,), "before": (), "parts": tuple(parts)}
+        changed: dict[str, Any] = {
+            "members": {peer_id: member},
+            "voters": (me,),
+            "before": (),
+            "parts": tuple(parts),
+            "disputes": {},
+        }
         record = replace(old, lineage=old.lineage + 1, term=self.term + 1, version=0, **changed)
         return replace(self, term=record.term, vote="", record=record)
 

@@ -42,6 +42,7 @@ RECORD = Record(
     voters=("a#1",),
     parts=(Part(owner="a", grant=1, outer_step=0, digest="0" * 64, verifiers=("a",)),),
     evicted={"b": "it lies"},
+    disputes={"c": ("a", "d"), "a": ("c",), "d": ("c",)},
 )
 WORDS: list[Word] = [
     Introduction("run", 2**62),

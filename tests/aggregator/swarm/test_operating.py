@@ -452,3 +452,19 @@ def test_a_member_is_late_by_more_than_the_newest_update(
     told = row(report(record, "a", {"a": leads}, {}).members, "peer_id", "b")
     words = (() if reachable else ("nobody can dial it, so it owns no part and does not lead",)) + (expected[1],)
     assert (told["state"], told["why"]) == (expected[0], "; ".join(filter(None, words)))
+
+
+def test_status_says_who_is_not_trusted_with_a_part() -> None:
+    record = Record(
+        run_id="r",
+        lineage=1,
+        term=1,
+        version=1,
+        members={name: Member(incarnation=1) for name in "abc"},
+        voters=("a#1",),
+        parts=(Part(owner="a", grant=1, outer_step=5, digest="d" * 64),),
+    )
+    once = record.disputed("b", "a")
+    assert not any("owns and verifies" in note for note in report(once, "a", {}, {}).notes)
+    told = "b owns and verifies nothing while others can: a and c came to other bits; find out who is wrong, and evict"
+    assert told in report(once.disputed("b", "c"), "a", {}, {}).notes

@@ -280,7 +280,7 @@ def test_who_verifies_and_was_restarted_does_not_go_on_with_the_grant() -> None:
     table.run(LEASE_S)
     after = table.record.parts[0]
     assert after.grant > part.grant and after.owner == part.owner and len(after.verifiers) == 1
-    assert not any(council._distrusted for council in table.councils.values())
+    assert not table.record.disputes and not any(council._distrusted(table.record) for council in table.councils.values())
 
 
 def verified_by(table: Table, liars: str, owner: str) -> bool:
@@ -312,6 +312,38 @@ def test_one_that_disputes_whatever_it_verifies_is_left_and_stops_nobody(verify:
         raise AssertionError(table.record.parts)
     part = table.record.parts[0]
     assert "b" not in (part.owner, *part.verifiers) and len(part.verifiers) == 1
+
+
+def dispute(table: Table, one: str, other: str) -> None:
+    """The two own and verify part 0, and the verifier comes to other bits."""
+    part = replace(table.record.parts[0], owner=one, verifiers=(other,))
+    leader = table.councils[table.leaders[0]]
+    leader._draft = table.record.with_part(0, replace(part, grant=part.grant + 1))
+    table.run(LEASE_S / 10)
+    assert (table.record.parts[0].owner, table.record.parts[0].verifiers) == (one, (other,))
+    table.handle(other, ev.Disputed(0, table.record.parts[0].grant, "outer step 1 is another"))
+    table.run(LEASE_S)
+
+
+def test_whom_two_others_disagreed_with_stays_distrusted_under_another_leader_until_one_of_them_is_evicted() -> None:
+    table = Table("abcde", verify=1)
+    table.elect("e")
+    table.run(LEASE_S / 2)
+    dispute(table, "b", "a")
+    dispute(table, "b", "c")
+    assert table.record.disputes == {"b": ("a", "c"), "a": ("b",), "c": ("b",)}
+    assert table.record.distrusted == {"b"}
+    table.kill("e")
+    table.run(4 * LEASE_S)
+    assert table.leaders and table.leaders[0] != "e" and table.record.distrusted == {"b"}
+    for _ in range(6):
+        part = table.record.parts[0]
+        assert "b" not in (part.owner, *part.verifiers)
+        table.make(part.owner)
+        table.run(LEASE_S)
+    table.handle(table.leaders[0], ev.Evict("c", "it was wrong"))
+    table.run(LEASE_S)
+    assert table.record.disputes == {"b": ("a",), "a": ("b",)} and not table.record.distrusted
 
 
 def test_of_two_the_one_that_is_not_believed_still_verifies() -> None:

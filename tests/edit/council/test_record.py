@@ -80,6 +80,7 @@ def test_json_and_back() -> None:
         verify=1,
         holders=("a", "b"),
         enrolled=enrolled,
+        disputes={"a": ("b",), "b": ("a",)},
         roots=roots,
     )
     assert Record.from_json(json.loads(json.dumps(full.as_json()))) == full
@@ -108,6 +109,11 @@ def test_json_and_back() -> None:
         {"holders": ("a", "a")},
         {"holders": ("../x",)},
         {"holders": tuple(f"m{i}" for i in range(MOST_HOLDERS + 1))},
+        {"disputes": {"../x": ("a",)}},
+        {"disputes": {"a": ("../x",)}},
+        {"disputes": {"a": ("b", "b")}},
+        {"disputes": {"a": tuple(f"m{i}" for i in range(8))}},
+        {"disputes": {f"m{i}": ("a",) for i in range(MOST_ENROLLED + 1)}},
         {"roots": (Root("b2xk"),) * (MOST_ROOTS + 1)},
         {"enrolled": {"../x": Enrolled("0" * 32, "ab" * 32)}},
         {"enrolled": {f"m{i}": Enrolled("0" * 32, "ab" * 32) for i in range(MOST_ENROLLED + 1)}},
@@ -117,6 +123,20 @@ def test_a_record_with_values_out_of_bounds_is_refused(change: dict[str, Any]) -
     with pytest.raises(ValueError, match="cannot be read") as caught:
         record(**change)
     assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+def test_disputes_are_between_two_and_end_with_either() -> None:
+    one = record().disputed("a", "b")
+    assert one.disputes == {"a": ("b",), "b": ("a",)} and not one.distrusted
+    assert one.disputed("b", "a") is one
+    two = one.disputed("c", "a")
+    assert two.distrusted == {"a"} and two.disputes["a"] == ("b", "c")
+    assert two.settled("b").disputes == {"a": ("c",), "c": ("a",)} and not two.settled("b").distrusted
+    assert two.settled("a").disputes == {} and two.settled("z") is two
+    many = record()
+    for i in range(20):
+        many = many.disputed("a", f"m{i}")
+    assert len(many.disputes["a"]) == 7, "it is bounded"
 
 
 @pytest.mark.parametrize("path", [("extra",), ("parts", 0, "extra"), ("members", "a", "extra")])
@@ -130,7 +150,7 @@ def test_a_record_with_unknown_fields_is_refused(path: tuple[Any, ...]) -> None:
         Record.from_json(values)
 
 
-@pytest.mark.parametrize("key", ["members", "parts", "voters", "phase", "evicted", "holders", "enrolled", "roots"])
+@pytest.mark.parametrize("key", ["members", "parts", "voters", "phase", "evicted", "holders", "enrolled", "roots", "disputes"])
 @pytest.mark.parametrize("value", [None, 7, "text", [1], {"a": 1}])
 def test_a_record_with_other_kinds_of_values_is_refused(key: str, value: object) -> None:
     values = json.loads(json.dumps(record().as_json()))
