@@ -72,6 +72,15 @@ enabled = true                  # false: a plain mean of all contributions that 
 [audit]                         # A signed log of who contributed what, and what came out: docs/audit.md.
 #enabled = false                # true: peers sign their contributions, and the coordinator keeps the log.
 
+[privacy]                       # Differential privacy: docs/privacy.md.
+#level = "none"                 # example: each peer clips each example's gradient and adds noise (DP-SGD).
+#delta = 0.0                    # The probability with which the bound may fail; below 1 / examples of each peer.
+#epsilon_max = 0.0              # A peer stops before its epsilon, over all its starts, exceeds this.
+#noise_multiplier = 0.0         # The noise's standard deviation over clip; around 1.
+#clip = 1.0                     # The largest norm of one example's gradient.
+#sampling = "poisson"           # poisson: each example is in a step by chance; shuffle: each once in a pass.
+#unit = "sequence"              # What an example is: sequence or document.
+
 [robust]                        # For runs in which some peers may be hostile: docs/robust-merging.md.
 #rule = "none"                  # geometric_median, centered_clip, multi_krum, clip, median, trimmed_mean; none: weighted mean.
 #hostile = 0                    # f: how many peers may be hostile; the quorum is then at least 2 f + 1 (multi_krum: 2 f + 3).

@@ -366,6 +366,10 @@ class _Noting:
 
 def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
     check_run(lower)
+    if upper.privacy.of_examples and not lower.privacy.of_examples:
+        raise ConfigError(
+            'privacy.level: the run above asks for "example", and the peers of the run below add no noise; set it there'
+        )
     if upper.sync.interval % lower.sync.interval:
         raise ConfigError(
             f"the run above exchanges every {upper.sync.interval} inner steps, the run below every {lower.sync.interval}: "

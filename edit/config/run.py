@@ -28,6 +28,7 @@ from edit.config.average import AverageConfig
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
 from edit.config.overrides import with_settings
 from edit.config.plugins import check_pins, is_entry
+from edit.config.privacy import PrivacyConfig
 from edit.config.robust import RULES, RobustConfig
 from edit.config.validation import Between, Matches, OneOf, Positive, build, check_bounds, require, within
 from edit.errors import ConfigError
@@ -48,6 +49,7 @@ __all__ = [
     "ModelConfig",
     "OuterConfig",
     "PenaltyConfig",
+    "PrivacyConfig",
     "RobustConfig",
     "RoundsConfig",
     "RunConfig",
@@ -294,6 +296,7 @@ class RunConfig:
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     aggregators: AggregatorsConfig = field(default_factory=AggregatorsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     swarm: SwarmConfig | None = None  # None: the run has a coordinator
@@ -457,6 +460,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("", "robust", dataclasses.asdict(RobustConfig())),
     ("", "average", dataclasses.asdict(AverageConfig())),
     ("", "audit", dataclasses.asdict(AuditConfig())),
+    ("", "privacy", dataclasses.asdict(PrivacyConfig())),
     ("outer", "options", {}),
     ("outer", "preset", "manual"),
     ("outer", "chosen", ""),
@@ -565,6 +569,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("robust", {"hostile", "mixing", "equalise"}, "robust.rule", ("clip",)),
     NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
     NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES[1:] if rule != "centered_clip")),
+    NoEffect("privacy", _keys(PrivacyConfig, "level"), "privacy.level", ("none",)),
     NoEffect("average", {"decay"}, "average.kind", ("none", "last")),
     NoEffect("average", {"last"}, "average.kind", ("none", "ema")),
     NoEffect("penalty", {"staleness"}, "rounds.max_staleness", (0,)),

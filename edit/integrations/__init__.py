@@ -9,5 +9,6 @@ Reading order:
 - attachment: one training attached to a run, the same for every framework.
 - transformers: `EditCallback` for `transformers.Trainer`.
 - lightning: `EditCallback` for Lightning's Trainer.
+- opacus: `PrivateGradients`, DP-SGD for a loop of your own and for the daemon's.
 - huggingface: models of the transformers package by their type, for peers and coordinator alike.
 """

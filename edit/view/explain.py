@@ -106,12 +106,22 @@ def _contribution(status: RunStatus, settings: Mapping[str, object], coordinator
     return Leaving(
         what="contributions: how far its parameters moved from the common ones (pseudo-gradients), its inner steps and tokens",
         to=to,
-        form=f"{codec}, over mutual TLS; not masked and without noise, so it can tell of the data to who reads it",
+        form=f"{codec}, over mutual TLS; not masked{_noise(settings)}",
         how_often=f"{often}; again when a round is aborted",
         size=_size(status),
         seen_by="the operator of each aggregator; other members see norms, weights and verdicts, and the merged result",
         kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only what was merged "
         f"of all peers is kept, in the journal and {_said(settings, 'storage.keep_checkpoints')} checkpoints",
+    )
+
+
+def _noise(settings: Mapping[str, object]) -> str:
+    """Return what the contribution can tell of the data."""
+    if settings.get("privacy.level") != "example":
+        return " and without noise, so it can tell of the data to who reads it"
+    return (
+        f"; of gradients with noise: of one {_said(settings, 'privacy.unit')} of the data it tells no more than eps "
+        f"{_said(settings, 'privacy.epsilon_max')} at delta {_said(settings, 'privacy.delta')} allows, to anybody"
     )
 
 
@@ -129,6 +139,7 @@ def _signatures(coordinator: str) -> Leaving:
 
 def _heartbeat(settings: Mapping[str, object], coordinator: str) -> Leaving:
     shared = settings.get("membership.share_losses")
+    private = settings.get("privacy.level") == "example"
     losses = (
         "loss and metrics: every member (membership.share_losses = true)"
         if shared
@@ -137,8 +148,13 @@ def _heartbeat(settings: Mapping[str, object], coordinator: str) -> Leaving:
         else "loss and metrics: the operator, and others if the run shares them"
     )
     return Leaving(
-        what="reports: state, steps, tokens per second, bytes, the device's name, digest of the parameters; training "
-        "loss, unless it runs with --hide-loss; metrics that its own loop gives to worker.report",
+        what="reports: state, steps, tokens per second, bytes, the device's name, digest of the parameters; "
+        + (
+            "epsilon, and no training loss (privacy.level = example)"
+            if private
+            else "training loss, unless it runs with --hide-loss"
+        )
+        + "; metrics that its own loop gives to worker.report",
         to=coordinator,
         form="numbers and short texts, over mutual TLS",
         how_often=f"every {_said(settings, 'membership.heartbeat_s')} s",

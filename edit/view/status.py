@@ -60,6 +60,8 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
         console.print(row, soft_wrap=True)
     if chosen := _chosen(run):
         console.print(_words(f"outer.preset = auto chose {chosen}"), soft_wrap=True)
+    if private := _privacy(run):
+        console.print(_words(private), soft_wrap=True)
     if run.waiting_for:
         console.print(_words(f"waiting for {run.waiting_for}"), soft_wrap=True)
     for line in (run.reason, *run.warnings):
@@ -75,6 +77,19 @@ def _chosen(run: RunStatus) -> str:
     except ValueError:
         return ""
     return chosen if isinstance(chosen, str) else ""
+
+
+def _privacy(run: RunStatus) -> str:
+    """Return the run's differential privacy, and what each member says that it has spent where that may be seen."""
+    said = {
+        each.name.removeprefix("privacy."): each.value.strip('"') for each in run.settings if each.name.startswith("privacy.")
+    }
+    if said.get("level") != "example":
+        return ""
+    spent = [f"{row.peer_id} {row.metrics['epsilon']:.3g}" for row in run.members if "epsilon" in row.metrics]
+    most = f"eps at most {said.get('epsilon_max', '?')} for each peer at delta {said.get('delta', '?')}"
+    now = f"; now {', '.join(spent)}" if spent else ""
+    return f"privacy: example-level, unit {said.get('unit', '?')}, {most}{now}"
 
 
 # The columns of `members`: header, what its cell says, and how early a terminal that is too narrow leaves it out (0: never).

@@ -35,16 +35,21 @@ class WorkerConfig:
     # computed when its outcome is known, and until then takes no memory. False: such a write is harmless in every mode, and
     # "blocking" and "forward" keep a second residual while they wait. ("delayed" and "eager" keep what they need anyway.)
     only_steps_write: bool = False
+    # Whether the run asks for privacy.level = "example": the model must then have the gradients of `edit.integrations.opacus`.
+    private: bool = False
 
     def __post_init__(self) -> None:
         check_together(self.sync, self.rounds, self.outer, self.codec)
         require(self.buffers != "lowest", "buffers", self.buffers, "a merge weighs all peers and cannot take one peer's alone")
         one_of("buffers", self.buffers, ("local", "average"))
         if self.buffers == "average":
+            rule = 'must be "local" with privacy.level = "example": buffers have no noise'
+            require(not self.private, "buffers", self.buffers, rule)
             rule = 'must be "local" with rounds.merging = "arrivals": one peer\'s buffers alone are no mean'
             require(self.rounds.merging == "rounds", "buffers", self.buffers, rule)
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """Return the sections of a run's configuration, with local buffers."""
-        return cls(sync=config.sync, codec=config.codec, rounds=config.rounds, outer=config.outer)
+        private = config.privacy.of_examples
+        return cls(sync=config.sync, codec=config.codec, rounds=config.rounds, outer=config.outer, private=private)

@@ -128,6 +128,7 @@ class EditWorker:
     def __enter__(self) -> Self:
         if self._hooks:
             raise LocalProtocolError("this EditWorker is already entered")
+        self._check_private()
         kernels.load()
         with _outside_autograd():
             replicas = self._new_replicas()
@@ -280,6 +281,15 @@ class EditWorker:
     def _over(self) -> bool:
         last = self._config.sync.outer_steps
         return all(each.exchange.finished or each.replica.outer_step >= last for each in self._entered)
+
+    def _check_private(self) -> None:
+        """Raise ConfigError where the run asks for gradients with noise and this loop has none."""
+        trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
+        if self._config.private and not all(hasattr(parameter, "grad_sample") for parameter in trained):
+            raise ConfigError(
+                'privacy.level = "example": this loop has no private gradients, and would send what has no noise: make '
+                "edit.integrations.opacus.PrivateGradients of the model before the EditWorker"
+            )
 
     def report(self, *, loss: float | Tensor | None = None, tokens: int = 0, **metrics: float | Tensor) -> None:
         """Say how the inner step now taken went, once for each: the run's status shows it from the next step on, with this

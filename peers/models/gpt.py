@@ -99,6 +99,7 @@ class GPT(nn.Module):
         if channels % 2:
             raise ConfigError(f"model.width = {config.width}: width / heads = {channels} must be even (rotary positions)")
         self.heads = config.heads
+        self.head: nn.Linear | None = None  # see `make_head_a_layer`
         self.context = config.context
         self.vocabulary = config.vocabulary
         with torch.device("meta"):  # no random draw here; `_initialise` makes every value
@@ -133,8 +134,20 @@ class GPT(nn.Module):
         x = self.embedding(tokens)  # (B, T, C)
         for block in self.blocks:
             x = block(x, self.cos[:T], self.sin[:T])
+        if self.head is not None:
+            of_layer: Tensor = self.head(self.norm(x))
+            return of_layer
         head = self.embedding.weight
         return functional.linear(self.norm(x), head.to_local() if isinstance(head, DTensor) else head)
+
+    def make_head_a_layer(self) -> None:
+        """Multiply by the head in a layer that shares the embedding's weight, so that a layer's hooks see its gradient.
+
+        Names, shapes and values of the parameters stay the same.
+        """
+        weight = self.embedding.weight
+        self.head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.head.weight = weight
 
     def tensor_parallel_plan(self, ranks: int) -> dict[str, ParallelStyle]:
         """How `parallelize_module` splits each block over `ranks`: heads and the mlp's width; norms and embedding stay whole.

@@ -8,6 +8,7 @@ trainer              inner steps: learning rate, clipping, accumulation
 inner_optimizers     AdamW, Muon and others by name
 data                 text or tokens to batches
 sharding             FSDP2 and tensor parallelism over the ranks of a replica
+private              gradients with noise, of examples that are drawn
 torchrun             what torchrun says of this process
 checkpoint           what a checkpoint holds, and when one is written
 checkpoint_files     checkpoints on disk

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -274,6 +274,16 @@ class Batches:
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         rows = self._source.windows(self._starts(self._batch_size), self._context + 1)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    @property
+    def examples(self) -> int:
+        """The number of examples of context + 1 tokens that the row is cut into, from its beginning, without an overlap."""
+        return len(self._source) // (self._context + 1)
+
+    def example(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return (tokens, targets) of these examples, both (len(numbers), context) int64 on the CPU. No position changes."""
+        rows = self._source.windows(np.array(numbers, dtype=np.int64) * (self._context + 1), self._context + 1)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def _starts(self, count: int) -> npt.NDArray[np.int64]:

@@ -39,6 +39,7 @@ from peers.training.exchange_spans import TracedCollective
 from peers.training.fault_injection import FaultInjector
 from peers.training.metrics import EVERY, Metrics
 from peers.training.options import PeerOptions
+from peers.training.private import LEDGER, private_gradients
 from peers.training.sharding import RankLayout, shard_model
 from peers.training.trainer import Trainer
 
@@ -100,7 +101,12 @@ class Training:
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
         saving = self._saving(Resumable(trainer, batches, worker, place.ranks, self._options.new_data))
         with contextlib.ExitStack() as stack:
+            if trainer.private is not None:
+                stack.callback(trainer.private.close)
             saving.resume(run_step)
+            if trainer.private is not None:
+                trainer.private.refuse_uncounted(trainer.steps, "the checkpoint")
+                _log.info("%s", trainer.private.statement())
             try:
                 stack.enter_context(worker)
             except ConfigError as error:
@@ -114,6 +120,10 @@ class Training:
             self._show(worker)
             self._loop(trainer, worker, saving)
         saving.save_last()
+        if trainer.private is not None:
+            _log.info("%s", trainer.private.statement())
+            if not self._over(worker):
+                raise trainer.private.spent()
         for number, share in enumerate(worker.shares):
             if len(worker.shares) > 1:
                 _log.info("%s %d: outer step %d, digest %s", self._kind, number, share.outer_step, share.digest[:12])
@@ -139,7 +149,10 @@ class Training:
         # ranks that compute the same rows draw the same random numbers
         torch.manual_seed(stream_seed(config.seed, f"{self._connection.peer_id} {layout.data_rank}"))
         allowed, folder = self._options.allowed, self._options.model_folder
-        model = build(config.model, config.seed, allowed, folder=folder, replaced=founded)
+        private, checked = None, config.privacy.of_examples  # which needs values
+        model = build(config.model, config.seed, allowed, folder=folder, replaced=founded and not checked)
+        if checked:
+            private = private_gradients(batches, config, self._options.home / LEDGER, self._place.device, layout)
         return Trainer(
             shard_model(model, layout),
             batches,
@@ -149,6 +162,7 @@ class Training:
             clock=time.perf_counter,
             layout=layout,
             allowed=allowed,
+            private=private,
         )
 
     def _saving(self, resumable: Resumable) -> PeriodicCheckpoints:
@@ -181,6 +195,8 @@ class Training:
                 raise
             if worker.round_inner_steps + 1 >= self._config.sync.interval:
                 saving.before_contribution()
+            if trainer.private is not None and not trainer.private.ready():
+                return
             self._step(trainer, worker)
             saving.after_step(worker.outer_step)
 
@@ -208,9 +224,12 @@ class Training:
         inner = self._config.inner
         worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
         result = trainer.step(lambda: self._position(worker))
-        if not self._options.hide_loss:
+        hidden = self._options.hide_loss or trainer.private is not None
+        if not hidden:
             worker.report(loss=result.loss)
-        self._loss = result.loss if self._options.hide_loss else worker.speed.loss
+        if trainer.private is not None:
+            worker.report(epsilon=trainer.private.epsilon)
+        self._loss = result.loss if hidden else worker.speed.loss
         self._seconds.append(result.seconds)
         self._show(worker)
         self._tell(worker)

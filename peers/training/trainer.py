@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +78,48 @@ def learning_rate(config: InnerConfig, position: int, total_steps: int) -> float
     return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * share)
 
 
+class PrivateGradients(Protocol):
+    """Sets the gradients of examples that it draws itself, with noise (`peers.training.private`)."""
+
+    tokens: int  # of a mean draw
+
+    def ready(self) -> bool:
+        """Return whether the budget allows one more step."""
+        ...
+
+    def backward(self) -> float:
+        """Set every parameter's `.grad`; return the loss. Raises ConfigError where the budget is spent."""
+        ...
+
+    @property
+    def epsilon(self) -> float:
+        """At most so much is spent."""
+        ...
+
+    def statement(self) -> str:
+        """Return what is spent, in words."""
+        ...
+
+    def spent(self) -> ConfigError:
+        """Return what says that the budget is spent."""
+        ...
+
+    def refuse_uncounted(self, steps: int, checkpoint: object) -> None:
+        """Raise ConfigError where a checkpoint holds more steps than were counted."""
+        ...
+
+    def close(self) -> None:
+        """Take what was added to the model off it."""
+        ...
+
+
 class Trainer:
     """Take inner steps, one at a time.
 
     batches: yields (tokens, targets) without end, both (B, T) int64 on the CPU, the same at every rank; total_steps: length of
     the schedule; clock: monotonic seconds; layout: of the replica, whose ranks share each batch; allowed: names of plug-ins
-    that this peer's operator trusts. Raises as `inner_optimizers`.
+    that this peer's operator trusts; private: makes what computes the gradients in place of `batches`. Raises as
+    `inner_optimizers`.
     """
 
     def __init__(
@@ -96,6 +133,7 @@ class Trainer:
         clock: Callable[[], float],
         layout: RankLayout = ONE_RANK,
         allowed: Collection[str] = (),
+        private: Callable[[nn.Module], PrivateGradients] | None = None,
     ) -> None:
         self.model = model.to(device)
         # The last one's step ends an inner step.
@@ -107,6 +145,7 @@ class Trainer:
         self._device = device
         self._clock = clock
         self._layout = layout
+        self.private = None if private is None else private(self.model)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -125,7 +164,7 @@ class Trainer:
         self.model.train()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        loss, tokens = self._accumulate()
+        loss, tokens = self._accumulate() if self.private is None else self._noised(self.private)
         if self._config.clip_norm > 0:
             clip_gradients(self.model.parameters(), self._layout, self._config.clip_norm)
         self._set_rate(self.steps if position is None else position())
@@ -149,6 +188,12 @@ class Trainer:
             total += loss.detach()
             tokens += batch[1].numel()
         return total, tokens
+
+    def _noised(self, private: PrivateGradients) -> tuple[Tensor, int]:
+        """Have noised gradients computed, of examples that are drawn; return their loss, and the tokens of a mean draw."""
+        with self._autocast():
+            loss = private.backward()
+        return torch.tensor(loss, device=self._device), private.tokens
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._config.autocast and self._device.type == "cuda" and torch.cuda.is_bf16_supported():

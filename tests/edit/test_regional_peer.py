@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from edit.config.run import CodecConfig, OuterConfig, RoundsConfig, RunConfig, StorageConfig, SyncConfig
+from edit.config.run import CodecConfig, OuterConfig, PrivacyConfig, RoundsConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 from edit.local import LocalRun
@@ -327,6 +327,13 @@ def test_another_model_above_is_refused() -> None:
     other = nn.Linear(2, 2)
     EditWorker(other, torch.optim.SGD(other.parameters()), upper.collective("other"), WorkerConfig()).__enter__()
     with pytest.raises(RefusedError, match=r"another model: tensor weight of the run stands where the peer has 0\.weight"):
+        Site(upper, above, "east", [1])
+
+
+def test_a_run_above_that_asks_for_noise_is_told_that_the_run_below_has_none() -> None:
+    noise = PrivacyConfig(level="example", delta=1e-6, epsilon_max=8, noise_multiplier=1.0)
+    upper = LocalRun(above := dataclasses.replace(upper_config(), privacy=noise), ["east"])
+    with pytest.raises(ConfigError, match="peers of the run below add no noise"):
         Site(upper, above, "east", [1])
 
 

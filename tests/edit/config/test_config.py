@@ -549,3 +549,32 @@ def test_an_audit_log_is_refused_where_nobody_would_keep_it(other: dict[str, obj
 def test_a_run_without_an_audit_has_the_configuration_that_it_had_before_there_was_one() -> None:
     assert "audit" not in json.loads(RunConfig().to_json())
     assert json.loads(RunConfig.from_mapping({"audit": {"enabled": True}}).to_json())["audit"] == {"enabled": True}
+
+
+PRIVATE = {"level": "example", "delta": 1e-6, "epsilon_max": 8.0, "noise_multiplier": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"delta": 0.0}, 'privacy.delta = 0.0: must be given, above 0, with privacy.level = "example"'),
+        ({"epsilon_max": 0.0}, "privacy.epsilon_max = 0.0: must be given"),
+        ({"noise_multiplier": 0.0}, "privacy.noise_multiplier = 0.0: must be given"),
+        ({"noise_multiplier": 0.1}, "privacy.noise_multiplier = 0.1: must be at least 0.3"),
+        ({"level": "organisation"}, "privacy.level = 'organisation': must be one of none, example"),
+        ({"sampling": "custom"}, "privacy.sampling = 'custom': must be one of poisson, shuffle"),
+        ({"sensitivity": 1e-4}, "privacy.sensitivity: unknown key"),
+        ({"level": "none"}, 'privacy.delta has no effect with privacy.level = "none"'),
+        ({"delta": float("nan")}, "privacy.delta = nan"),
+        ({"clip": float("inf")}, "privacy.clip = inf"),
+    ],
+)
+def test_privacy_without_a_bound_is_refused(changed: dict[str, object], why: str) -> None:
+    assert RunConfig.from_mapping({"privacy": PRIVATE}).privacy.of_examples
+    assert why in reason({"privacy": {**PRIVATE, **changed}})
+
+
+def test_a_run_without_privacy_has_the_configuration_that_it_had_before_there_was_any() -> None:
+    assert "privacy" not in json.loads(RunConfig().to_json())
+    run = RunConfig.from_mapping({"privacy": PRIVATE})
+    assert RunConfig.from_json(run.to_json()) == run

@@ -35,6 +35,15 @@ def configured(base: RunStatus | None = None, **values: object) -> RunStatus:
     return replace(base or replace(status(), rounds=()), settings=tuple(rows))
 
 
+def test_what_noise_does_to_contributions_and_reports_is_said() -> None:
+    values = {"privacy__level": "example", "privacy__unit": "sequence", "privacy__delta": 1e-6, "privacy__epsilon_max": 8.0}
+    told = leaving(configured(**values), "peer", AT)
+    assert "no more than eps 8.0 (privacy.epsilon_max) at delta 1e-06" in by_what(told, "contributions").form
+    assert "no training loss" in by_what(told, "reports").what
+    plain = leaving(configured(privacy__level="none"), "peer", AT)
+    assert "without noise" in by_what(plain, "contributions").form and "--hide-loss" in by_what(plain, "reports").what
+
+
 def by_what(told: tuple[Leaving, ...], begins: str) -> Leaving:
     return next(entry for entry in told if entry.what.startswith(begins))
 

@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from aggregator.control.shown_settings import settings_of
+from edit.config.run import RunConfig
+from edit.plain_text import printable
 from edit.view.status import print_status
 from editpb.run_status import RoundReport, Setting
 from tests.edit.view.test_live import status
@@ -50,6 +53,24 @@ def test_what_is_not_known_is_left_out() -> None:
 def test_what_auto_chose_is_said_where_it_chose(value: str, said: bool) -> None:
     told = "\n".join(lines(80, settings=(Setting(name="outer.chosen", value=value, default='""'),)))
     assert ("outer.preset = auto chose co2 0.3: short" in told) == ("auto chose" in told) == said
+
+
+def test_what_privacy_has_cost_each_peer_is_said_to_who_may_see_it() -> None:
+    base = status()
+    settings = settings_of(
+        RunConfig.from_mapping(
+            {"privacy": {"level": "example", "delta": 1e-6, "epsilon_max": 8, "noise_multiplier": 1.0}},
+        )
+    )
+    members = tuple(replace(member, metrics={"epsilon": 1.4375}) for member in base.members)
+    line = next(line for line in lines(80, settings=settings, members=members) if line.startswith("privacy"))
+    said = ", ".join(f"{printable(member.peer_id)} 1.44" for member in members)
+    assert line == f"privacy: example-level, unit sequence, eps at most 8.0 for each peer at delta 1e-06; now {said}"
+    hidden = replace(base, settings=settings, members=members).shown_to("observer", "o", False)
+    assert "now" not in next(
+        line for line in lines(80, settings=settings, members=hidden.members) if line.startswith("privacy")
+    )
+    assert not any(line.startswith("privacy") for line in lines(80, settings=settings_of(RunConfig())))
 
 
 def test_a_rounds_number_counts_from_1() -> None:

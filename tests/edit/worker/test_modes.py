@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from edit import reference
-from edit.config.run import OuterConfig, RunConfig, SyncConfig
+from edit.config.run import OuterConfig, PrivacyConfig, RunConfig, SyncConfig
 from edit.errors import ConfigError
 from edit.local import LocalRun
 from edit.replica.replica import Replica
@@ -135,6 +135,18 @@ def test_more_groups_than_fragments_is_refused_on_entering() -> None:
 def test_a_setting_that_cannot_be_is_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         worker_config(**({"every": 6} | settings))
+
+
+def test_a_loop_without_private_gradients_does_not_join_a_run_that_asks_for_them() -> None:
+    noise = PrivacyConfig(level="example", delta=1e-6, epsilon_max=8, noise_multiplier=1.0)
+    run = RunConfig(privacy=noise)
+    assert WorkerConfig.of(run).private
+    model = torch.nn.Linear(2, 2)
+    worker = EditWorker(model, torch.optim.SGD(model.parameters()), LocalRun(run, ["a"]).collective("a"), WorkerConfig.of(run))
+    with pytest.raises(ConfigError, match=r'^privacy\.level = "example": this loop has no private gradients'):
+        worker.__enter__()
+    with pytest.raises(ConfigError, match=r'^buffers = \'average\': must be "local" with privacy\.level'):
+        WorkerConfig(private=True, buffers="average")
 
 
 def test_a_worker_takes_its_settings_from_the_runs() -> None:

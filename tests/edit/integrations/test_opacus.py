@@ -1,0 +1,311 @@
+"""DP-SGD's gradients by Opacus: what they are, what they tell, what is counted before them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from edit.config.privacy import PrivacyConfig
+from edit.config.run import ModelConfig, RunConfig
+from edit.errors import ConfigError, StorageError
+from edit.integrations.opacus import BudgetSpent, PrivateGradients
+from edit.local import LocalCollective, LocalRun
+from edit.worker.worker import EditWorker, WorkerConfig
+from peers.models.gpt import GPT
+
+N = 64
+
+
+def entropy(seed: int = 0) -> Callable[[int], bytes]:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda size: bytes(torch.randint(0, 256, (size,), generator=generator).tolist())
+
+
+def privacy(**settings: object) -> PrivacyConfig:
+    return PrivacyConfig(
+        **{"level": "example", "delta": 1e-3, "epsilon_max": 100.0, "noise_multiplier": 1.0, **settings}  # type: ignore[arg-type]
+    )
+
+
+class Regression:
+    """Rows of a linear task, and a model for it."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(N, 6, generator=generator), torch.randn(N, 1, generator=generator)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.LayerNorm(5, bias=False), nn.Linear(5, 1))
+        self.reference = copy.deepcopy(self.model)  # without hooks
+        self.drawn: list[list[int]] = []
+
+    def fetch(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        self.drawn.append(list(numbers))
+        return self.x[list(numbers)], self.y[list(numbers)]
+
+    @staticmethod
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.mse_loss(model(batch[0]), batch[1])
+
+    def gradients(self, folder: Path, settings: PrivacyConfig | None = None, **arguments: object) -> PrivateGradients:
+        given = {"batch_size": 8, "at_once": 3, "planned": 50, "block": 10, "entropy": entropy(), **arguments}
+        made = PrivateGradients(
+            self.model, N, self.fetch, self.loss, settings or privacy(), ledger=folder / "ledger.jsonl", **given
+        )
+        self.drawn.clear()
+        return made
+
+    def clipped(self, numbers: Sequence[int], clip: float) -> list[Tensor]:
+        """The sum of these examples' clipped gradients, one by one, by autograd alone."""
+        parameters = list(self.reference.parameters())
+        total = [torch.zeros_like(parameter) for parameter in parameters]
+        for number in numbers:
+            each = torch.autograd.grad(self.loss(self.reference, (self.x[[number]], self.y[[number]])), parameters)
+            norm = torch.sqrt(sum((gradient**2).sum() for gradient in each))
+            for sum_, gradient in zip(total, each, strict=True):
+                sum_ += gradient * min(1.0, clip / (float(norm) + 1e-6))
+        return total
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e3])
+@pytest.mark.parametrize("at_once", [3, 64])
+def test_gradients_are_the_mean_of_clipped_ones_and_noise(tmp_path: Path, clip: float, at_once: int) -> None:
+    task = Regression()
+    with task.gradients(tmp_path, privacy(clip=clip, noise_multiplier=0.3), at_once=at_once) as private:
+        private._noised._noise.normal = np.zeros  # type: ignore[method-assign]
+        for _ in range(4):
+            task.drawn.clear()
+            private.backward()
+            got = [parameter.grad.clone() for parameter in task.model.parameters()]
+            expected = task.clipped([number for part in task.drawn for number in part], clip)
+            for one, other in zip(got, expected, strict=True):
+                torch.testing.assert_close(one, other / 8, rtol=1e-4, atol=1e-6)
+
+
+def test_the_noise_is_as_large_as_it_is_said_to_be_and_never_the_same(tmp_path: Path) -> None:
+    task = Regression()
+    with task.gradients(tmp_path, privacy(clip=1e-6, noise_multiplier=3.0), planned=400) as private:
+        seen = []
+        for _ in range(400):
+            private.backward()
+            seen.append(torch.cat([parameter.grad.flatten() for parameter in task.model.parameters()]))
+    values = torch.stack(seen) * 8 / (1e-6 * 3.0)  # next to nothing is left of the examples
+    assert float(values.std()) == pytest.approx(1, abs=0.02)  # of 22,400 values
+    assert len({tuple(row.tolist()) for row in seen}) == 400
+
+
+def test_examples_are_drawn_independently_and_sometimes_there_is_none(tmp_path: Path) -> None:
+    task = Regression()
+    with task.gradients(tmp_path, privacy(epsilon_max=1e6), batch_size=2, planned=2000, block=500, at_once=64) as private:
+        sizes = []
+        for _ in range(1000):
+            task.drawn.clear()
+            loss = private.backward()
+            size = 0 if math.isnan(loss) else len(task.drawn[0])
+            assert all(parameter.grad is not None for parameter in task.model.parameters())
+            sizes.append(size)
+    mean = sum(sizes) / 1000
+    assert mean == pytest.approx(2, abs=0.18)  # 4 standard errors
+    assert sum((size - mean) ** 2 for size in sizes) / 1000 == pytest.approx(2 * (1 - 2 / N), rel=0.2)
+    assert sizes.count(0) == pytest.approx(1000 * (1 - 2 / N) ** N, rel=0.4)
+
+
+def test_a_pass_takes_each_example_once_and_counts_once(tmp_path: Path) -> None:
+    task = Regression()
+    with task.gradients(tmp_path, privacy(sampling="shuffle"), batch_size=10, planned=14, at_once=64) as private:
+        for _ in range(2):
+            for _ in range(7):
+                private.backward()
+            assert sorted(number for part in task.drawn for number in part) == list(range(N))
+            task.drawn.clear()
+        assert "2 passes counted" in private.statement()
+
+
+def test_the_same_seed_for_torch_does_not_give_the_same_noise(tmp_path: Path) -> None:
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        task = Regression()
+        torch.manual_seed(7)
+        made = PrivateGradients(
+            task.model,
+            N,
+            task.fetch,
+            task.loss,
+            privacy(),
+            ledger=tmp_path / name / "l",
+            batch_size=8,
+            at_once=8,
+            planned=9,
+            block=3,
+        )
+        with made as private:
+            private.backward()
+            found.append(task.model[0].weight.grad.clone())
+    assert not torch.equal(found[0], found[1])
+
+
+def test_steps_are_counted_before_they_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Regression()
+    private = task.gradients(tmp_path, block=3)
+
+    def count() -> int:
+        return sum(json.loads(line).get("count", 0) for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
+
+    counted = []
+    fetch = private._fetch
+    monkeypatch.setattr(private, "_fetch", lambda numbers: (counted.append(count()), fetch(numbers))[1])
+    for taken in range(1, 8):
+        private.backward()
+        assert counted[-1] >= taken and count() == -(-taken // 3) * 3
+
+    def full(_: object) -> None:
+        raise StorageError("full")
+
+    monkeypatch.setattr(private._ledger, "reserve", full)
+    for _ in range(2):
+        private.backward()  # counted already
+    with pytest.raises(StorageError):
+        private.backward()
+    assert all(parameter.grad is None for parameter in task.model.parameters())
+    private.close()
+
+
+def test_it_stops_before_the_budget_and_what_it_says_is_never_too_little(tmp_path: Path) -> None:
+    task = Regression()
+    private = task.gradients(tmp_path, privacy(epsilon_max=3.0), block=7)
+    taken = 0
+    with pytest.raises(BudgetSpent, match=r"privacy\.epsilon_max = 3: one more step would exceed it: example-level"):
+        while True:
+            private.backward()
+            taken += 1
+            assert private._of(0) <= private.epsilon <= 3.0
+    assert not private.ready() and all(parameter.grad is None for parameter in task.model.parameters())
+    assert private._of(0) <= 3.0 < private._of(1) and private._ledger.count == taken
+    private.close()
+    with pytest.raises(BudgetSpent):
+        task.gradients(tmp_path, privacy(epsilon_max=3.0))
+    task.gradients(tmp_path, privacy(epsilon_max=4.0)).close()
+
+
+def test_more_steps_than_were_planned_may_be_taken_within_the_budget(tmp_path: Path) -> None:
+    with Regression().gradients(tmp_path, planned=4, block=10) as private:
+        for _ in range(13):
+            private.backward()
+        assert private._ledger.count == 16
+
+
+def test_the_builtin_models_tied_head_is_caught_and_mended(tmp_path: Path) -> None:
+    config = ModelConfig(layers=1, heads=1, width=16, context=8)
+    rows = torch.randint(0, 256, (N, 9), generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(rows[:, :-1], rows[:, 1:])
+    model = GPT(config, 0)
+    run = RunConfig.from_mapping(
+        {
+            "model": {"layers": 1, "heads": 1, "width": 16, "context": 8},
+            "sync": {"every": 2, "outer_steps": 2},
+            "privacy": {"level": "example", "delta": 1e-3, "epsilon_max": 50, "noise_multiplier": 1.0},
+        }
+    )
+
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        value: Tensor = model(*batch)
+        return value
+
+    with pytest.raises(ConfigError, match=r"^embedding\.weight: Opacus does not see all of its gradient"):
+        PrivateGradients.of(model, data, loss, run, tmp_path / "ledger.jsonl")
+    before = model(rows[:, :-1], rows[:, 1:])
+    names = [name for name, _ in model.named_parameters()]
+    model.make_head_a_layer()
+    assert torch.equal(model(rows[:, :-1], rows[:, 1:]), before) and [name for name, _ in model.named_parameters()] == names
+
+    collective = LocalCollective(LocalRun(run, ["a"]), "a")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    taken = 0
+    with (
+        PrivateGradients.of(model, data, loss, run, tmp_path / "ledger.jsonl") as private,
+        EditWorker(model, optimizer, collective, WorkerConfig.of(run)) as worker,
+    ):
+        while not worker.finished:
+            private.backward()
+            worker.count_tokens(private.tokens)
+            optimizer.step()
+            taken += 1
+        assert private.tokens == 4 * 8
+    assert taken == 5 and not hasattr(model.embedding.weight, "grad_sample")
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x - x.mean(0))
+        return out
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.never = nn.Linear(6, 1), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), r"^model: BatchNorm"),
+        (Mixing(), r"^layer\.weight: the gradient of one example is another one beside other examples"),
+        (Unused(), r"^never\.weight: does not change the loss"),
+        (nn.Sequential(nn.Linear(6, 1).requires_grad_(False)), r"^model: has no parameter"),
+        (nn.Linear(6, 1).eval(), r"^model: .*training mode"),
+    ],
+)
+def test_models_whose_examples_cannot_be_told_apart_are_refused(tmp_path: Path, model: nn.Module, why: str) -> None:
+    task = Regression()
+    task.model = model  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=why) as caught:
+        task.gradients(tmp_path)
+    assert "\n" not in str(caught.value) and not (tmp_path / "ledger.jsonl").exists()
+    assert not any(hasattr(parameter, "grad_sample") for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "why"),
+    [
+        ({"delta": 0.02}, {}, r"privacy\.delta = 0\.02: must be below 1 / 64"),
+        ({}, {"batch_size": 65}, r"= 65: must not exceed the number of examples \(64\)"),
+        ({"epsilon_max": 1e-4}, {}, r"privacy\.epsilon_max = 0\.0001: one more step would exceed it"),
+    ],
+)
+def test_settings_without_a_bound_are_refused(
+    tmp_path: Path, settings: dict[str, object], arguments: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Regression().gradients(tmp_path, privacy(**settings), **arguments)
+
+
+def test_a_model_in_evaluation_mode_or_with_gradients_missing_takes_no_step(tmp_path: Path) -> None:
+    task = Regression()
+    with task.gradients(tmp_path) as private:
+        task.model.eval()
+        with pytest.raises(ConfigError, match=r"^model\.0: .* model\.train\(\)"):
+            private.backward()
+        task.model.train()
+        task.model[0].eval()
+        with pytest.raises(ConfigError, match=r"^model\.0: must be in training mode"):
+            private.backward()
+        assert all(parameter.grad is None for parameter in task.model.parameters())
