@@ -113,6 +113,13 @@ def _training(
     hide_loss: Annotated[
         bool, typer.Option("--hide-loss", help="Do not report the training loss to the run: nobody outside this site sees it.")
     ] = False,
+    max_epsilon: Annotated[
+        float | None,
+        typer.Option(
+            help="Train only with differential privacy (privacy.level = example), and stop before epsilon exceeds this, "
+            "whatever the run allows."
+        ),
+    ] = None,
 ) -> PeerOptions:
     """Return what these options say. Raises ConfigError."""
     from edit.trackers.choose import TrackerChoice
@@ -140,6 +147,7 @@ def _training(
         max_mbit=max_mbit,
         trackers=TrackerChoice.of(trackers or (), tracker_options or (), frozenset(allow or ())),
         hide_loss=hide_loss,
+        max_epsilon=max_epsilon,
     )
 
 

@@ -71,6 +71,7 @@ class PrivateGradients(Generic[Batch]):
         planned: steps that will probably be taken; more may be.
         block: steps that are counted together, before the first of them.
         tokens_of_example: for `tokens`.
+        bound: what messages call privacy.epsilon_max.
         entropy: random bytes, which must be secret.
 
     Raises ConfigError for a delta that is not below 1 / N, a model that mixes examples (BatchNorm), a parameter whose gradients
@@ -91,6 +92,7 @@ class PrivateGradients(Generic[Batch]):
         planned: int,
         block: int,
         tokens_of_example: int = 0,
+        bound: str = "privacy.epsilon_max",
         entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:
         self._model, self._examples, self._fetch, self._loss = model, examples, fetch, loss
@@ -100,6 +102,7 @@ class PrivateGradients(Generic[Batch]):
         require(privacy.delta * examples < 1, "privacy.delta", privacy.delta, rule)
         rule = f"must not exceed the number of examples ({examples})"
         require(batch_size <= examples, "inner.batch_size * inner.accumulation", batch_size, rule)
+        self._bound = bound
         self._passes = privacy.sampling == "shuffle"
         self._steps_of_pass = -(-examples // batch_size) if self._passes else 1
         self._planned, self._block = -(-planned // self._steps_of_pass), 1 if self._passes else block
@@ -198,7 +201,7 @@ class PrivateGradients(Generic[Batch]):
     def spent(self) -> BudgetSpent:
         """Return what says that the budget is spent."""
         most = self._privacy.epsilon_max
-        return BudgetSpent(f"privacy.epsilon_max = {most:g}: one more step would exceed it: {self.statement()}")
+        return BudgetSpent(f"{self._bound} = {most:g}: one more step would exceed it: {self.statement()}")
 
     def ready(self) -> bool:
         """Return whether `backward` may be called once more."""

@@ -92,6 +92,11 @@ class Training:
         Raises Interrupted, EvictedError, RefusedError, ConfigError.
         """
         config, place = self._config, self._place
+        if self._options.max_epsilon is not None and not config.privacy.of_examples:
+            raise ConfigError(
+                f"--max-epsilon {self._options.max_epsilon:g}: the run has no differential privacy "
+                f'(privacy.level = "{config.privacy.level}"); nothing of the data was sent'
+            )
         batches = self._batches()
         trainer = self._trainer(batches, founded=run_step > 0)
         settings = dataclasses.replace(WorkerConfig.of(config), only_steps_write=True)
@@ -152,7 +157,8 @@ class Training:
         private, checked = None, config.privacy.of_examples  # which needs values
         model = build(config.model, config.seed, allowed, folder=folder, replaced=founded and not checked)
         if checked:
-            private = private_gradients(batches, config, self._options.home / LEDGER, self._place.device, layout)
+            ledger, most = self._options.home / LEDGER, self._options.max_epsilon
+            private = private_gradients(batches, config, ledger, self._place.device, layout, most)
         return Trainer(
             shard_model(model, layout),
             batches,

@@ -49,6 +49,7 @@ class PeerOptions:
     max_mbit: float | None = None  # what this peer sends per second, in 10^6 bits; None: no bound
     trackers: TrackerChoice = NO_TRACKERS
     hide_loss: bool = False  # its training loss is said to nobody
+    max_epsilon: float | None = None  # of differential privacy, without which it does not train then; None: as the run says
 
     def __post_init__(self) -> None:
         if not self.throttle >= 1 or not math.isfinite(self.throttle):
@@ -59,6 +60,8 @@ class PeerOptions:
             raise ConfigError(f"--checkpoint-every {self.checkpoint_every}: must be at least 0 (0 keeps no checkpoints)")
         if self.keep_checkpoints < 1:
             raise ConfigError(f"--keep-checkpoints {self.keep_checkpoints}: must be at least 1")
+        if self.max_epsilon is not None and not (self.max_epsilon > 0 and math.isfinite(self.max_epsilon)):
+            raise ConfigError(f"--max-epsilon {self.max_epsilon}: must be a finite number above 0")
         check_data(self.data, self.data_options, self.jsonl_field, self.allowed)
         check_dht_peers(self.dht_peers)
         self._check_serving()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +28,23 @@ LEDGER = "privacy-ledger.jsonl"
 
 
 def private_gradients(
-    batches: DataSource, config: RunConfig, ledger: Path, device: torch.device, layout: RankLayout
+    batches: DataSource,
+    config: RunConfig,
+    ledger: Path,
+    device: torch.device,
+    layout: RankLayout,
+    max_epsilon: float | None = None,
 ) -> Callable[[nn.Module], PrivateGradients[Any]]:
     """Return what makes the noised gradients of a model that is on `device`, of the examples of `batches`.
+
+    max_epsilon: this peer's own bound, beside the run's.
 
     Raises ConfigError where the data, the replica or the installed packages do not go with it; so does the call, as
     `edit.integrations.opacus.PrivateGradients`.
     """
-    privacy = config.privacy
+    privacy, bound = config.privacy, "privacy.epsilon_max"
+    if max_epsilon is not None and max_epsilon < privacy.epsilon_max:
+        privacy, bound = dataclasses.replace(privacy, epsilon_max=max_epsilon), "--max-epsilon"
     if not isinstance(batches, Batches):
         raise ConfigError(
             '--data entry: gives rows in an order of its own, and privacy.level = "example" draws them; give files'
@@ -63,7 +73,15 @@ def private_gradients(
         model.train()
         tokens = config.model.context
         return PrivateGradients(
-            model, found.examples, fetch, loss, privacy, ledger=ledger, tokens_of_example=tokens, **lengths(config)
+            model,
+            found.examples,
+            fetch,
+            loss,
+            privacy,
+            ledger=ledger,
+            tokens_of_example=tokens,
+            bound=bound,
+            **lengths(config),
         )
 
     return make

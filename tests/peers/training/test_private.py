@@ -96,3 +96,20 @@ def test_what_does_not_go_with_the_data_is_refused_by_name(tmp_path: Path, priva
     config = configuration(**privacy)
     with Metrics(None) as metrics, pytest.raises(ConfigError, match=why):
         training(tmp_path, LocalConnection(LocalRun(config, ["a"]), "a"), config, metrics).run(0)
+
+
+def test_a_peers_own_bound_counts_whatever_the_run_allows(tmp_path: Path) -> None:
+    config = configuration()
+    run = LocalRun(config, ["a"])
+    with Metrics(None) as metrics:
+        with pytest.raises(ConfigError, match=r"^--max-epsilon = 1\.3: one more step would exceed it: .*; 10 steps counted"):
+            training(tmp_path, LocalConnection(run, "a"), config, metrics, max_epsilon=1.3).run(0)
+        plain = RunConfig.from_mapping({"model": {"layers": 1, "heads": 1, "width": 8, "context": 16}})
+        other = LocalRun(plain, ["a"])
+        connection = LocalConnection(other, "a")
+        with pytest.raises(ConfigError, match=r'^--max-epsilon 1\.3: the run has no differential privacy .*"none"'):
+            training(tmp_path, connection, plain, metrics, max_epsilon=1.3).run(0)
+        assert not connection.shares[0].told and not connection.shown
+        for wrong in (0.0, -1.0, math.inf, math.nan):
+            with pytest.raises(ConfigError, match=r"--max-epsilon .*: must be a finite number above 0"):
+                training(tmp_path, connection, plain, metrics, max_epsilon=wrong)
