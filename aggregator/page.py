@@ -11,7 +11,7 @@ from aggregator.operator_client import ask_every, drain_run, evict_peer, pause_r
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import StateFolder
 from edit.view.overlaid import overlaid
-from edit.web.serve import Tls, serve_page
+from edit.web.serve import EVERY_S, Tls, serve_page
 from editpb.identity import Identity
 from editpb.run_status import RunStatus
 
@@ -38,7 +38,7 @@ def serve_operators_page(
     """
 
     async def statuses() -> AsyncGenerator[RunStatus, None]:
-        async with aclosing(watch_run(folder)) as told:
+        async with aclosing(watch_run(folder, EVERY_S)) as told:
             async for status in told:
                 yield overlaid(status, beside)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from edit.web.serve import Tls, serve_page
+from edit.web.serve import EVERY_S, Tls, serve_page
 from peers.identity.peer_folder import PeerFolder
 from peers.watching import statuses
 
@@ -28,4 +28,4 @@ def serve_members_page(
     folder = PeerFolder(home)
     identity = folder.load(time.time()).identity
     tls = Tls(certificate, key, home / "ca.pem") if certificate is not None and key is not None else None
-    serve_page(partial(statuses, folder, itertools.count()), identity, listen=listen, tls=tls, say=say)
+    serve_page(partial(statuses, folder, itertools.count(), EVERY_S), identity, listen=listen, tls=tls, say=say)

@@ -182,9 +182,9 @@ def web(
     check_installed()
     from aggregator.swarm.beside import runs_beside
     from aggregator.swarm.watching import SwarmWatch
-    from edit.web.serve import Tls, serve_page
+    from edit.web.serve import EVERY_S, Tls, serve_page
 
-    watching, others = SwarmWatch(folder), runs_beside(beside or ())
+    watching, others = SwarmWatch(folder, EVERY_S), runs_beside(beside or ())
 
     async def statuses() -> AsyncGenerator[RunStatus, None]:
         async with aclosing(watching.statuses()) as told:

@@ -26,9 +26,10 @@ from edit.web.app import GiveOrder, make_app
 from edit.web.feed import Feed, Source
 from editpb.identity import Identity, from_uri
 
-__all__ = ["PageServer", "Tls", "serve_page"]
+__all__ = ["EVERY_S", "PageServer", "Tls", "serve_page"]
 
 MOST_CONNECTIONS = 128
+EVERY_S = 2.0  # between two statuses that the page asks the run for: each costs an aggregator a few milliseconds
 
 
 @dataclass(frozen=True, slots=True)
