@@ -20,7 +20,7 @@ class PrivacyConfig:
     # The probability with which the bound by epsilon may fail; below 1 / examples of each peer. It must be given.
     delta: Annotated[float, Between(0, 0.1)] = 0.0
     # The largest epsilon of each peer, over all its starts: it stops before the step that would exceed it. It must be given.
-    epsilon_max: Annotated[float, Between(0, 1e6)] = 0.0
+    epsilon_max: Annotated[float, Between(0, 1000)] = 0.0
     # Standard deviation of the noise over `clip`. It must be given.
     noise_multiplier: Annotated[float, Between(0, 1e6)] = 0.0
     # The largest norm of one example's gradient.

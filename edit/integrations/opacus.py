@@ -41,6 +41,7 @@ __all__ = ["BudgetSpent", "PrivateGradients", "lengths"]
 Batch = TypeVar("Batch")
 _TOLERANCE = 1e-4  # of the largest entry of a parameter's gradient
 _CHECKED = 3  # examples at the start
+_PLANNED = 1 << 17  # steps that the budget is asked for at a time: of billions, epsilon cannot be computed
 _SPARE = 1.05  # epsilon is computed for so many times the steps, and said until they are taken
 
 
@@ -105,7 +106,8 @@ class PrivateGradients(Generic[Batch]):
         self._bound = bound
         self._passes = privacy.sampling == "shuffle"
         self._steps_of_pass = -(-examples // batch_size) if self._passes else 1
-        self._planned, self._block = -(-planned // self._steps_of_pass), 1 if self._passes else block
+        planned = min(-(-planned // self._steps_of_pass), _PLANNED)
+        self._planned, self._block = planned, 1 if self._passes else block
         self._accountant = Accountant(privacy.delta)
         self.tokens = batch_size * tokens_of_example
         """The tokens of a mean draw: what may be said of a step."""

@@ -65,11 +65,14 @@ class Accountant:
 def most_steps(epsilon: Callable[[int], float], most: float, planned: int) -> int:
     """Return how many of `planned` steps may be taken so that epsilon(steps), which grows, is at most `most`.
 
-    It is asked about log2(planned) times, and once where all may be taken.
+    It is asked about log2(planned) times, and never for more than 8 times the steps that are allowed: what is far above
+    takes long to compute, and much memory.
     """
-    if planned <= 0 or epsilon(planned) <= most:
+    low, high = 0, 1  # epsilon(low) is at most `most` or low is 0
+    while low < planned and epsilon(high := min(high, planned)) <= most:
+        low, high = high, 8 * high
+    if low >= planned:
         return max(planned, 0)
-    low, high = 0, planned  # epsilon(low) is at most `most` or low is 0; epsilon(high) is above
     while high - low > 1:
         middle = (low + high) // 2
         if epsilon(middle) <= most:

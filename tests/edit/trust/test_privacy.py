@@ -105,7 +105,7 @@ def test_most_steps_is_the_last_one_within_the_budget(planned: int, within: int)
         return float(steps)
 
     assert most_steps(epsilon, within, planned) == min(planned, within)
-    assert len(asked) <= 1 + planned.bit_length()
+    assert len(asked) <= 4 + planned.bit_length() and max(asked, default=0) <= max(1, 8 * within)
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
