@@ -3,13 +3,13 @@
 Half of the runs have a canary among the examples: one whose gradient is always the same, and clipped. Whoever sees the outer
 parameters of a run guesses whether it was there, the more of it is in them the surer. From how often the guess is right follows
 an epsilon that the training surely exceeds (Clopper and Pearson's bounds; Jagielski et al. 2020, arXiv 2006.07709). It must
-stay below the epsilon that the ledger claims. `--noise-share 0.25` adds a quarter of the noise that
-is claimed: that must be found out.
+stay below the epsilon that the ledger claims. `--noise-share` adds less noise than is
+claimed: a twentieth is found out by 160 runs, a quarter is not by 400.
 
 Each run is the worst case: the other examples have no gradient at all, and every inner step draws half of the examples.
 
     python benchmarks/privacy_canaries.py --runs 1000
-    python benchmarks/privacy_canaries.py --runs 1000 --noise-share 0.25
+    python benchmarks/privacy_canaries.py --runs 160 --noise-multiplier 3 --noise-share 0.05
 """
 
 from __future__ import annotations
