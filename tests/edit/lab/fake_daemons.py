@@ -79,7 +79,6 @@ def main() -> None:
         print("peer: the data folder is on fire")
         sys.exit(70)
     else:
-        (Path(option("--home")) / "argv.json").write_text(json.dumps(sys.argv))
         wait_for_the_end()
 
 

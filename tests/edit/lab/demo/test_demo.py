@@ -22,7 +22,7 @@ from edit.lab.demo.evaluate import Evaluator
 from edit.lab.demo.hostile import run_hostile_demo
 from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.demo.plan import DemoOptions
-from edit.lab.processes import ChildDied, Programs
+from edit.lab.processes import ChildDied, Programs, Supervisor
 from edit.records import Snapshot
 from edit.view.observations import Status
 
@@ -138,24 +138,37 @@ def test_every_line_of_the_merged_metrics_names_its_source(tmp_path):
     assert {("lab", "validation"), ("lone", "validation")} <= kinds
 
 
-def test_faults_and_throttle_stand_on_the_command_lines_of_their_peers(tmp_path):
+@pytest.fixture
+def started(monkeypatch):
+    """The command line of each process, by the name of the demo's folder and its own."""
+    found, start = {}, Supervisor.start
+
+    def noted(supervisor, name, argv):
+        found[supervisor._logs.parent.name, name] = list(argv)
+        start(supervisor, name, argv)
+
+    monkeypatch.setattr(Supervisor, "start", noted)
+    return found
+
+
+def test_faults_and_throttle_stand_on_the_command_lines_of_their_peers(tmp_path, started):
     run_demo(DemoOptions(steps=600, out=tmp_path / "demo"), console()[0], dependencies())
-    argv = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "demo/peers").glob("*/argv.json")}
+    argv = {name: words for (_, name), words in started.items()}
     assert argv["peer-1"][argv["peer-1"].index("--throttle") + 1] == "2"
     assert argv["peer-3"][argv["peer-3"].index("--fault") + 1] == "nan@5,huge@6"
     assert not {"--throttle", "--fault"} & {*argv["peer-0"], *argv["peer-2"]}
 
 
-def test_hostile_peers_attack_two_runs_alike_and_the_log_is_verified_at_the_end(tmp_path):
+def test_hostile_peers_attack_two_runs_alike_and_the_log_is_verified_at_the_end(tmp_path, started):
     out = tmp_path / "demo"
     screen, output = console()
     found = run_hostile_demo(DemoOptions(peers=7, steps=120, hostile=True, out=out), screen, dependencies())
     assert no_process_left(out)
-    argv = {path.parts[-4:-1]: json.loads(path.read_text()) for path in out.glob("*/peers/*/argv.json")}
-    attacks = {(run, name): words[words.index("--fault") + 1] for (run, _, name), words in argv.items() if "--fault" in words}
+    peers = {place: words for place, words in started.items() if place[1].startswith("peer-")}
+    attacks = {place: words[words.index("--fault") + 1] for place, words in peers.items() if "--fault" in words}
     expected = {"peer-4": "flip@0+", "peer-5": "reverse@0+", "peer-6": "copy@0+"}
     assert attacks == {(run, name): fault for run in ("penalty", "robust") for name, fault in expected.items()}
-    assert len(argv) == 2 * 7 and not any("--throttle" in words for words in argv.values())
+    assert len(peers) == 2 * 7 and not any("--throttle" in words for words in peers.values())
     settings = {run: RunConfig.from_toml(out / run / "run.toml") for run in ("penalty", "robust")}
     assert [settings[run].robust.rule for run in settings] == ["none", "geometric_median"]
     assert all(each.penalty.enabled and each.audit.enabled and each.rounds.quorum == 5 for each in settings.values())
