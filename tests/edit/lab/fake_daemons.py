@@ -1,7 +1,7 @@
 """Stands in for edit-coordinator and edit-peer: their command lines and files, no training. Run as a script by test_demo.py.
 
 argv: coordinator|peer [--dies NAME] COMMAND ... The coordinator commits twelve outer steps at its first start, eight at the
-next. A peer leaves its command line in its home.
+next.
 """
 
 import json
