@@ -30,7 +30,7 @@ from edit.fragments.gpt import gpt_schema
 from edit.fragments.schema import Schema
 from edit.lab.demo.corpus import plan_corpus, standard_library, write_corpus
 from edit.lab.demo.daemons import DemoDaemons, SwarmDaemons
-from edit.lab.demo.evaluate import FINAL_BATCHES, Evaluator, Measurer
+from edit.lab.demo.evaluate import FINAL_BATCHES, Evaluator, Measurer, SnapshotSource
 from edit.lab.demo.faults import FaultRunner, FaultSchedule
 from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.demo.plan import ATTACKS, DemoOptions, plan_faults, plan_run
@@ -184,6 +184,8 @@ class Demo:
         evaluator = self._dependencies.evaluator(RunConfig.from_toml(self._folder.run_toml), self._folder.data / "validation")
         self._measurer = Measurer(evaluator, self._recorder, points=5 if self._options.quick else 12)
         self._run = self._connect()
+        on_disk = _OnDisk(self._folder.state, self._dependencies.committed)
+        self._theta: SnapshotSource = self._run if self._options.swarm else on_disk
         self._open.callback(self._run.close)
         self._measurer.initial()
         while not self._finished:
@@ -220,7 +222,7 @@ class Demo:
             self._fault_runner.observe(status)
             if status.swarm is not None:
                 self._follow_members(status.swarm)
-            self._measurer.track(self._run)
+            self._measurer.track(self._theta)
         self._display.draw(self._state)
         self._dependencies.pause()
 
@@ -312,6 +314,18 @@ class Demo:
             rounds=rounds,
             events=events,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """The outer parameters of a coordinator that runs: those of now, while readers of a run may share an older snapshot."""
+
+    state: Path
+    read: Callable[[Path], Snapshot]
+
+    def snapshot(self, schema: Schema) -> Snapshot:
+        """Return what was committed last."""
+        return self.read(self.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ class Measurer:
     recorder: Recorder
     points: int = 12
     next_step: int = 0
+    measured: int = 0  # the outer step of the last point
 
     def initial(self) -> None:
         """Measure the first point of the curve."""
@@ -114,11 +115,14 @@ class Measurer:
         if not self.next_step <= state.outer_step < state.outer_steps:
             return
         snapshot = source.snapshot(self.evaluator.schema)
-        if snapshot is not None and snapshot.outer_step >= self.next_step:  # a run shares an older one with other readers
+        if snapshot is not None and snapshot.outer_step >= self.next_step:  # a swarm shares an older one with other readers
             self._point(snapshot)
             self.next_step = snapshot.outer_step + max(1, state.outer_steps // self.points)
 
     def _point(self, snapshot: Snapshot) -> None:
+        if snapshot.outer_step <= self.measured:  # the run had come further than was heard of
+            return
+        self.measured = snapshot.outer_step
         loss = self.evaluator.of_fragments(snapshot.fragments, TRACK_BATCHES)
         self.recorder.validation("outer", snapshot.outer_step * self.recorder.state.sync_every, loss)
 

@@ -29,7 +29,10 @@ def test_two_real_peers_learn_together_and_agree_on_every_digest(tmp_path):
         assert sum(tensors.get_tensor(name).numel() for name in tensors.keys()) == results.parameters  # noqa: SIM118
     assert len((options.out / "sample.txt").read_text()) > 0
     assert "peer-1" in (options.out / "report.html").read_text()
-    kinds = {json.loads(line)["kind"] for line in (options.out / "metrics.jsonl").read_text().splitlines()}
+    lines = [json.loads(line) for line in (options.out / "metrics.jsonl").read_text().splitlines()]
+    curve = [line["step"] for line in lines if line["kind"] == "validation" and line["who"] == "outer"]
+    assert curve[0] == 0 and curve[-1] == 30 and curve == sorted({*curve}), "each point is of another outer step"
+    kinds = {line["kind"] for line in lines}
     assert {"round", "peer", "member", "step", "outer", "lone", "validation", "event"} <= kinds
 
 
