@@ -116,9 +116,8 @@ class RoundRunner:
         self._run_feed, self._clock = resources.feed, resources.clock
         self._deadlines_file = resources.deadlines
         self._policy = policy or admission(config)
-        self._verified = verified_by_others(
-            config
-        )  # others merge the same contributions once more: they are kept until the round closes
+        # Others merge the same contributions once more: they are kept until the round closes.
+        self._verified = verified_by_others(config)
         self._uploads = resources.uploads
         self._contributions = Contributions(outer.schema, config.codec.uplink, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer

@@ -241,9 +241,8 @@ class Record:
     verify: int = 0  # how many hosts beside its owner compute each update
     holders: tuple[str, ...] = ()  # peer_ids of those that were given the key of the run's authority, in order
     enrolled: Mapping[str, Enrolled] = field(default_factory=dict)  # by peer_id
-    disputes: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # by peer_id: who did not come to its bits, and it not to theirs
+    # By peer_id: who came to other bits of an update than this peer. Of two both are in it.
+    disputes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     roots: tuple[Root, ...] = ()  # the run's authority last, and those before it, while members have certificates of them
 
     def __post_init__(self) -> None:
@@ -397,7 +396,7 @@ class Record:
         }
         found["roots"] = tuple(Root(**_strict(Root, each)) for each in found["roots"])
         found["evicted"] = dict(_mapping(found["evicted"]))
-        found["disputes"] = {peer_id: tuple(each) for peer_id, each in _mapping(found["disputes"]).items()}
+        found["disputes"] = {peer_id: _listed(each) for peer_id, each in _mapping(found["disputes"]).items()}
         found["phase"] = Phase(found["phase"])
         return cls(**found)
 
@@ -557,6 +556,11 @@ def _strict(kind: type, values: object) -> dict[str, Any]:
 def _mapping(values: object) -> dict[str, Any]:
     _check(isinstance(values, dict), f"no object: {values!r:.40}")
     return dict(values)  # type: ignore[call-overload,no-any-return]
+
+
+def _listed(values: object) -> tuple[Any, ...]:
+    _check(isinstance(values, (list, tuple)), f"no list: {values!r:.40}")
+    return tuple(values)  # type: ignore[arg-type]
 
 
 def _checksum(body: Mapping[str, object]) -> str:

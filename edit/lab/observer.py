@@ -1,7 +1,4 @@
-"""The lab's connection to a run, with the operator's certificate: its status and its outer parameters.
-
-A call on a broken connection returns None: try again later. Control and data have a channel each.
-"""
+"""The lab's connection to a run, with the operator's certificate: its status; and reading a snapshot off a data channel."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from edit.errors import ConfigError, RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
 from edit.records import Snapshot
 from edit.view.observations import Status
-from editpb import control_pb2, control_pb2_grpc, data_pb2, data_pb2_grpc, tensors_pb2
+from editpb import control_pb2, control_pb2_grpc, data_pb2, tensors_pb2
 from editpb.transport.channel_options import channel_options
 
 __all__ = ["Observer", "open_observer", "read_snapshot"]
@@ -32,9 +29,7 @@ _MAX_BYTES = 1 << 30
 class Observer:
     """Ask the coordinator; answers are None while it cannot be reached. timeout_s: of each call."""
 
-    run_id: str
     control: grpc.Channel
-    data: grpc.Channel
     timeout_s: float = 5.0
 
     def status(self) -> Status | None:
@@ -56,13 +51,6 @@ class Observer:
             tokens=reply.tokens,
         )
 
-    def snapshot(self, schema: Schema) -> Snapshot | None:
-        """Return the newest committed outer parameters. Raises RemoteProtocolError when they do not match the manifest."""
-        try:
-            return read_snapshot(data_pb2_grpc.DataStub(self.data), self.run_id, schema, self.timeout_s)
-        except grpc.RpcError:
-            return None
-
     def evict(self, peer_id: str, reason: str) -> None:
         """Shut a member out for good. Raises TransportError when the coordinator does not."""
         stub: Any = control_pb2_grpc.ControlStub(self.control)
@@ -73,11 +61,12 @@ class Observer:
 
     def close(self) -> None:
         self.control.close()
-        self.data.close()
 
 
 def read_snapshot(stub: Any, run_id: str, schema: Schema, timeout_s: float) -> Snapshot:
-    """Read the newest committed outer parameters. timeout_s: of each call.
+    """Read the outer parameters of a snapshot: of the last outer step, or of an earlier one that others still read.
+
+    timeout_s: of each call.
 
     Raises grpc.RpcError, RemoteProtocolError when they do not match the manifest.
     """
@@ -112,5 +101,4 @@ def open_observer(state: Path) -> Observer:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{state}: is not the folder of a served run ({error})") from error
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-    control, data = (grpc.secure_channel(address, credentials, options=channel_options(address)) for _ in range(2))
-    return Observer(folder.run_id, control, data)
+    return Observer(grpc.secure_channel(address, credentials, options=channel_options(address)))

@@ -60,13 +60,15 @@ _LISTEN = "127.0.0.1:0"  # port 0: the coordinator chooses its ports, writes the
 
 
 class RunView(Protocol):
-    """The operator's connection to the run."""
+    """The connection to a coordinator, or to the hosts of a swarm."""
 
     def status(self) -> Status | None: ...
 
-    def snapshot(self, schema: Schema) -> Snapshot | None: ...
-
     def close(self) -> None: ...
+
+
+class SwarmView(RunView, SnapshotSource, Protocol):
+    """The connection to the hosts of a swarm."""
 
 
 def committed_on_disk(state: Path) -> Snapshot:
@@ -81,7 +83,7 @@ class Dependencies:
 
     programs: Programs = field(default_factory=Programs)
     connect: Callable[[Path], RunView] = open_observer
-    connect_swarm: Callable[[Mapping[str, Path]], RunView] = SwarmObserver
+    connect_swarm: Callable[[Mapping[str, Path]], SwarmView] = SwarmObserver
     committed: Callable[[Path], Snapshot] = committed_on_disk
     evaluator: Callable[[RunConfig, Path], Evaluator] = Evaluator
     unix: Callable[[], float] = time.time
@@ -183,9 +185,7 @@ class Demo:
         """Poll until the last outer step is committed, the lone peer is done and the peers have left."""
         evaluator = self._dependencies.evaluator(RunConfig.from_toml(self._folder.run_toml), self._folder.data / "validation")
         self._measurer = Measurer(evaluator, self._recorder, points=5 if self._options.quick else 12)
-        self._run = self._connect()
-        on_disk = _OnDisk(self._folder.state, self._dependencies.committed)
-        self._theta: SnapshotSource = self._run if self._options.swarm else on_disk
+        self._run, self._theta = self._connect()
         self._open.callback(self._run.close)
         self._measurer.initial()
         while not self._finished:
@@ -194,10 +194,13 @@ class Demo:
         while self._daemons.running(LONE) or (self._any_peer and self._dependencies.monotonic() < leave_by):
             self._poll()
 
-    def _connect(self) -> RunView:
+    def _connect(self) -> tuple[RunView, SnapshotSource]:
+        """Return what says how the run is, and what gives its outer parameters."""
         if not self._options.swarm:
-            return self._dependencies.connect(self._folder.state)
-        return self._dependencies.connect_swarm({name: self._folder.home(name) for name in self._options.peer_ids})
+            state = self._folder.state
+            return self._dependencies.connect(state), _OnDisk(state, self._dependencies.committed)
+        hosts = self._dependencies.connect_swarm({name: self._folder.home(name) for name in self._options.peer_ids})
+        return hosts, hosts
 
     @property
     def _finished(self) -> bool:

@@ -159,6 +159,14 @@ def test_a_record_with_other_kinds_of_values_is_refused(key: str, value: object)
         Record.from_json(values)
 
 
+@pytest.mark.parametrize("value", [None, 7, "ab", {"b": 1}])
+def test_disputes_are_lists(value: object) -> None:
+    values = json.loads(json.dumps(record().as_json()))
+    values["disputes"] = {"a": value}
+    with pytest.raises(ValueError, match="no list"):
+        Record.from_json(values)
+
+
 def test_saved_bytes_and_back() -> None:
     saved = Saved(incarnation=7, term=4, vote="b#1", record=record())
     assert Saved.decode(saved.encode(), "council.json") == saved

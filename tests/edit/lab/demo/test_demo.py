@@ -40,9 +40,6 @@ class View:
         common = {"phase": "collecting", "parameters": 1000, "deadline_s": None, "arrived": 0, "expected": 4}
         return Status(outer_step=steps, digest=f"d{steps}", memory_bytes=10**8, **common)
 
-    def snapshot(self, schema):
-        return Snapshot(10, "d10", (torch.zeros(1),))
-
     def close(self):
         pass
 
