@@ -72,6 +72,12 @@ enabled = true                  # false: a plain mean of all contributions that 
 [audit]                         # A signed log of who contributed what, and what came out: docs/audit.md.
 #enabled = false                # true: peers sign their contributions, and the coordinator keeps the log.
 
+[secagg]                        # Secure aggregation: only the sum of contributions is seen; docs/secure-aggregation.md.
+#enabled = false                # true: peers mask their contributions; set rounds.quorum to min_peers or more.
+#bits = 16                      # Of a masked element: 8, 16 or 32.
+#min_peers = 3                  # No sum of fewer peers is ever opened.
+#max_peers = 16                 # No round has more peers; the grid leaves room for so many.
+
 [privacy]                       # Differential privacy: docs/privacy.md.
 #level = "none"                 # example: each peer clips each example's gradient and adds noise (DP-SGD).
 #delta = 0.0                    # The probability with which the bound may fail; below 1 / examples of each peer.

@@ -30,6 +30,7 @@ from aggregator.services.call_limit import CallLimit
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
 from aggregator.services.enrolment import EnrolmentService, RenewalService
+from aggregator.services.masking import MaskingService
 from aggregator.silent_connections import SWEEP_S, SilentConnections
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.high_water import HighWaterMark
@@ -51,7 +52,7 @@ from edit.heaps import limit_heaps, map_large_blocks
 from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
 from edit.trackers.choose import NO_TRACKERS, TrackerChoice
-from editpb import control_pb2_grpc, enrolment_pb2_grpc
+from editpb import control_pb2_grpc, enrolment_pb2_grpc, masking_pb2_grpc
 from editpb.invitation import check_dht_peers, endpoint_of
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
@@ -162,6 +163,8 @@ class Coordinator:
         )
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(run, authorizer), coordinator._main)
         add_data_servicer(DataService(run, authorizer), coordinator._main)
+        if config.secagg.enabled:
+            masking_pb2_grpc.add_MaskingServicer_to_server(MaskingService(run, authorizer), coordinator._main)
         if authority and enrol:
             service = EnrolmentService(authority, clock.unix, coordinator.endpoints, feed)
             enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)

@@ -24,7 +24,8 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Box, Shard, partition_fault
 from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle, settling
 from edit.merging.injection import Injection, check_content, check_order, check_run
-from edit.merging.merge import Measured, ShardPayload, measure
+from edit.merging.masked import JudgedClaims, sum_of
+from edit.merging.merge import Measured, Merged, ShardPayload, measure
 from edit.merging.mergers import Admission, admission, screen
 from edit.merging.norms import whole_norm
 from edit.merging.outer_state import MergeRecord, OuterState
@@ -46,6 +47,8 @@ from edit.records import (
 from edit.rounds import events, swap
 from edit.rounds.events import Phase
 from edit.rounds.machine import RoundMachine
+from edit.trust.mask_plan import FragmentPlan
+from edit.trust.masking import Opening
 
 __all__ = ["LocalCollective", "LocalGossip", "LocalRun"]
 
@@ -58,11 +61,13 @@ class _Fragment:
 
     inner_steps: int
     tokens: int
+    claimed: float | None = None  # with masks: the norm over the whole replica, as every rank says
     parts: dict[tuple[Box, ...], tuple[ShardPayload, float]] = field(default_factory=dict)  # with norms; a retry replaces
     complete: bool = False
 
     def measured(self, peer_id: str, staleness: int) -> Measured:
         norm, parts = whole_norm(norm for _, norm in self.parts.values()), tuple(part for part, _ in self.parts.values())
+        norm = norm if self.claimed is None else self.claimed
         return Measured(peer_id, self.inner_steps, self.tokens, norm, parts, staleness)
 
 
@@ -82,9 +87,10 @@ class _Contribution:
     def take_in(self, peer_id: str, contribution: Contribution, shard: Shard) -> None:
         """Add one rank's part of a fragment. Raises LocalProtocolError when the parts are no partition of it."""
         spec, payload = shard.fragment, contribution.payload
-        new = _Fragment(contribution.inner_steps, contribution.tokens)
+        new = _Fragment(contribution.inner_steps, contribution.tokens, contribution.norm)
         fragment = self.fragments.setdefault(spec.fragment_id, new)
-        fragment.parts[shard.boxes] = (ShardPayload(shard, payload), measure(payload))
+        norm = measure(payload) if contribution.norm is None else 0.0
+        fragment.parts[shard.boxes] = (ShardPayload(shard, payload), norm)
         if sum(part.shard.numel for part, _ in fragment.parts.values()) >= spec.numel:
             if fault := partition_fault(spec, list(fragment.parts)):
                 raise LocalProtocolError(f"peer {peer_id}: {fault}")
@@ -98,6 +104,7 @@ class _Round:
     records: list[MergeRecord] = field(default_factory=list)
     merged: set[str] = field(default_factory=set)  # the peers in it
     tokens: int = 0
+    judged: JudgedClaims | None = None  # with masks, once the collection is closed
 
 
 class LocalRun:
@@ -107,6 +114,9 @@ class LocalRun:
     are merged, with each contribution. Only whole contributions are merged. One that misses the close of its round counts in a
     later one, as long as it is not too stale. The run is finished after `config.sync.outer_steps`, or once `config.sync.tokens`
     are merged (with groups they are counted where group 0 is).
+
+    With secagg.enabled contributions are integers on the grid of their outer step, and their sum is merged, as over gRPC; there
+    is nobody to hide them from, so the masks, which cancel, are left out.
 
     Args:
         config: the run's settings. `rounds.merging` and `rounds.max_staleness` count; quorum and times have no effect.
@@ -287,6 +297,11 @@ class LocalRun:
                 self._feed(events.Arrived(peer_id, held.round_id, i))
         return True
 
+    def plan(self, outer_step: int) -> tuple[FragmentPlan, ...] | None:
+        """Return the grid of a masked contribution to the advance from `outer_step`; None unless the run is there."""
+        state = self.state
+        return tuple(map(state.plan, state.due)) if outer_step == state.outer_step and not self.finished else None
+
     def outcome(self, peer_id: str, outer_step: int, *, block: bool, since: int) -> Outcome | None:
         """See `Collective.outcome`. since: losses before so many are no news.
 
@@ -359,12 +374,29 @@ class LocalRun:
         held = [(peer_id, self._held[peer_id]) for peer_id in effect.peers]
         measured = [one.fragments[fragment_id].measured(peer_id, state.outer_step - one.outer_step) for peer_id, one in held]
         screened = screen(self._policy, state.schema.fragments[fragment_id], measured)
-        merged = screened.and_rejected(state.reduce(fragment_id, screened.admitted))
+        merged = screened.and_rejected(self._merge(effect, screened.admitted))
         self._round.records.append(state.record(merged))
         self._round.merged.update(effect.peers)
         if fragment_id == 0:
             self._round.tokens = sum(one.tokens for one in screened.admitted)
         return events.Reduced(effect.round_id, fragment_id)
+
+    def _merge(self, effect: events.Reduce, measured: Sequence[Measured]) -> Merged:
+        state, i = self.state, effect.fragment_id
+        if not self._config.secagg.enabled:
+            return state.reduce(i, measured)
+        if self._round.judged is None:
+            self._round.judged = state.judge_claims({j: self._claims(effect.peers, j) for j in state.due})
+        judged, plan = self._round.judged, state.plan(i)
+        if len(judged.survivors) < (least := self._config.secagg.min_peers):
+            raise RefusedError(f"{len(judged.survivors)} contributions are sound, at least {least} are summed up")
+        inside = [one for one in measured if one.peer_id in judged.survivors]
+        total = sum_of(state.schema.fragments[i], plan, inside)
+        Opening.check(total.words, total.lanes, i)
+        return state.reduce_sum(plan, total, measured, judged, judged.survivors)
+
+    def _claims(self, peers: Iterable[str], fragment_id: int) -> list[Measured]:
+        return [self._held[peer_id].fragments[fragment_id].measured(peer_id, 0) for peer_id in peers]
 
     def _commit(self, effect: events.Commit) -> events.CommitSucceeded:
         self._commits.append(self.state.commit(effect.round_id, effect.reason, self._round.records, self._injection))
@@ -682,6 +714,12 @@ class LocalCollective:
         self._shards = None if shards is None else tuple(shards)
         self._told = self._run.losses
         return self._cut_snapshot(snapshot)
+
+    def plan(self, outer_step: int) -> tuple[FragmentPlan, ...] | None:
+        """See `edit.worker.masked.PlansRounds.plan`. Raises LocalProtocolError where no masks are used."""
+        if not isinstance(self._run, LocalRun):
+            raise LocalProtocolError("a gossiping peer masks nothing")
+        return self._run.plan(outer_step)
 
     def contribute(self, contribution: Contribution) -> None:
         """Hand over one fragment or part of it; the last missing one commits the round."""

@@ -133,6 +133,7 @@ class Contribution:
     tokens: int  # likewise
     payload: EncodedTensor
     boxes: tuple[Box, ...] | None = None  # what of the fragment the payload holds; None: all of it
+    norm: float | None = None  # with masks: ||u||_2 over the whole replica, as the peer says; None: it is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,8 @@ __all__ = [
     "heloco",
     "integers",
     "masked_integers",
+    "masked_mean",
+    "masked_steps",
     "multi_krum",
     "nearest_neighbour_mixing",
     "nesterov",
@@ -511,17 +513,27 @@ def integers(x: Tensor, bits: int, block: int) -> Tensor:
     return torch.cat(parts)
 
 
-def masked_integers(u: Tensor, merged: Tensor, weight: float, bits: int, peers: int, block: int = 256) -> Tensor:
-    """A masked sum's q = clamp(round(w u / s), -L, L), s a power of two from the same block of the last merged vector."""
+def masked_steps(merged: Tensor, bits: int, peers: int, block: int = 256) -> list[float]:
+    """A masked sum's s by element: a power of two from the same block of the last merged vector."""
     limit = (2 ** (bits - 1) - 1) // peers
     kappa = 6 if bits == 8 else 32
     floor = 2**-6 * math.sqrt(sum(x * x for x in merged.tolist()) / len(merged))
     found = []
-    for part, before in zip(_parts(u, block), _parts(merged, block), strict=True):
+    for before in _parts(merged, block):
         rms = math.sqrt(sum(x * x for x in before.tolist()) / len(before))
-        s = 2.0 ** math.ceil(math.log2(kappa * max(rms, floor) / limit))
-        found += [max(-limit, min(limit, round(weight * x / s))) for x in part.tolist()]
-    return torch.tensor(found)
+        found += [2.0 ** math.ceil(math.log2(kappa * max(rms, floor) / limit))] * len(before)
+    return found
+
+
+def masked_integers(u: Tensor, steps: Sequence[float], weight: float, bits: int, peers: int) -> Tensor:
+    """What a peer masks: q = clamp(round(w u / s), -L, L)."""
+    limit = (2 ** (bits - 1) - 1) // peers
+    return torch.tensor([max(-limit, min(limit, round(weight * x / s))) for x, s in zip(u.tolist(), steps, strict=True)])
+
+
+def masked_mean(integers: Sequence[Tensor], steps: Sequence[float], weights: Sequence[float]) -> Tensor:
+    """D = s (sum of q) / (sum of w): what is merged of a masked sum."""
+    return (torch.tensor(steps, dtype=torch.float64) * torch.stack(list(integers)).sum(0) / sum(weights)).float()
 
 
 def e3m0(x: Tensor, block: int) -> Tensor:

@@ -370,6 +370,10 @@ def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
         raise ConfigError(
             'privacy.level: the run above asks for "example", and the peers of the run below add no noise; set it there'
         )
+    if upper.secagg.enabled:
+        raise ConfigError(
+            "secagg.enabled: the run above masks contributions, which a region cannot do; let its peers join above"
+        )
     if upper.sync.interval % lower.sync.interval:
         raise ConfigError(
             f"the run above exchanges every {upper.sync.interval} inner steps, the run below every {lower.sync.interval}: "

@@ -53,7 +53,8 @@ def connect(
     ended, failed = "the training has ended", "the training failed"
     with IoThread() as io:
         io.spawn(renewal.keep())
-        hub = connect_hub(io, channels, enrolled.identity, ranks, key=folder.key(), ended=ended, failed=failed)
+        key, revealed = folder.key(), folder.revealed
+        hub = connect_hub(io, channels, enrolled.identity, ranks, key=key, revealed=revealed, ended=ended, failed=failed)
         with hub as (collective, config, _):
             plugins.admit(config, allow, ("codecs",))
             for line in without_effect(config) if ranks.rank == 0 else ():

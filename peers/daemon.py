@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -67,7 +68,9 @@ def run_peer(options: PeerOptions) -> None:
         channels = Channels(enrolled.endpoints, enrolled.credentials, limit)
         renewal = Renewal(PeerFolder(options.home), enrolled, channels, asks=launch.local_rank == 0)
         seeking = Seeking(channels, searching(options.home, options.dht_peers)) if options.dht_peers else None
-        attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking, PeerFolder(options.home).key())
+        folder = PeerFolder(options.home)
+        own = folder.key(), folder.revealed
+        attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking, *own)
 
 
 def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch, limit: SendLimit = UNLIMITED) -> SnapshotServer | None:
@@ -94,13 +97,14 @@ def attend(
     renewal: Renewal | None = None,
     seeking: Seeking | None = None,
     key: bytes = b"",
+    revealed: Path | None = None,
 ) -> None:
     """Train as `identity` in the run that `channels` lead to; `run_peer` looks these up in the peer's folder.
 
     A replica of several ranks calls it at each, inside their process group.
 
     renewal: keeps the certificate of `channels` renewed meanwhile. seeking: looks for a coordinator that is lost. key: signs
-    contributions, where the run has them signed.
+    contributions, where the run has them signed or masked; revealed: the file of the masked sums that this peer helped to open.
     """
 
     def connect(io: IoThread, ranks: Ranks) -> Connecting:
@@ -108,7 +112,7 @@ def attend(
             io.spawn(renewal.keep())
         if seeking is not None:
             io.spawn(seeking.keep())
-        return connect_hub(io, channels, identity, ranks, server, key=key)
+        return connect_hub(io, channels, identity, ranks, server, key=key, revealed=revealed)
 
     train(options, connect, identity, device, launch)
 

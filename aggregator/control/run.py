@@ -171,7 +171,13 @@ class Run:
         resources = self._resources
         published = PublishedState(outer, resources.store, resources.background, self.clock.monotonic)
         self._rounds = RoundRunner(
-            outer, self.config, resources, published, first_round_id=self.first_round_id, awaited=self._awaited
+            outer,
+            self.config,
+            resources,
+            published,
+            first_round_id=self.first_round_id,
+            awaited=self._awaited,
+            run_id=self.run_id,
         )
         if resources.orders.paused or self._held_for:
             self._rounds.feed(events.Pause())

@@ -61,6 +61,7 @@ def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief:
         curves=() if brief else run.history.curves(),
         events=run.history.events(events_after),
         settings=() if brief else run.settings,
+        masks=_masks(rounds),
     )
 
 
@@ -89,6 +90,12 @@ def _waiting_for(run: Run, rounds: RoundRunner | None) -> str:
             few = f"{len(machine.arrived)} in, quorum {wanted.quorum}"
             return f"{_names(machine.expected - machine.arrived) or 'more contributions'} ({few})"
     return ""
+
+
+def _masks(rounds: RoundRunner | None) -> str:
+    """Say in words how far the masked round is; '' without masks, or while none is open."""
+    status = rounds.masked.status if rounds is not None and rounds.masked is not None else None
+    return status.text if status is not None else ""
 
 
 def _names(peers: Collection[str]) -> str:

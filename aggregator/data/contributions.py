@@ -4,8 +4,8 @@ The round machine decides which contribution of a peer is taken, how long it is 
 
  1. A shard belongs to an attempt of its replica. A newer attempt replaces the shards of older ones, as long as the fragment is
     not whole; then the fragment stays as it is, whatever comes. A shard of an older attempt is stale.
- 2. inner_steps and tokens are the replica's: ranks that differ are the peer's fault, and so is a rank that declares its shard
-    anew with other values.
+ 2. inner_steps, tokens and a claimed norm are the replica's: ranks that differ are the peer's fault, and so is a rank that
+    declares its shard anew with other values.
  3. Whole: every shard is in and measured, and they cover each element once. More elements than the fragment has, or as many
     with two of them the same, is the peer's fault, found when the shard is declared, before memory is taken for it. Fewer: the
     round ends without this peer's fragment.
@@ -16,7 +16,7 @@ The round machine decides which contribution of a peer is taken, how long it is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 
 from aggregator.storage.upload_buffer import Upload, UploadBuffer
@@ -122,12 +122,12 @@ class ShardedFragment:
         if self._awaited or self._cover.numel < self._fragment.numel:
             return False
         ordered = [self._shards[rank] for rank in sorted(self._shards)]
-        norms = [one.norm for one in ordered if one.norm is not None]
+        norms, claimed = [one.norm for one in ordered if one.norm is not None], shard.header.norm
         self._whole = Measured(
             peer_id=shard.header.peer_id,
             inner_steps=shard.header.inner_steps,
             tokens=shard.header.tokens,
-            norm=whole_norm(norms) if len(norms) > 1 else norms[0],
+            norm=claimed if claimed is not None else whole_norm(norms) if len(norms) > 1 else norms[0],
             payload=shard.read if shard.shard.is_whole else tuple(ShardPayload(one.shard, one.read) for one in ordered),
         )
         return True
@@ -155,7 +155,7 @@ class ShardedFragment:
 
     def _check_fits(self, header: ContributionHeader, shard: Shard) -> None:
         if other := next((known.header for known in self._shards.values()), None):
-            for field in ("inner_steps", "tokens"):
+            for field in ("inner_steps", "tokens", "norm"):
                 mine, theirs = getattr(header, field), getattr(other, field)
                 if mine != theirs:
                     raise RemoteProtocolError(f"{_who(header)} says {field} = {mine}, rank {other.rank} says {theirs}")
@@ -177,16 +177,21 @@ class Contribution:
 
     Args:
         header: of any of its shards.
-        codecs: the run's for contributions, one for each fragment.
+        codecs: the run's for contributions, by fragment.
         due: the fragments that it consists of.
     """
 
     def __init__(
-        self, header: ContributionHeader, schema: Schema, codecs: Sequence[Codec], due: Collection[int], uploads: UploadBuffer
+        self,
+        header: ContributionHeader,
+        schema: Schema,
+        codecs: Callable[[int], Codec],
+        due: Collection[int],
+        uploads: UploadBuffer,
     ) -> None:
         self.round_id, self.outer_step = header.round_id, header.outer_step
         self.fragments = {i: ShardedFragment(schema.fragments[i], uploads) for i in due}
-        self.total_bytes = sum(codecs[i].encoded_size(schema.fragments[i].numel) for i in due)  # of a peer that is not sharded
+        self.total_bytes = sum(codecs(i).encoded_size(schema.fragments[i].numel) for i in due)  # of a peer that is not sharded
         self._most_pieces = MAX_PIECES + sum(schema.fragments[i].numel for i in due) // ELEMENTS_OF_PIECE
 
     @property
@@ -213,11 +218,19 @@ class Contribution:
 
 
 class Contributions:
-    """The contribution that is held of each peer. choice: the run's codecs for contributions."""
+    """The contribution that is held of each peer.
 
-    def __init__(self, schema: Schema, choice: CodecChoice, uploads: UploadBuffer) -> None:
+    Args:
+        codecs: the run's for contributions; or, with masks, returns the codec of a fragment in the round that is open.
+    """
+
+    def __init__(self, schema: Schema, codecs: CodecChoice | Callable[[int], Codec], uploads: UploadBuffer) -> None:
         self._schema, self._uploads = schema, uploads
-        self._codecs = tuple(codec_of(fragment, choice) for fragment in schema.fragments)
+        self._codec_of: Callable[[int], Codec] = (
+            tuple(codec_of(fragment, codecs) for fragment in schema.fragments).__getitem__
+            if isinstance(codecs, CodecChoice)
+            else codecs
+        )
         self._held: dict[str, Contribution] = {}  # by peer_id
 
     def of_peer(self, peer_id: str) -> Contribution | None:
@@ -235,12 +248,12 @@ class Contributions:
         due: the fragments that the contribution consists of. Returns and raises as `ShardedFragment.declare`; another codec
         than the run's is the peer's fault.
         """
-        if header.codec != (expected := self._codecs[header.fragment_id].name):
+        if header.codec != (expected := self._codec_of(header.fragment_id).name):
             raise RemoteProtocolError(f"{_who(header)} is encoded as {header.codec}, the run takes {expected}")
         contribution = self.find(header)
         if contribution is None:
             self.drop(header.peer_id, "a newer contribution of this peer has come")
-            contribution = self._held[header.peer_id] = Contribution(header, self._schema, self._codecs, due, self._uploads)
+            contribution = self._held[header.peer_id] = Contribution(header, self._schema, self._codec_of, due, self._uploads)
         return contribution.declare(header)
 
     def fragment_of(self, shard: ShardUpload) -> ShardedFragment:

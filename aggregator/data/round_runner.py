@@ -3,6 +3,7 @@
     header of a shard   offer     the round machine takes it, or refuses it
     its bytes           receive   checked and buffered; the machine hears how far the contribution is
     the last of them    arrived   measured; with the last shard of a fragment the machine hears that the fragment is in
+    with masks          _unmask   before the first Reduce of a round: claims are judged, and what opens the sum is learned
     effect Reduce       _reduce   admitted, merged, encoded, begun to be written to the journal; its outer step is staged
     effect Commit       _commit   the commit in the journal, durable; then applied in memory, in place; then published
     effect RoundClosed  _close    contributions that are not carried over are dropped, the round is reported
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from aggregator.data.contributions import Contributions, ShardUpload
+from aggregator.data.masked_rounds import MaskedRounds
 from aggregator.data.published import CommittedState, PublishedState
 from aggregator.resources import Resources
 from aggregator.run_feed import (
@@ -42,13 +44,16 @@ from edit.errors import PluginError, RefusedError, RemoteProtocolError, StaleErr
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection, check_order, check_run
-from edit.merging.merge import Measured, measure
+from edit.merging.masked import JudgedClaims, sum_of
+from edit.merging.merge import Measured, Merged, measure
 from edit.merging.mergers import Admission, Screened, admission, screen
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.records import Commit, round_number
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
+from edit.trust.mask_plan import FragmentPlan
+from edit.trust.masking import Opening
 from editpb.messages import ContributionHeader
 from editpb.signed_contributions import check_payload, verified_by_others
 
@@ -87,6 +92,7 @@ class _Round:
     commit: Commit | None = None
     injection: Injection | None = None  # what its commit brings of a run above
     injection_fixed: bool = False  # its first fragment has been reduced: the others bring the same injection
+    unmasked: asyncio.Task[tuple[JudgedClaims, Opening]] | None = None  # with masks, once it is closed
 
 
 class RoundRunner:
@@ -97,6 +103,7 @@ class RoundRunner:
         first_round_id: larger than any id of an earlier process.
         awaited: the peers that the first round waits for, and for how many seconds.
         policy: what each contribution passes before it is merged; None: what the configuration chooses.
+        run_id: the run's; it is in the keys of masks.
     """
 
     def __init__(
@@ -109,6 +116,7 @@ class RoundRunner:
         first_round_id: int,
         awaited: tuple[Collection[str], float] = ((), 0.0),
         policy: Admission | None = None,
+        run_id: str = "",
     ) -> None:
         self.outer, self.published = outer, published
         self.last_closed: tuple[int, bool, str] = (0, False, "")  # round_id, committed, reason
@@ -119,7 +127,13 @@ class RoundRunner:
         # Others merge the same contributions once more: they are kept until the round closes.
         self._verified = verified_by_others(config)
         self._uploads = resources.uploads
-        self._contributions = Contributions(outer.schema, config.codec.uplink, resources.uploads)
+        # The masked round that is open; None: the run has no masks.
+        self.masked: MaskedRounds | None = None
+        if config.secagg.enabled:
+            now = resources.clock.monotonic
+            self.masked = MaskedRounds(run_id, config, resources.background, now, self._restrict, self._masks_failed)
+        codecs = self.masked.codec if self.masked is not None else config.codec.uplink
+        self._contributions = Contributions(outer.schema, codecs, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
         self._round: _Round | None = None
         self._bytes_per_s = 0.0  # of the contributions to the last round that was committed, while they came in
@@ -142,6 +156,7 @@ class RoundRunner:
             overlap=config.sync.overlap,
             awaited=awaited[0],
             awaits_until=self._clock.monotonic() + awaited[1],
+            whole=self.masked is not None,
         )
         self._load_deadlines()
 
@@ -154,12 +169,24 @@ class RoundRunner:
         """
         if header.schema_hash != self.outer.schema.schema_hash:
             raise RefusedError("another model: the contribution's schema_hash is not the run's")
+        self._check_masked(header)
         refused = self.feed(
             events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id, header.inner_steps)
         )
         if refused is not None:
             raise StaleError(refused.reason) if refused.stale else RemoteProtocolError(refused.reason)
         return self._contributions.declare(header, self._due(header.outer_step))
+
+    def _check_masked(self, header: ContributionHeader) -> None:
+        """Raise unless the contribution is masked exactly where the run has masks, by a peer that shares the round's keys."""
+        if self.masked is None:
+            if header.norm is not None:
+                raise RemoteProtocolError(f"a contribution of {header.peer_id} says its norm, which is measured here")
+            return
+        if header.norm is None:
+            raise RemoteProtocolError(f"a contribution of {header.peer_id} lacks its norm, which a run with masks asks for")
+        if header.round_id == self.machine.round_id and (why := self.masked.refusal(header.peer_id)):
+            raise StaleError(why)
 
     async def receive(self, shard: ShardUpload, offset: int, data: bytes | memoryview) -> None:
         """Take one chunk of a shard; one of a shard that was merged meanwhile has no effect. Raises as `Upload.write`."""
@@ -244,6 +271,12 @@ class RoundRunner:
 
     def _carry_out(self, event: events.Event) -> events.Refused | None:
         before = (self.machine.phase, self.machine.round_id)
+        if self.masked is not None:
+            match event:
+                case events.Tick():
+                    self.masked.tick()
+                case events.MemberLost(peer_id):
+                    self.masked.left(peer_id)
         refused: events.Refused | None = None
         for effect in self.machine.handle(event, self._clock.monotonic()):
             match effect:
@@ -254,9 +287,11 @@ class RoundRunner:
                     self._contributions.drop(peer_id, reason)
                 case events.Quarantined(peer_id, seconds, reason):
                     self._run_feed.publish(PeerQuarantined(peer_id, seconds, reason))
-                case events.RoundOpened(round_id, outer_step):
-                    self._round = _Round(round_id)
-                    self.published.open_round(round_id, self._due(outer_step))
+                case events.RoundOpened(round_id, outer_step, expected):
+                    self._round, due = _Round(round_id), self._due(outer_step)
+                    self.published.open_round(round_id, due)
+                    if self.masked is not None:
+                        self.masked.open(round_id, outer_step, expected, partial(self._plans, due))
                 case events.Reduce():
                     self._background.spawn(self._reduce(effect))
                 case events.Commit():
@@ -283,7 +318,13 @@ class RoundRunner:
             signed = self._headers(fragment_id, measured) if self._store.audit is not None else ()
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
-            record, written = await self._background.in_worker(self._merge, effect, measured, current.injection)
+            if self.masked is None:
+                merge = partial(self._merge, effect, measured, current.injection)
+            else:
+                if current.unmasked is None:
+                    current.unmasked = asyncio.ensure_future(self._unmask(effect.peers))
+                merge = partial(self._merge_sum, effect, measured, current.injection, *await current.unmasked)
+            record, written = await self._background.in_worker(merge)
             await self._stage(current, record)
             await asyncio.wrap_future(written)
         except Exception as error:
@@ -342,8 +383,56 @@ class RoundRunner:
         outer, fragment_id = self.outer, effect.fragment_id
         screened = screen(self._policy, outer.schema.fragments[fragment_id], measured)
         self._refuse_too_few(effect, screened)
-        record = outer.record(screened.and_rejected(outer.reduce(fragment_id, screened.admitted)))
+        return self._begin(effect, screened.and_rejected(outer.reduce(fragment_id, screened.admitted)), injection)
+
+    def _begin(self, effect: events.Reduce, merged: Merged, injection: Injection | None) -> tuple[MergeRecord, Future[None]]:
+        record = self.outer.record(merged)
         return record, self._store.begin_fragment(effect.round_id, record, injection)
+
+    # ---- with masks ----------------------------------------------------------------------------------------------------
+
+    def _plans(self, due: Sequence[int]) -> list[FragmentPlan]:
+        return [self.outer.plan(i) for i in due]
+
+    def _restrict(self, round_id: int, peers: frozenset[str]) -> None:
+        self.feed(events.Restricted(round_id, peers))
+
+    def _masks_failed(self, round_id: int, reason: str, blamed: Sequence[str]) -> None:
+        """The keys of a round came to nothing, or its sum is not opened."""
+        for peer_id in blamed:
+            self._run_feed.publish(PeerFaulted(peer_id, round_id, reason))
+        self.feed(events.RoundFailed(round_id, reason, tuple(blamed)))
+
+    async def _unmask(self, peers: Sequence[str]) -> tuple[JudgedClaims, Opening]:
+        """Judge what the complete peers say, and let the others open the sum of those who are sound.
+
+        Raises as `MaskedRounds.close_with`.
+        """
+        assert self.masked is not None
+        held = [one for one in map(self._contributions.of_peer, peers) if one is not None]
+        due = self._due(self.machine.outer_step)
+        claims = {i: [one.whole(i, self.machine.outer_step) for one in held] for i in due}
+        judged = await self._background.in_worker(self.outer.judge_claims, claims)
+        return judged, await self.masked.close_with(judged.survivors)
+
+    def _merge_sum(
+        self,
+        effect: events.Reduce,
+        measured: Sequence[Measured],
+        injection: Injection | None,
+        judged: JudgedClaims,
+        opening: Opening,
+    ) -> tuple[MergeRecord, Future[None]]:
+        """As `_merge`, of the survivors' sum, from which the masks are taken off."""
+        assert self.masked is not None
+        i = effect.fragment_id
+        plan, fragment = self.masked.plan(i), self.outer.schema.fragments[i]
+        total = sum_of(fragment, plan, [one for one in measured if one.peer_id in opening.survivors])
+        opening.apply(total.words, i, 0)
+        opening.apply(total.lanes, i, fragment.numel)
+        opening.check(total.words, total.lanes, i)
+        merged = self.outer.reduce_sum(plan, total, measured, judged, opening.survivors)
+        return self._begin(effect, merged, injection)
 
     def _refuse_too_few(self, effect: events.Reduce, screened: Screened) -> None:
         """Raise RefusedError when the policy has left fewer contributions than the quorum."""
@@ -425,7 +514,9 @@ class RoundRunner:
     def _fail(self, round_id: int, error: Exception) -> None:
         """A merge or a commit raised: end the round; nothing of it is applied."""
         reason = str(error)
-        if not isinstance(error, StorageError | RefusedError | PluginError):  # a bug, or bytes that passed every check before
+        if not isinstance(
+            error, StorageError | RefusedError | StaleError | PluginError
+        ):  # a bug, or bytes that passed every check before
             reason = f"{type(error).__name__}: {error}"
             _log.error("round %d failed: %s", round_number(round_id), reason, exc_info=error)
         self.feed(events.RoundFailed(round_id, reason))
@@ -434,6 +525,8 @@ class RoundRunner:
         """Drop what is not carried over, and report the round."""
         current, self._round = self._round, None
         self.published.end_round()
+        if self.masked is not None:
+            self.masked.end(effect.reason)
         if current is not None:
             self._uploads.release(current.reserved_bytes)
             if effect.committed:
@@ -530,7 +623,7 @@ def _measured(shard: ShardUpload) -> float:
     """Return the norm of a shard that is in. Raises RemoteProtocolError for other bytes than were signed, StorageError."""
     encoded = shard.read()
     check_payload(shard.header, encoded.data)
-    return measure(encoded)
+    return measure(encoded) if shard.header.norm is None else shard.header.norm
 
 
 def _unbelieved(claimed: Measured, counts: Work) -> str:

@@ -17,6 +17,7 @@ know peers, rounds, verdicts, carriers.
     top1            the largest of each small group
     sdd             matrices as sums of few products of vectors of -1, 0, 1
     plugin          a format that is a plug-in of `edit.codecs`
+    grid            integers that are masked and summed up; not of the configuration's formats
     residuals       how a residual is stored
     error_feedback  what a lossy codec left out, the residual, is added to the next vector
 
@@ -38,6 +39,7 @@ from edit import plugins
 from edit.codecs.base import PIECE, Buffer, Codec
 from edit.codecs.e3m0 import BlockE3M0
 from edit.codecs.floats import RawFloat
+from edit.codecs.grid import MaskedCodec
 from edit.codecs.int4 import BlockInt4
 from edit.codecs.int8 import BlockInt8
 from edit.codecs.plugin import PluginCodec
@@ -50,6 +52,7 @@ from edit.config.codec import CodecSpec
 from edit.config.plugins import PREFIX, is_entry
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.records import EncodedTensor
+from edit.trust.masks import BITS
 
 __all__ = ["PIECE", "Buffer", "Codec", "CodecSpec", "codec", "codec_names", "decode"]
 
@@ -70,8 +73,11 @@ _CODECS: Mapping[str, Callable[[CodecSpec], Codec]] = MappingProxyType(
 )
 
 
+_MASKED: Mapping[str, Codec] = MappingProxyType({f"masked{bits}": MaskedCodec(bits) for bits in BITS})
+
+
 def codec_names() -> tuple[str, ...]:
-    """Return every name that a CodecSpec may have."""
+    """Return every name that a CodecSpec may have in a configuration."""
     return tuple(_CODECS)
 
 
@@ -82,6 +88,8 @@ def codec(spec: CodecSpec | str) -> Codec:
     the codec does not have, or on a big-endian machine.
     """
     text = spec if isinstance(spec, str) else spec.name
+    if (masked := _MASKED.get(text)) is not None:
+        return masked
     if text.startswith(PREFIX):
         chosen = CodecSpec.parse(spec) if isinstance(spec, str) else spec
         plugin = plugins.get("codecs", chosen.name.removeprefix(PREFIX)) if is_entry(chosen.name) else None

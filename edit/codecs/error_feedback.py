@@ -46,16 +46,18 @@ def codec_of(fragment: FragmentSpec, choice: CodecChoice) -> Codec:
 class ErrorFeedback:
     """The residuals of one sender, one per fragment; zero at first, none at all for a lossless codec.
 
-    choice: of the codecs, or one for all fragments; shards: what this sender contributes of each fragment. A residual changes
+    choice: of the codecs, or one for all fragments; shards: what this sender contributes of each fragment; changing: the codecs
+    are those of `use`, and each keeps a residual. A residual changes
     only on `commit`; staging again replaces what was staged. Of a staged vector only its encoded form is kept, which the caller
     has too; so the residual is computed on `commit`, in place, from the same delta.
     """
 
-    def __init__(self, choice: CodecChoice | CodecSpec | str, shards: Sequence[Shard]) -> None:
+    def __init__(self, choice: CodecChoice | CodecSpec | str, shards: Sequence[Shard], *, changing: bool = False) -> None:
         if not isinstance(choice, CodecChoice):
             choice = CodecChoice(CodecSpec.parse(choice) if isinstance(choice, str) else choice)
         self._shards = tuple(shards)
-        self._codecs = tuple(codec_of(shard.fragment, choice) for shard in self._shards)
+        self._codecs = [codec_of(shard.fragment, choice) for shard in self._shards]
+        self._changing = changing
         self._decay = choice.decay
         self._steps_ahead = choice.residual == LOCAL
         # In which residuals are kept; where the local parameters take them, until they do.
@@ -65,7 +67,19 @@ class ErrorFeedback:
 
     def keeps(self, i: int) -> bool:
         """Return whether fragment i has a residual: its codec is lossy, and feedback is not turned off."""
-        return not self._codecs[i].lossless and self._decay > 0
+        return (self._changing or not self._codecs[i].lossless) and self._decay > 0
+
+    def use(self, i: int, encoder: Codec) -> None:
+        """Encode fragment i with this codec from now on; what is staged of it is decoded with it, too."""
+        self._codecs[i] = encoder
+
+    def owed(self, i: int, delta: Vector) -> Iterator[Tensor]:
+        """Yield u = delta + decay e of fragment i as `stage` encodes it, a part at a time, valid until the next one."""
+        residual, numel = self._residuals.get(i), delta.numel()
+        total = torch.empty(0 if residual is None else min(PIECE, numel))
+        for part in parts(numel):
+            u = delta[part]
+            yield u if residual is None else owing(u, residual.read(part), self._decay, total[: u.numel()])
 
     def needs_delta(self, i: int) -> bool:
         """Return whether `commit` of the staged vector i takes its delta."""
@@ -77,12 +91,9 @@ class ErrorFeedback:
         A delta that is not finite gives an encoded vector that is not finite. A merge refuses it, so it is never committed.
         """
         self._check(i, delta)
-        encoder, residual, numel = self._codecs[i], self._residuals.get(i), delta.numel()
-        data, total = new_buffer(encoder.encoded_size(numel)), torch.empty(0 if residual is None else min(PIECE, numel))
-        for part in parts(numel):
-            u = delta[part]
-            if residual is not None:
-                u = owing(u, residual.read(part), self._decay, total[: u.numel()])
+        encoder, numel = self._codecs[i], delta.numel()
+        data = new_buffer(encoder.encoded_size(numel))
+        for part, u in zip(parts(numel), self.owed(i, delta), strict=True):
             encoder.encode_part(u, data, numel, part.start)
         self._staged[i] = encoded = EncodedTensor(encoder.name, numel, data)
         return encoded

@@ -30,6 +30,7 @@ from edit.config.overrides import with_settings
 from edit.config.plugins import check_pins, is_entry
 from edit.config.privacy import PrivacyConfig
 from edit.config.robust import RULES, RobustConfig
+from edit.config.secagg import SecaggConfig
 from edit.config.validation import Between, Matches, OneOf, Positive, build, check_bounds, require, within
 from edit.errors import ConfigError
 from edit.plain_text import parse_json
@@ -53,6 +54,7 @@ __all__ = [
     "RobustConfig",
     "RoundsConfig",
     "RunConfig",
+    "SecaggConfig",
     "ServerConfig",
     "StorageConfig",
     "SwarmConfig",
@@ -297,6 +299,7 @@ class RunConfig:
     storage: StorageConfig = field(default_factory=StorageConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    secagg: SecaggConfig = field(default_factory=SecaggConfig)
     aggregators: AggregatorsConfig = field(default_factory=AggregatorsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     swarm: SwarmConfig | None = None  # None: the run has a coordinator
@@ -311,6 +314,7 @@ class RunConfig:
         rule = 'must be none with outer.algorithm = "gossip": there are no outer parameters that all peers share'
         require(self.outer.algorithm == "mean" or self.average.kind == "none", "average.kind", self.average.kind, rule)
         self._check_audit()
+        self._check_secagg()
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
@@ -339,6 +343,40 @@ class RunConfig:
         require(self.swarm is None, "audit.enabled", True, rule)
         rule = "must be false with aggregators.addresses: one log is kept, of one aggregator"
         require(not self.aggregators.addresses, "audit.enabled", True, rule)
+
+    def _check_secagg(self) -> None:
+        """Raise ConfigError where contributions cannot be masked."""
+        if not self.secagg.enabled:
+            return
+        least, on = self.secagg.min_peers, "with secagg.enabled"
+        rule = f"must be none {on}: a robust rule compares contributions, which nobody sees"
+        require(self.robust.rule == "none", "robust.rule", self.robust.rule, rule)
+        for key, value, wanted, why in (
+            ("swarm", "" if self.swarm is None else "[swarm]", "", "there is no coordinator that opens the sum"),
+            ("aggregators.addresses", self.aggregators.addresses, (), "one set of peers is opened, by one aggregator"),
+            ("outer.algorithm", self.outer.algorithm, "mean", "a swap shows each partner the other's parameters"),
+            ("outer.direction", self.outer.direction, "mean", "only a sum can be opened"),
+            ("outer.correct", self.outer.correct, "none", "a corrected contribution is another one"),
+            ("outer.merger", self.outer.merger, "mean", "only a sum can be opened"),
+            ("rounds.merging", self.rounds.merging, "rounds", "an arrival is no sum of several"),
+            ("rounds.max_staleness", self.rounds.max_staleness, 0, "a mask belongs to one round"),
+            ("penalty.weighting", self.penalty.weighting, "uniform", "nobody can check what a peer multiplies itself by"),
+            ("sync.strict", self.sync.strict, False, "a peer that starts again has no keys of its round"),
+        ):
+            shown = f"must be {toml_value(wanted) if isinstance(wanted, str | int) and wanted != '' else 'absent'}"
+            require(value == wanted, key, value, f"{shown} {on}: {why}")
+        require(self.sync.mode != "eager", "sync.mode", self.sync.mode, f"must not be eager {on}: a step depends on all peers")
+        chosen = sorted(pattern for pattern, each in self.codec.fragments.items() if each.up)
+        rule = f"must not choose up {on}, which has a grid of its own"
+        require(not chosen, f'codec.fragments."{"".join(chosen[:1])}"', "up", rule)
+        rule = f"must be relative or raw {on}: norms are relative to those of the outer step before"
+        require(self.penalty.norm != "per_sqrt_step", "penalty.norm", self.penalty.norm, rule)
+        plugin = f"must not be a plug-in {on}: it is asked before the sum is open, and for all fragments at once"
+        require(not is_entry(self.penalty.detector), "penalty.detector", self.penalty.detector, plugin)
+        fewest = f"must be at least secagg.min_peers ({least}) {on}"
+        require(self.rounds.quorum >= least, "rounds.quorum", self.rounds.quorum, fewest)
+        most = f"must not exceed secagg.max_peers ({self.secagg.max_peers})"
+        require(self.rounds.quorum <= self.secagg.max_peers, "rounds.quorum", self.rounds.quorum, most)
 
     def _check_robust(self) -> None:
         """Raise ConfigError where a robust rule cannot be kept with the other settings."""
@@ -461,6 +499,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("", "average", dataclasses.asdict(AverageConfig())),
     ("", "audit", dataclasses.asdict(AuditConfig())),
     ("", "privacy", dataclasses.asdict(PrivacyConfig())),
+    ("", "secagg", dataclasses.asdict(SecaggConfig())),
     ("outer", "options", {}),
     ("outer", "preset", "manual"),
     ("outer", "chosen", ""),
@@ -570,6 +609,8 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
     NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES[1:] if rule != "centered_clip")),
     NoEffect("privacy", _keys(PrivacyConfig, "level"), "privacy.level", ("none",)),
+    NoEffect("secagg", _keys(SecaggConfig, "enabled"), "secagg.enabled", (False,)),
+    NoEffect("codec", {"up"}, "secagg.enabled", (True,), note=", which has a grid of its own"),
     NoEffect("average", {"decay"}, "average.kind", ("none", "last")),
     NoEffect("average", {"last"}, "average.kind", ("none", "ema")),
     NoEffect("penalty", {"staleness"}, "rounds.max_staleness", (0,)),

@@ -20,7 +20,7 @@ from edit.codecs.blockwise import row_sums
 from edit.kernels import fast
 from edit.records import EncodedTensor
 
-__all__ = ["difference_norm", "dot", "norm", "norm_of_encoded", "whole_norm"]
+__all__ = ["difference_norm", "dot", "norm", "norm_of_encoded", "norm_of_pieces", "whole_norm"]
 
 
 def norm(flat: Tensor) -> float:
@@ -32,6 +32,15 @@ def norm(flat: Tensor) -> float:
         scratch = torch.empty_like(lanes)
         for part in parts(flat.numel()):
             add_squares(flat[part], lanes, scratch[: part.stop - part.start])
+    return math.sqrt(_sum(lanes))
+
+
+def norm_of_pieces(numel: int, pieces: Iterable[Tensor]) -> float:
+    """Return the `norm` of a vector of which the pieces of `edit.codecs.base.parts` come one after the other."""
+    lanes = _lanes(numel)
+    scratch = torch.empty_like(lanes)
+    for piece in pieces:
+        add_squares(piece, lanes, scratch[: piece.numel()])
     return math.sqrt(_sum(lanes))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Self
@@ -38,11 +38,14 @@ from edit.kernels import fast
 from edit.merging.average import Average
 from edit.merging.heloco import Momentum
 from edit.merging.injection import Injected, Injection
+from edit.merging.masked import JudgedClaims, MaskedSum, judge_claims, merge_sum, reference_of
 from edit.merging.merge import Measured, Merged, MergeRule
 from edit.merging.mergers import merger
 from edit.merging.outer_optimizers import OuterOptimizer, Slots, outer_optimizer
 from edit.merging.penalty import NormStatistics
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
+from edit.trust.mask_grid import BLOCK, first_exponent, grid_exponents, largest
+from edit.trust.mask_plan import FragmentPlan
 
 __all__ = ["MergeRecord", "OuterState", "Staged"]
 
@@ -52,6 +55,7 @@ _SAFE = 2.0**20
 _MAX_LR = 1e3
 _MIN_EPS = 1e-6
 _INFINITY = 0x7F800000  # the bits of fp32's
+_FIRST_BOUND = 10.0  # of an element of the first masked contributions, where penalty.clip gives none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +110,11 @@ class _Fragment:
     unrecorded: Residual | None
     # Of the norms of the contributions, by peer_id.
     statistics: Mapping[str, NormStatistics]
-    # D' of the last record that was not a rollback, in bf16; only with a robust rule, which compares with it.
+    # D' of the last record that was not a rollback, in bf16; only with a robust rule, which compares with it, and with masks,
+    # whose grid follows it.
     last: Tensor | None = None
+    # With masks: `edit.merging.masked.reference_of` the last record that was not a rollback; 0: none was.
+    reference: float = 0.0
     # Of theta over outer steps; None: nobody asked for one.
     average: Average | None = None
     # Neither theta nor a slot nor the residual has a larger magnitude; infinity: it was not measured.
@@ -120,7 +127,7 @@ class OuterState:
     theta: one flat fp32 CPU tensor per fragment of `schema`, taken over and written into. slots: the outer optimizer's state of
     each, likewise; None: as before its first step. config: its sections penalty, outer, average,
     codec (all but up), rounds.merging and the groups of sync matter. Raises LocalProtocolError when theta does not fit the
-    schema, ConfigError when there are more groups than fragments, and with outer.algorithm = "gossip".
+    schema, ConfigError when there are more groups than fragments, with outer.algorithm = "gossip", and for buffers with masks.
     """
 
     def __init__(
@@ -137,6 +144,8 @@ class OuterState:
         rule = "these are the outer parameters that all peers share; with gossip there are none (edit.merging.gossip)"
         require(config.outer.algorithm == "mean", "outer.algorithm", config.outer.algorithm, rule)
         fragments_due(0, len(schema.fragments), config.sync.groups, config.sync.pattern)
+        rule = "must be false for a model whose buffers are averaged: they fit no grid"
+        require(not config.secagg.enabled or not any(f.buffers for f in schema.fragments), "secagg.enabled", True, rule)
         self.schema = schema
         self.config = config
         self._codecs = tuple(codec_of(fragment, config.codec.downlink) for fragment in schema.fragments)
@@ -228,6 +237,36 @@ class OuterState:
         """Merge the contributions to one fragment. Changes nothing. Raises as `edit.merging.mergers.Merger.merge`."""
         fragment, statistics = self.schema.fragments[fragment_id], self._fragments[fragment_id].statistics
         return self._merger.merge(fragment, contributions, statistics, self._rule(fragment_id))
+
+    def plan(self, fragment_id: int) -> FragmentPlan:
+        """Return the grid of a masked contribution to the next outer step: of 32 bits until something was merged."""
+        secagg, fragment = self.config.secagg, self._fragments[fragment_id]
+        if fragment.last is None or not bool(fragment.last.any()):
+            bits, bound = 32, self.config.penalty.clip or _FIRST_BOUND
+            limit = largest(bits, secagg.max_peers)
+            exponents = np.full(-(-fragment.theta.numel() // BLOCK), first_exponent(bound, limit), np.int8)
+        else:
+            bits, limit = secagg.bits, largest(secagg.bits, secagg.max_peers)
+            exponents = grid_exponents(fragment.last.float().numpy(), bits, limit)
+        return FragmentPlan(
+            fragment_id=fragment_id, bits=bits, limit=limit, exponents=exponents.tobytes(), reference=fragment.reference
+        )
+
+    def judge_claims(self, claims: Mapping[int, Sequence[Measured]]) -> JudgedClaims:
+        """Judge what complete peers say of masked contributions, before their sum is opened. claims: by fragment."""
+        return judge_claims(claims, {i: self._fragments[i].statistics for i in claims}, self.config.penalty)
+
+    def reduce_sum(
+        self,
+        plan: FragmentPlan,
+        total: MaskedSum,
+        contributions: Sequence[Measured],
+        judged: JudgedClaims,
+        survivors: Collection[str],
+    ) -> Merged:
+        """Merge an opened sum of masked contributions to one fragment. Changes nothing. Raises as `merge_sum`."""
+        fragment = self.schema.fragments[plan.fragment_id]
+        return merge_sum(fragment, plan, total, contributions, judged, survivors, self.config.penalty)
 
     def _rule(self, fragment_id: int) -> MergeRule:
         outer, spec = self.config.outer, self.schema.fragments[fragment_id]
@@ -335,7 +374,8 @@ class OuterState:
         return self._codecs[fragment_id].encoded_size(self.schema.fragments[fragment_id].numel)
 
     def _keeps_last(self, i: int) -> bool:
-        return self.config.robust.rule != "none" and not self.schema.fragments[i].buffers
+        compares = self.config.robust.rule != "none" or self.config.secagg.enabled
+        return compares and not self.schema.fragments[i].buffers
 
     def _keeps_residual(self, i: int) -> bool:
         return not self._codecs[i].lossless and self.config.codec.down_decay != 0
@@ -443,6 +483,8 @@ class OuterState:
             fragment.unrecorded = record.residual
             if self._keeps_last(i) and record.payload is not None:
                 fragment.last = _in_bf16(record.payload)
+            if self.config.secagg.enabled:
+                fragment.reference = reference_of(record.verdicts)
         return staged
 
     def _is_safe(self, i: int, mean: EncodedTensor | None, largest: float | None, injected: Tensor | None) -> bool:
@@ -553,6 +595,7 @@ class OuterState:
         averaged = [each.average.steps for each in self._fragments if each.average is not None]
         return {
             **({"averaged": averaged} if averaged else {}),
+            **({"references": [each.reference for each in self._fragments]} if self.config.secagg.enabled else {}),
             "outer_step": self._outer_step,
             "digest": self.digest,
             "schema_hash": self.schema.schema_hash,
@@ -592,7 +635,19 @@ class OuterState:
         if state.digest != metadata.get("digest"):
             raise StorageError("checkpoint: theta does not match its digest")
         state._restore_averages(tensors, metadata)
+        state._restore_references(metadata)
         return state
+
+    def _restore_references(self, metadata: Mapping[str, Any]) -> None:
+        """Go on with the references of masked rounds; without them, none is known. Raises StorageError."""
+        found = metadata.get("references")
+        if found is None or not self.config.secagg.enabled:
+            return
+        fits = isinstance(found, list) and len(found) == len(self._fragments)
+        if not fits or not all(isinstance(each, float) and 0 <= each < math.inf for each in found):
+            raise StorageError(f"checkpoint: references is not a list of {len(self._fragments)} norms")
+        for fragment, each in zip(self._fragments, found, strict=True):
+            fragment.reference = each
 
     def _restore_averages(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Go on with the averages of a checkpoint; begin anew where it has none. Raises StorageError."""

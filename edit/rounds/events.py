@@ -24,6 +24,7 @@ __all__ = [
     "Reduce",
     "Reduced",
     "Refused",
+    "Restricted",
     "Resume",
     "RoundClosed",
     "RoundFailed",
@@ -132,6 +133,15 @@ class RoundFailed:
 
     round_id: int
     reason: str
+    blamed: tuple[str, ...] = ()  # the peers whose fault it is known to be
+
+
+@dataclass(frozen=True, slots=True)
+class Restricted:
+    """With masks: only these peers can contribute to the round, since they share its keys."""
+
+    round_id: int
+    peers: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +182,7 @@ Event = (
     | Reduced
     | CommitSucceeded
     | RoundFailed
+    | Restricted
     | Close
     | Tick
     | Pause

@@ -83,6 +83,11 @@ Claims
 19. The inner steps and tokens that a peer says are behind its contribution count, for whatever they count, up to what the
     configuration and the times measured here allow (`edit.rounds.work_claims`). The sum of the tokens stays at MOST_TOKENS.
 
+Masks
+20. With `whole` (secure aggregation) nothing is reduced before the close, and of no peer that is not complete then; the shell
+    opens the sum when it is asked for the first Reduce, or fails the round. Once the peers have shared the keys of the round,
+    it is RESTRICTED to them: nobody waits for another one, which would have nothing to mask with.
+
 phase       event                             condition                      effects                      next
 ----------  --------------------------------  -----------------------------  ---------------------------  ----------
 GATHERING   MemberReady, Resume               enough are ready               RoundOpened                  COLLECTING
@@ -98,6 +103,7 @@ GATHERING   Tick                              it was held back, no longer    Rou
 COLLECTING  MemberLost                        none ready, no quorum                                       GATHERING
 COLLECTING  any                               ends, somebody is overdue      an absence of each (rule 16)  as above
 COLLECTING  Withdrawn                                                                                     COLLECTING
+COLLECTING  Restricted                        rule 20                                                     as above
 COMMITTING  Reduced                           it was the last fragment       Commit                       COMMITTING
 COMMITTING  CommitSucceeded                   S > 0: some are too stale now  Refused ..., RoundClosed     opens
 COMMITTING  CommitSucceeded                   the last outer step or token   RoundClosed, RunFinished     FINISHED
@@ -144,6 +150,7 @@ from edit.rounds.events import (
     Quarantined,
     Reduced,
     Refused,
+    Restricted,
     Resume,
     RoundClosed,
     RoundFailed,
@@ -176,6 +183,7 @@ class RoundMachine:
         overlap: inner steps that a peer trains behind an exchange (`SyncConfig.overlap`).
         awaited: the peers without which the first round does not open before `awaits_until` (rule 3).
         backs_off: whether a round waits after several that came to nothing (rule 18); not where the clock stands still.
+        whole: nothing of a contribution is reduced before the close (rule 20).
     """
 
     def __init__(
@@ -194,6 +202,7 @@ class RoundMachine:
         awaited: Collection[str] = (),
         awaits_until: float = -math.inf,
         backs_off: bool = True,
+        whole: bool = False,
     ) -> None:
         if first_round_id < 1:
             raise LocalProtocolError(f"first_round_id = {first_round_id}: must be at least 1")
@@ -211,6 +220,7 @@ class RoundMachine:
         self._absences = Absences()
         self._faults = Faults()
         self._backs_off = backs_off
+        self._whole = whole or config.max_staleness > 0
         self._aborts = 0  # in a row, by faults and failures
         self._awaited, self._awaits_until = frozenset(awaited), awaits_until
         self._opens_at = -math.inf  # no round opens before that
@@ -366,6 +376,9 @@ class RoundMachine:
                 return self._committed(event, now)
             case RoundFailed():
                 return self._failed(event, now)
+            case Restricted():
+                if (current := self._collection) is not None and current.round_id == event.round_id:
+                    current.restrict(event.peers)
             case Close():
                 return self._close_collection(event.reason, now)
             case Pause():
@@ -456,7 +469,9 @@ class RoundMachine:
             return []
         if current.close_reason:
             self._book.drop(*current.complete)
-        return self._end_round(current, now, committed=False, reason=event.reason, failed=True)
+        quarantined = [(peer_id, self._faults.faulted(peer_id, now)) for peer_id in event.blamed]
+        effects: list[Effect] = [Quarantined(peer_id, seconds, event.reason) for peer_id, seconds in quarantined if seconds]
+        return [*effects, *self._end_round(current, now, committed=False, reason=event.reason, failed=True)]
 
     def _pause(self, now: float) -> list[Effect]:
         self._pausing, current = True, self._collection
@@ -617,7 +632,7 @@ class RoundMachine:
             outer_step=self._outer_step,
             quorum=self._config.quorum if self._waits else 1,
             due=tuple(sorted(self._due_now)),
-            whole=self._book.carries,
+            whole=self._whole,
             opened_at=now,
             counted_from=now,
             welcome_until=now + self._config.floor_s if assembling else now,

@@ -31,6 +31,7 @@ class OpenRound:
     expected: set[str] = field(default_factory=set)  # the peers that it waits for, or waited for until they were complete
     wanted: set[str] = field(default_factory=set)  # every peer that was ever expected
     punctual: set[str] = field(default_factory=set)  # the peers that are expected since the opening and were never lost
+    only: frozenset[str] | None = None  # the peers that can contribute at all; None: any
     faults: dict[str, str] = field(default_factory=dict)  # the peers whose bytes were bad, and why
     asked: dict[int, tuple[str, ...]] = field(default_factory=dict)  # the fragments whose Reduce was emitted, and with whom
     reduced: set[int] = field(default_factory=set)  # the fragments whose Reduce was carried out
@@ -74,8 +75,11 @@ class OpenRound:
     # -- whom it waits for -------------------------------------------------------------------------------------------------
 
     def expect(self, peer_id: str, seconds: float) -> None:
-        """Wait for this peer, too, for so many seconds from counted_from. Has no effect on one whose bytes were bad."""
-        if peer_id in self.faults:
+        """Wait for this peer, too, for so many seconds from counted_from.
+
+        Has no effect on one whose bytes were bad, or that cannot contribute.
+        """
+        if peer_id in self.faults or (self.only is not None and peer_id not in self.only):
             return
         self.deadline = max(self.deadline, self.counted_from + seconds)
         if peer_id not in self.expected:
@@ -87,6 +91,13 @@ class OpenRound:
         """Do not wait for this peer any longer. What it delivered stays in."""
         self.punctual.discard(peer_id)
         self.expected.discard(peer_id)
+
+    def restrict(self, peers: frozenset[str]) -> None:
+        """Only these peers can contribute. Nobody else is waited for, or missing."""
+        self.only = peers
+        for peer_id in self.expected - peers:
+            self.expect_no_more(peer_id)
+        self.wanted &= peers
 
     def extend(self, peer_id: str, seconds: float) -> None:
         """Its transfer moves: wait for it at least so many seconds from counted_from."""

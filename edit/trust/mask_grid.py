@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "first_exponent", "grid_exponents", "largest", "quantise", "residual", "weighted_mean"]
+__all__ = ["BLOCK", "dequantise", "first_exponent", "grid_exponents", "largest", "quantise", "weighted_mean"]
 
 BLOCK = 256
 _KAPPA = {8: 6.0, 16: 32.0, 32: 32.0}
@@ -49,19 +49,29 @@ def grid_exponents(merged: NDArray[np.float32], bits: int, limit: int) -> NDArra
     return np.array([_exponent(float(scale)) for scale in scales], np.int8)
 
 
-def quantise(vector: NDArray[np.float32], weight: float, exponents: NDArray[np.int8], limit: int) -> NDArray[np.int64]:
-    """Return q, one integer per element of `vector` (u, whole blocks but the last). Raises ValueError when u is not finite."""
+def quantise(
+    vector: NDArray[np.float32], weight: float, exponents: NDArray[np.int8], limit: int, block: int = BLOCK
+) -> NDArray[np.int64]:
+    """Return q, one integer per element of `vector` (u, whole blocks but the last). Raises ValueError when u is not finite.
+
+    block: elements that share an exponent.
+    """
     if not np.isfinite(vector).all():
         raise ValueError("a vector that is not finite cannot be masked")
-    scaled = np.rint(vector.astype(np.float64) * weight / _scales(exponents, len(vector)))
+    scaled = np.rint(vector.astype(np.float64) * weight / _scales(exponents, len(vector), block))
     return np.clip(scaled, -limit, limit).astype(np.int64)
 
 
-def residual(
-    vector: NDArray[np.float32], integers: NDArray[np.int64], weight: float, exponents: NDArray[np.int8]
+def dequantise(
+    integers: NDArray[np.int64], weight: float, exponents: NDArray[np.int8], block: int = BLOCK
 ) -> NDArray[np.float32]:
-    """Return e = u - s q / w, fp32: what was not sent. Adopted when the round commits with this peer in the sum."""
-    return (vector.astype(np.float64) - _scales(exponents, len(vector)) * integers / weight).astype(np.float32)
+    """Return s q / w, fp32: what a peer of this weight contributed. Zeros with weight 0.
+
+    A peer keeps e = u - s q / w, and adopts it when the round commits with this peer in the sum.
+    """
+    if weight == 0:
+        return np.zeros(len(integers), np.float32)
+    return (_scales(exponents, len(integers), block) * integers / weight).astype(np.float32)
 
 
 def weighted_mean(total: NDArray[np.int64], exponents: NDArray[np.int8], weights: float) -> NDArray[np.float32]:
@@ -77,8 +87,8 @@ def _exponent(scale: float) -> int:
     return int(np.clip(int(exponent) - (mantissa == 0.5), _LEAST, _MOST))
 
 
-def _scales(exponents: NDArray[np.int8], numel: int) -> NDArray[np.float64]:
-    scales: NDArray[np.float64] = np.repeat(np.ldexp(1.0, exponents.astype(np.int32)), BLOCK)[:numel]
+def _scales(exponents: NDArray[np.int8], numel: int, block: int = BLOCK) -> NDArray[np.float64]:
+    scales: NDArray[np.float64] = np.repeat(np.ldexp(1.0, exponents.astype(np.int32)), block)[:numel]
     if len(scales) != numel:
-        raise ValueError(f"{len(exponents)} exponents for {numel} elements, one per {BLOCK} is needed")
+        raise ValueError(f"{len(exponents)} exponents for {numel} elements, one per {block} is needed")
     return scales

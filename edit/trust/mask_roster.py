@@ -24,15 +24,19 @@ _ROSTER = "edit-mask-roster-v1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundName:
-    """Which round of which run, under which configuration."""
+    """Which round of which run, under which configuration, and by which plan (`edit.trust.mask_plan.plan_digest`).
+
+    All of it is in each advert, and so in the roster's hash and in every key of the round.
+    """
 
     run_id: str
     config_digest: str
     round_id: str
     outer_step: int
+    plan: bytes
 
-    def fields(self) -> tuple[str | int, ...]:
-        return (self.run_id, self.config_digest, self.round_id, self.outer_step)
+    def fields(self) -> tuple[bytes | str | int, ...]:
+        return (self.run_id, self.config_digest, self.round_id, self.outer_step, self.plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,7 @@ class Roster:
     def check(self, of_round: RoundName) -> None:
         """Raise ValueError that names the peer unless this is a roster of that round and every advert is signed for it."""
         if self.round != of_round:
-            raise ValueError("the roster is of another round")
+            raise ValueError("the roster is of another round, or of another plan")
         for advert in self.adverts:
             if not advert.is_valid(of_round):
                 raise ValueError(f"the advert of {advert.peer_id} is not signed for this round")

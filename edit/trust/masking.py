@@ -16,8 +16,8 @@ I5  Every wait of the coordinator has a deadline; what a peer sends is bounded b
 Rules
 
 1. Advertise. A peer draws an X25519 key and signs it for this round. The coordinator shows the roster when all that are
-   expected have advertised or left, or after floor_s, if at least min_peers (and 2) have. A peer takes no other advert of
-   itself back.
+   expected have advertised or left, or after floor_s, and as soon as `most` have; but never before min_peers (and 2) have. A
+   peer takes no other advert of itself back.
 2. A peer goes on with a roster of this round only: every advert signed, its own unchanged, enough peers, and each as its
    operator pinned them, if they are pinned. h is the roster's hash, t its threshold.
 3. Share. A peer draws two secrets: b, its own mask's key, and r, which opens `recovery`, its pair keys under AES-GCM. It deals
@@ -34,9 +34,8 @@ Rules
 
 coordinator  event                       condition                        effects              next
 -----------  --------------------------  -------------------------------  -------------------  -----------
-ADVERTISING  Advert                      signed, of an expected peer                           same
-ADVERTISING  Advert, Gone, Tick          rule 1: all, or floor_s over     ShowRoster           SHARING
-ADVERTISING  Gone, Tick                  too few                          Aborted              ABORTED
+ADVERTISING  Advert                      signed for this round                                 same
+ADVERTISING  Advert, Gone, Tick          rule 1                           ShowRoster           SHARING
 SHARING      Shares                      of a peer of the roster                               same
 SHARING      Shares, Gone, Tick          rule 4: all, or floor_s over     ShowInbox for each   COLLECTING
 SHARING      Shares, Gone, Tick          too few, or pair keys differ     Aborted              ABORTED
@@ -72,7 +71,7 @@ from edit.errors import RemoteProtocolError, StaleError
 from edit.trust.mask_roster import Advert, Roster, RoundName, advertise, confirm_set, is_confirmed
 from edit.trust.masks import KEY_BYTES, Words, add_mask, derive, lanes_of, open_box, pair_key, public_key, seal, shared_secret
 from edit.trust.revealed_sets import RevealedSets
-from edit.trust.shamir import SECRET_BYTES, SHARE_BYTES, rebuild, split
+from edit.trust.shamir import MOST_SHARES, SECRET_BYTES, SHARE_BYTES, rebuild, split
 from edit.trust.signatures import SIGNATURE_BYTES, Signer
 
 __all__ = [
@@ -514,7 +513,9 @@ class MaskServer:
 
     Args:
         of_round: the round.
-        expected: the public keys of the peers that may take part, by peer.
+        expected: the peers that are waited for. Any other that advertises in time takes part as well; whose key it is that
+            signed an advert, the shell knows.
+        most: how many may take part.
         min_peers: how many a sum has at least.
         quorum: of the run.
         floor_s: how long steps 1 and 2 wait for peers that are still expected.
@@ -525,8 +526,9 @@ class MaskServer:
     def __init__(
         self,
         of_round: RoundName,
-        expected: Mapping[str, bytes],
+        expected: Collection[str],
         *,
+        most: int = MOST_SHARES,
         min_peers: int,
         quorum: int,
         floor_s: float,
@@ -534,7 +536,8 @@ class MaskServer:
         now: float,
     ) -> None:
         self._round = of_round
-        self._expected = dict(expected)
+        self._expected = frozenset(expected)
+        self._most = min(most, MOST_SHARES)
         self._min_peers = max(min_peers, 2)
         self._quorum = quorum
         self._floor_s = floor_s
@@ -580,7 +583,7 @@ class MaskServer:
     def _advance(self, now: float) -> list[ServerEffect]:
         over = self.deadline is not None and now >= self.deadline
         match self.step:
-            case ServerStep.ADVERTISING if over or self._expected.keys() <= self._adverts.keys() | self._gone:
+            case ServerStep.ADVERTISING if self._has_all(over=over):
                 return self._show_roster(now)
             case ServerStep.SHARING if over or self._adverts.keys() <= self._shares.keys() | self._gone:
                 return self._show_inboxes()
@@ -599,6 +602,13 @@ class MaskServer:
                 )
             case _:
                 return []
+
+    def _has_all(self, *, over: bool) -> bool:
+        """Whether the roster is to be shown (rule 1). over: whether floor_s is."""
+        here = self._adverts.keys() - self._gone
+        if len(here) < self._min_peers:
+            return False
+        return over or len(here) >= self._most or self._expected <= self._adverts.keys() | self._gone
 
     def _go(self, step: ServerStep, deadline: float | None) -> None:
         self.step, self.deadline = step, deadline
@@ -620,8 +630,6 @@ class MaskServer:
 
     def _take_advert(self, advert: Advert) -> None:
         peer_id = advert.peer_id
-        if self._expected.get(peer_id) != advert.public_key:
-            raise RemoteProtocolError(f"{peer_id} is not expected in this round, or not with this certificate")
         known = self._adverts.get(peer_id)
         if known is not None:
             if known.mask_key != advert.mask_key:
@@ -634,11 +642,10 @@ class MaskServer:
         if any(other.mask_key == advert.mask_key for other in self._adverts.values()):
             raise RemoteProtocolError(f"{peer_id} advertised the key of another peer")
         self._adverts[peer_id] = advert
+        self._gone.discard(peer_id)
 
     def _show_roster(self, now: float) -> list[ServerEffect]:
         here = sorted(self._adverts.keys() - self._gone)
-        if len(here) < self._min_peers:
-            return self._abort(f"{len(here)} peers advertised a key, at least {self._min_peers} are needed")
         self._adverts = {peer_id: self._adverts[peer_id] for peer_id in here}
         self.roster = Roster(self._round, tuple(self._adverts.values()))
         self._go(ServerStep.SHARING, now + self._floor_s)

@@ -38,6 +38,7 @@ __all__ = [
     "seal",
     "shared_secret",
     "signed",
+    "word_type",
 ]
 
 Words = NDArray[np.unsignedinteger]
@@ -109,11 +110,16 @@ def add_mask(words: Words, key: bytes, fragment_id: int, start: int, *, subtract
         apply(piece, mask, out=piece)
 
 
-def as_words(values: NDArray[np.integer], bits: int) -> Words:
-    """Return integers modulo 2^bits, as little-endian words."""
+def word_type(bits: int) -> np.dtype[np.unsignedinteger]:
+    """Return the type of little-endian words of 8, 16 or 32 bits. Raises ValueError for other sizes."""
     if bits not in _DTYPES:
         raise ValueError(f"there are no masks of {bits} bits")
-    return (values.astype(np.int64) & ((1 << bits) - 1)).astype(_DTYPES[bits])
+    return _DTYPES[bits]
+
+
+def as_words(values: NDArray[np.integer], bits: int) -> Words:
+    """Return integers modulo 2^bits, as little-endian words."""
+    return (values.astype(np.int64) & ((1 << bits) - 1)).astype(word_type(bits))
 
 
 def signed(words: Words) -> NDArray[np.int64]:

@@ -78,6 +78,7 @@ def leaving(status: RunStatus, role: str, endpoints: Sequence[str]) -> tuple[Lea
     further = tuple(map(str, addresses)) if isinstance(addresses, list) else ()
     return (
         _contribution(status, settings, coordinator, further),
+        *((_mask_keys(coordinator),) if settings.get("secagg.enabled") is True else ()),
         *((_signatures(coordinator),) if settings.get("audit.enabled") is True else ()),
         _heartbeat(settings, coordinator),
         _schema(coordinator),
@@ -103,15 +104,32 @@ def _contribution(status: RunStatus, settings: Mapping[str, object], coordinator
     if settings.get("sync.schedule") == "time":
         often = f"each fragment once in {_said(settings, 'sync.time_s')} seconds"
     codec = f"codec {_said(settings, 'codec.up')}{', other codecs for some fragments' if fragments else ''}"
+    masked = settings.get("secagg.enabled") is True
+    if masked:
+        codec = f"masked integers of {_said(settings, 'secagg.bits')} bits"
     return Leaving(
-        what="contributions: how far its parameters moved from the common ones (pseudo-gradients), its inner steps and tokens",
+        what="contributions: how far its parameters moved from the common ones (pseudo-gradients), its inner steps and tokens"
+        + (", the norm of each fragment" if masked else ""),
         to=to,
-        form=f"{codec}, over mutual TLS; not masked{_noise(settings)}",
+        form=f"{codec}, over mutual TLS; {_mask(settings) if masked else 'not masked' + _noise(settings)}",
         how_often=f"{often}; again when a round is aborted",
         size=_size(status),
-        seen_by="the operator of each aggregator; other members see norms, weights and verdicts, and the merged result",
+        seen_by=(
+            "the operator sees the norms, and the sum of all peers; other members see norms, weights and verdicts, and the "
+            "merged result"
+            if masked
+            else "the operator of each aggregator; other members see norms, weights and verdicts, and the merged result"
+        ),
         kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only what was merged "
         f"of all peers is kept, in the journal and {_said(settings, 'storage.keep_checkpoints')} checkpoints",
+    )
+
+
+def _mask(settings: Mapping[str, object]) -> str:
+    """Return what hides a masked contribution."""
+    return (
+        f"only the sum of at least {_said(settings, 'secagg.min_peers')} peers can be opened, by two thirds of the round's "
+        "peers together; the operator enrols them, so compare who they are (docs/secure-aggregation.md)"
     )
 
 
@@ -122,6 +140,19 @@ def _noise(settings: Mapping[str, object]) -> str:
     return (
         f"; of gradients with noise: of one {_said(settings, 'privacy.unit')} of the data it tells no more than eps "
         f"{_said(settings, 'privacy.epsilon_max')} at delta {_said(settings, 'privacy.delta')} allows, to anybody"
+    )
+
+
+def _mask_keys(coordinator: str) -> Leaving:
+    return Leaving(
+        what="keys of each round: a public key, signed; shares of its secrets, each sealed for one other peer; after the "
+        "round, the shares that open the sum",
+        to=coordinator,
+        form="X25519, AES-256-GCM, Shamir's shares; over mutual TLS",
+        how_often="each round (secagg.enabled)",
+        size="about 100 bytes and 200 more for each other peer",
+        seen_by="the operator; a sealed share, the one peer that it is for",
+        kept="in memory until the round is over",
     )
 
 

@@ -62,6 +62,8 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
         console.print(_words(f"outer.preset = auto chose {chosen}"), soft_wrap=True)
     if private := _privacy(run):
         console.print(_words(private), soft_wrap=True)
+    if masked := _masked(run):
+        console.print(_words(masked), soft_wrap=True)
     if run.waiting_for:
         console.print(_words(f"waiting for {run.waiting_for}"), soft_wrap=True)
     for line in (run.reason, *run.warnings):
@@ -90,6 +92,15 @@ def _privacy(run: RunStatus) -> str:
     most = f"eps at most {said.get('epsilon_max', '?')} for each peer at delta {said.get('delta', '?')}"
     now = f"; now {', '.join(spent)}" if spent else ""
     return f"privacy: example-level, unit {said.get('unit', '?')}, {most}{now}"
+
+
+def _masked(run: RunStatus) -> str:
+    """Return how the run keeps contributions from its operator."""
+    said = {each.name: each.value for each in run.settings if each.name.startswith("secagg.")}
+    if said.get("secagg.enabled") != "true":
+        return ""
+    now = f"; {run.masks}" if run.masks else ""
+    return f"secure aggregation: sums of at least {said.get('secagg.min_peers', '?')} peers{now}"
 
 
 # The columns of `members`: header, what its cell says, and how early a terminal that is too narrow leaves it out (0: never).

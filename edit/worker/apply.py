@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -43,6 +43,7 @@ from edit.worker.exchange import (
     TakeSnapshot,
 )
 from edit.worker.local_progress import kept, scrub, unmerged, unsent
+from edit.worker.masked import GridStaging, PlansRounds
 from edit.worker.updates import Updates, without_payloads
 
 __all__ = ["ShareExchange"]
@@ -80,13 +81,15 @@ class ShareExchange:
         self.replica = replica
         self.config = config
         self.exchange = Exchange(sync, config.rounds.max_staleness, len(replica.schema.fragments), alone=alone)
-        self.feedback = ErrorFeedback(config.codec.uplink, replica.layout.owned)
+        self.feedback = ErrorFeedback(config.codec.uplink, replica.layout.owned, changing=config.masked)
+        # Puts contributions on the grid of their round; None: they are not masked.
+        self.grid = GridStaging(replica, self.feedback, config.penalty) if config.masked else None
         self.estimator: Estimator | None = LastStepEstimator(config.outer) if sync.mode == "eager" else None
         # What is kept of the pending contribution.
         self.sent = SentTensors()
         # The commit applied last, without its payloads.
         self.last_commit: Commit | None = None
-        self._maker = ContributionMaker(replica, self.feedback, collective, config, self.estimator)
+        self._maker = ContributionMaker(replica, self.feedback, collective, config, self.estimator, self.grid)
         self._updates = Updates(replica, collective, self.exchange.due, strict=sync.strict)
         self._collective = collective
         self._optimizers = optimizers
@@ -168,6 +171,8 @@ class ShareExchange:
             case TakeSnapshot(pending, reason):
                 return self._take_snapshot(pending, reason)
             case Contribute(pending, send, again):
+                if self.grid is not None and send and (failed := self._plan(self.grid, pending)) is not None:
+                    return failed
                 make = self._maker.contribute_again if again else self._maker.contribute
                 make(pending, self.sent, send=send)
             case SendAgain(pending):
@@ -178,6 +183,14 @@ class ShareExchange:
                 self._maker.keep_local(pending, self.sent)
             case ReadClock():
                 return self.replica.layout.ranks.lead(self._clock)
+        return None
+
+    def _plan(self, grid: GridStaging, pending: Pending) -> Failed | None:
+        """Learn the plan of the round that the contribution goes to; Failed: there is none."""
+        plans = cast(PlansRounds, self._collective).plan(pending.outer_step)
+        if plans is None:
+            return Failed("there is no masked round to contribute to")
+        grid.begin(plans)
         return None
 
     def _ask(self, outer_step: int, block: bool) -> Answer:

@@ -14,7 +14,9 @@ How a peer goes on is decided in `edit.worker.catch_up`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import base64
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,17 +26,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from edit.codecs.residuals import Residual
-from edit.errors import ConfigError, StorageError
+from edit.errors import ConfigError, RemoteProtocolError, StorageError
 from edit.fragments.digest import combine
 from edit.fragments.shards import Box, Shard, partition_fault
 from edit.records import Snapshot
 from edit.replica.layout import Layout, local_of
 from edit.replica.replica import Outer, Replica
+from edit.trust.mask_plan import FragmentPlan
 from edit.worker.apply import ShareExchange
 from edit.worker.catch_up import NotOfThisRun, ResumeForward, resume
 from edit.worker.config import WorkerConfig
 from edit.worker.contribution import SentTensors
 from edit.worker.exchange import Pending
+from edit.worker.masked import GridStaging
 from edit.worker.schedule import Work
 
 __all__ = ["KINDS", "OF_RANKS", "Checkpoint", "go_on", "goes_forward", "skeleton", "start", "state_of"]
@@ -42,6 +46,7 @@ __all__ = ["KINDS", "OF_RANKS", "Checkpoint", "go_on", "goes_forward", "skeleton
 _INT8 = "residual_int8"
 KINDS = ("outer", "residual", _INT8, "sent_from", "sent", "last_step", "last_sent")
 OF_RANKS = (_INT8,)  # the kinds whose tensors belong to a rank; `skeleton` has those that this rank needs
+_MOST_EXPONENTS = 1 << 30  # of one fragment
 _T = TypeVar("_T")
 _Vectors = Mapping[int, Tensor]  # by fragment, held vectors
 
@@ -105,6 +110,8 @@ def state_of(share: ShareExchange) -> dict[str, Any]:
     state: dict[str, Any] = {kind: _named(layout, parts) for kind, parts in vectors.items() if parts}
     if form == "bf16":
         scalars["residual_form"] = form
+    if share.grid is not None and exchange.pending is not None:
+        scalars["grid"] = [_grid_scalars(plan, share.grid.norms.get(i)) for i, plan in sorted(share.grid.plans.items())]
     if form == "int8" and some:
         scalars["fragments"][_INT8] = some
         scalars["owned"] = [
@@ -180,6 +187,22 @@ def _pending_scalars(pending: Pending | None) -> dict[str, Any] | None:
         "applied": sorted(pending.applied),
         "outcome_overdue": pending.outcome_overdue,
     }
+
+
+def _grid_scalars(plan: FragmentPlan, norm: float | None) -> list[Any]:
+    exponents = base64.b85encode(zlib.compress(plan.exponents)).decode()
+    return [plan.fragment_id, plan.bits, plan.limit, exponents, plan.reference, norm]
+
+
+def _load_grid(grid: GridStaging, written: Sequence[Any]) -> None:
+    """Go on with the grid of the pending contribution. Raises RemoteProtocolError when it does not fit the model."""
+    plans, norms = [], {}
+    for i, bits, limit, packed, reference, norm in written:
+        unpacked = zlib.decompressobj().decompress(base64.b85decode(packed), _MOST_EXPONENTS)
+        plans.append(FragmentPlan(fragment_id=i, bits=bits, limit=limit, exponents=unpacked, reference=reference))
+        if norm is not None:
+            norms[int(i)] = float(norm)
+    grid.load(plans, norms)
 
 
 def _named(layout: Layout, vectors: _Vectors) -> dict[str, Tensor]:
@@ -271,7 +294,7 @@ def _vector(layout: Layout, i: int, kind: str, named: Mapping[str, Tensor]) -> T
 def _checked(read: Callable[[], _T]) -> _T:
     try:
         return read()
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, zlib.error, RemoteProtocolError) as error:
         raise StorageError(f"checkpoint: the worker's scalars are damaged ({error!r})") from error
 
 
@@ -328,6 +351,8 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
     if pending is not None:
         vectors = checkpoint.vectors
         share.sent = SentTensors(sent_from=dict(vectors.get("sent_from", {})), deltas=dict(vectors.get("sent", {})))
+        if (grid := share.grid) is not None:
+            _checked(lambda: _load_grid(grid, scalars["grid"]))
     share.run(exchange.restore(pending))
 
 

@@ -7,7 +7,7 @@ from typing import Self
 
 from edit.config.algorithm import OuterConfig, RoundsConfig, SyncConfig, check_together
 from edit.config.codec import CodecConfig
-from edit.config.run import RunConfig
+from edit.config.run import PenaltyConfig, RunConfig
 from edit.config.validation import one_of, require
 
 __all__ = ["WorkerConfig"]
@@ -37,12 +37,18 @@ class WorkerConfig:
     only_steps_write: bool = False
     # Whether the run asks for privacy.level = "example": the model must then have the gradients of `edit.integrations.opacus`.
     private: bool = False
+    # Whether contributions are masked (secagg.enabled): they go onto the grid of their round instead of into `codec.up`, and
+    # each weighs itself as `penalty` says.
+    masked: bool = False
+    # Only with `masked`.
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
 
     def __post_init__(self) -> None:
         check_together(self.sync, self.rounds, self.outer, self.codec)
         require(self.buffers != "lowest", "buffers", self.buffers, "a merge weighs all peers and cannot take one peer's alone")
         one_of("buffers", self.buffers, ("local", "average"))
         if self.buffers == "average":
+            require(not self.masked, "buffers", self.buffers, 'must be "local" with secagg.enabled: they fit no grid')
             rule = 'must be "local" with privacy.level = "example": buffers have no noise'
             require(not self.private, "buffers", self.buffers, rule)
             rule = 'must be "local" with rounds.merging = "arrivals": one peer\'s buffers alone are no mean'
@@ -52,4 +58,13 @@ class WorkerConfig:
     def of(cls, config: RunConfig) -> Self:
         """Return the sections of a run's configuration, with local buffers."""
         private = config.privacy.of_examples
-        return cls(sync=config.sync, codec=config.codec, rounds=config.rounds, outer=config.outer, private=private)
+        masked = config.secagg.enabled
+        return cls(
+            sync=config.sync,
+            codec=config.codec,
+            rounds=config.rounds,
+            outer=config.outer,
+            private=private,
+            masked=masked,
+            penalty=config.penalty if masked else PenaltyConfig(),
+        )

@@ -19,6 +19,7 @@ from edit.replica.replica import Replica
 from edit.worker.config import WorkerConfig
 from edit.worker.estimator import Estimator
 from edit.worker.exchange import Pending
+from edit.worker.masked import GridStaging
 
 __all__ = ["ContributionMaker", "SentTensors"]
 
@@ -46,6 +47,7 @@ class ContributionMaker:
         collective: what the contributions are sent over.
         config: `sync.overlap`, `sync.strict` count here.
         estimator: None unless training goes on from an estimate of the update (eager).
+        grid: puts contributions on the grid of their round; None: they are not masked.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class ContributionMaker:
         collective: Collective,
         config: WorkerConfig,
         estimator: Estimator | None,
+        grid: GridStaging | None = None,
     ) -> None:
         self._replica = replica
         self._feedback = feedback
         self._collective = collective
         self._config = config
         self._estimator = estimator
+        self._grid = grid
 
     def _own_delta(self, sent: SentTensors, i: int) -> Vector | None:
         """Return this rank's part of the pseudo-gradient of fragment i once more, if its residual takes it.
@@ -152,15 +156,19 @@ class ContributionMaker:
             self._feedback.keep(i, own)
 
     def _stage(self, pending: Pending, sent: SentTensors, i: int, own: Vector, send: bool) -> None:
+        norm: float | None = None
+        if self._grid is not None:
+            payload, norm = self._grid.stage(i, own)
         if self._replica.layout.owned[i].numel == 0:
             return
-        payload = self._feedback.stage(i, own)
+        if self._grid is None:
+            payload = self._feedback.stage(i, own)
         if self._config.sync.strict:
             sent.payloads[i] = payload
         if send:
-            self._send(pending, i, payload)
+            self._send(pending, i, payload, norm)
 
-    def _send(self, pending: Pending, i: int, payload: EncodedTensor) -> None:
+    def _send(self, pending: Pending, i: int, payload: EncodedTensor, norm: float | None = None) -> None:
         owned = self._replica.layout.owned[i]
         self._collective.contribute(
             Contribution(
@@ -170,6 +178,7 @@ class ContributionMaker:
                 tokens=pending.work.tokens,
                 payload=payload,
                 boxes=None if owned.is_whole else owned.boxes,
+                norm=norm,
             )
         )
 

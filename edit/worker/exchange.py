@@ -161,7 +161,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """Make the contribution, and hand it over if `send`; then training goes on."""
+    """Make the contribution, and hand it over if `send`; then training goes on. The result is None, or Failed: not made."""
 
     pending: Pending
     send: bool
@@ -294,7 +294,14 @@ class Exchange:
         work = self.schedule.contributed(outer_step % self._sync.groups, now)
         began = max(self._began, outer_step - self._max_staleness // 2)  # half of what is allowed is left for the way
         self.pending = Pending(outer_step=outer_step, began=began, fragments=self.due(outer_step), work=work)
-        yield Contribute(self.pending, send)
+        yield from self._made(Contribute(self.pending, send))
+
+    def _made(self, contribute: Contribute) -> Steps[None]:
+        """Make a contribution; give it up where that fails."""
+        result: Failed | None = yield contribute
+        if result is not None:
+            self.last_reason = result.reason
+            yield from self.drop_pending(aborted=True)
 
     def restore(self, pending: Pending | None) -> Steps[None]:
         """Go on from a checkpoint. pending: the contribution that waited for its outcome then; it is made again, and sent if
@@ -308,7 +315,7 @@ class Exchange:
         if self._max_staleness:
             yield from self._pass_over(pending)
         made_before = yield from self._made_before()
-        yield Contribute(pending, send=not made_before, again=True)
+        yield from self._made(Contribute(pending, send=not made_before, again=True))
 
     def _pass_over(self, pending: Pending) -> Steps[None]:
         """Apply what was committed before the contribution was, or while it was carried, unless the carrier is cut off."""

@@ -95,6 +95,11 @@ class PeerFolder:
         """Return this folder's private key, in PEM. Raises ConfigError (missing, readable by others)."""
         return self._read_key()
 
+    @property
+    def revealed(self) -> Path:
+        """The file that says which masked sums this peer helped to open."""
+        return self.path / "revealed.json"
+
     def make_key(self) -> ec.EllipticCurvePrivateKey:
         """Return this folder's key, so that joining can be retried; create one (P-256, 0600) if there is none.
 

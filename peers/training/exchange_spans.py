@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from edit.collective import Collective
 from edit.fragments.schema import Schema
@@ -13,6 +13,9 @@ from edit.telemetry import Attributes, Span, Telemetry, trace_id
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from edit.trust.mask_plan import FragmentPlan
+    from edit.worker.masked import PlansRounds
 
 __all__ = ["TracedCollective"]
 
@@ -55,6 +58,12 @@ class TracedCollective:
         self._fragments += 1
         self._bytes += len(contribution.payload.data)
         self._inner.contribute(contribution)
+
+    def plan(self, outer_step: int) -> tuple[FragmentPlan, ...] | None:
+        began = self._unix()
+        plans = cast("PlansRounds", self._inner).plan(outer_step)
+        self._record("masks", began, outer_step)
+        return plans
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
         began = self._unix()

@@ -63,7 +63,7 @@ PART = (
     "payload",  # BLAKE3
     "signature",
 )
-"""What the list of a shard has, in this order. Bytes are base64."""
+"""What the list of a shard has, in this order, and of a masked one its norm. Bytes are base64."""
 
 
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
@@ -181,6 +181,7 @@ def _part(header: ContributionHeader) -> list[object]:
         boxes_digest(header),
         _text(header.payload_blake3),
         _text(header.signature),
+        *(() if header.norm is None else (header.norm,)),
     ]
 
 
@@ -241,7 +242,8 @@ def _check_signatures(signed: Signed, entry: _Entry) -> int:
     for peer, given in entry["contributions"].items():
         key = base64.b64decode(given["key"], validate=True)
         for values in given["parts"]:
-            if not _is_signed(signed, peer, key, dict(zip(PART, values, strict=True))):
+            names = PART if len(values) == len(PART) else (*PART, "norm")
+            if not _is_signed(signed, peer, key, dict(zip(names, values, strict=True))):
                 raise ValueError(f"{_where(peer, values)}: its signature is not of what the log says")
             verified += 1
     return verified
@@ -262,6 +264,7 @@ def _is_signed(signed: Signed, peer: str, key: bytes, part: _Entry) -> bool:
         total_bytes=part["bytes"],
         rank=part["rank"],
         attempt=part["attempt"],
+        norm=float.fromhex(part["norm"]) if "norm" in part else None,
         payload_blake3=base64.b64decode(part["payload"], validate=True),
         public_key=key,
     )

@@ -69,6 +69,7 @@ def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.Contributio
         payload_blake3=header.payload_blake3,
         public_key=header.public_key,
         signature=header.signature,
+        norm=header.norm,
     )
 
 
@@ -92,6 +93,7 @@ def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema)
         total_bytes=within("total_bytes", message.total_bytes, 1, lim.MAX_BYTES),
         rank=within("rank", message.rank, 0, lim.MAX_RANKS - 1),
         attempt=within("attempt", message.attempt, 0, lim.MAX_COUNT),
+        norm=_norm(message.norm) if message.HasField("norm") else None,
         payload_blake3=message.payload_blake3,
         public_key=message.public_key,
         signature=message.signature,
@@ -103,6 +105,12 @@ def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema)
     shard = _shard_of(_fragment_of(schema, header.fragment_id), message.boxes)
     _check_numel(shard, shard.numel, header.numel)
     return header if shard.is_whole else dataclasses.replace(header, boxes=shard.boxes)
+
+
+def _norm(claimed: float) -> float:
+    if not claimed >= 0:
+        fail(f"a norm of {claimed}")
+    return claimed
 
 
 def _check_signed(header: msg.ContributionHeader) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ContributionHeader(_message.Message):
-    __slots__ = ("run_id", "round_id", "outer_step", "peer_id", "fragment_id", "schema_hash", "boxes", "inner_steps", "tokens", "codec", "numel", "total_bytes", "rank", "attempt", "payload_blake3", "public_key", "signature")
+    __slots__ = ("run_id", "round_id", "outer_step", "peer_id", "fragment_id", "schema_hash", "boxes", "inner_steps", "tokens", "codec", "numel", "total_bytes", "rank", "attempt", "payload_blake3", "public_key", "signature", "norm")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class ContributionHeader(_message.Message):
     PAYLOAD_BLAKE3_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round_id: int
     outer_step: int
@@ -44,7 +45,8 @@ class ContributionHeader(_message.Message):
     payload_blake3: bytes
     public_key: bytes
     signature: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., schema_hash: _Optional[str] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., attempt: _Optional[int] = ..., payload_blake3: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    norm: float
+    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., schema_hash: _Optional[str] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., attempt: _Optional[int] = ..., payload_blake3: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., norm: _Optional[float] = ...) -> None: ...
 
 class ContributePart(_message.Message):
     __slots__ = ("header", "chunk")

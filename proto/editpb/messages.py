@@ -194,6 +194,7 @@ class ContributionHeader:
     rank: int = 0
     attempt: int = 0  # grows with each contribution of the replica, equal at all ranks; a newer one replaces an older one
     boxes: tuple[Box, ...] | None = None  # what of the fragment the payload holds; None: all of it
+    norm: float | None = None  # with masks: of the whole replica's vector, as the peer says, equal at all ranks; else None
     payload_blake3: bytes = b""  # with the two that follow, or none of them: `editpb.signed_contributions`
     public_key: bytes = b""
     signature: bytes = b""

@@ -367,6 +367,7 @@ class RunStatus:
     settings: tuple[Setting, ...] = ()
     aggregator: int = 0  # which one this is; 0 is the coordinator
     aggregators: tuple[RunStatus, ...] = ()  # the further ones, as far as they were asked and answered
+    masks: str = ""  # with secure aggregation: how far the masked round is, in words
     council: CouncilStatus | None = None  # of a whole swarm; None: there is a coordinator, or it is one part's status
 
     def as_json(self) -> dict[str, object]:
@@ -397,6 +398,8 @@ class RunStatus:
             "events": [event.as_json() for event in self.events],
             "settings": [setting.as_json() for setting in self.settings],
         }
+        if self.masks:
+            status["masks"] = self.masks
         if self.aggregator:
             return {"aggregator": self.aggregator, **status}
         if self.council is not None:

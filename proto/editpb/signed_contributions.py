@@ -70,7 +70,10 @@ _NAMES = tuple(field.name for field in fields(ContributionHeader) if field.name 
 
 def _fields_of(header: ContributionHeader, boxes: str) -> Iterator[bytes | str | int]:
     for name in _NAMES:
-        yield boxes if name == "boxes" else getattr(header, name)
+        if name != "norm":
+            yield boxes if name == "boxes" else getattr(header, name)
+        elif header.norm is not None:  # without masks a statement is as it was before there were any
+            yield header.norm.hex()
 
 
 class ContributionSigner:

@@ -45,6 +45,7 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
         curves=[cpb.Curve(kind=one.kind, peer_id=one.peer_id, x=one.x, t=one.t, y=one.y) for one in status.curves],
         events=[cpb.StatusEvent(**one.as_json()) for one in status.events],  # type: ignore[arg-type]
         settings=[cpb.Setting(name=one.name, value=one.value, default=one.default) for one in status.settings],
+        masks=status.masks,
     )
 
 
@@ -80,6 +81,7 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
             for row in reply.events
         ),
         settings=tuple(Setting(name=row.name, value=row.value, default=row.default) for row in reply.settings),
+        masks=reply.masks,
         aggregator=aggregator,
     )
 

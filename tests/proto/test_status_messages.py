@@ -93,6 +93,7 @@ STATUS = RunStatus(
     curves=(Curve(kind="loss", peer_id="a", x=(1.0, 2.0), t=(1.7e9, 1.71e9), y=(3.0, 2.5)),),
     events=(Event(number=7, t=1.7e9, kind="member", peer_id="b", text="b: lost (silent)", tone="bad"),),
     settings=(Setting(name="sync.every", value="100", default="50"),),
+    masks="collecting masked vectors",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.local import LocalRun
 from edit.records import Contribution, Outcome, Progress, Snapshot
+from edit.trust.mask_plan import FragmentPlan
+from edit.worker.masked import PlansRounds
 from edit.worker.worker import EditWorker, WorkerConfig
 from peers.training.trainer import Trainer
 
@@ -50,6 +53,10 @@ class Counting:
         self.sent += size
         self.contributions[contribution.outer_step] = self.contributions.get(contribution.outer_step, 0) + size
         self.inner.contribute(contribution)
+
+    def plan(self, outer_step: int) -> tuple[FragmentPlan, ...] | None:
+        """See `PlansRounds.plan`."""
+        return cast(PlansRounds, self.inner).plan(outer_step)
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
         """See `Collective.outcome`."""

@@ -80,15 +80,14 @@ def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Meth
             raise ConfigError(f"{text}: {key} follows from --peers, --steps and --seeds; leave it out")
         set_key(tables, setting)
     harness |= _harness(text, tables.pop("compare", {}))
+    tables = _sized(tables, length)
     if chosen is not None:
         try:
             for section, key in dropped(tables, [*settings, *own]):
                 del tables[section][key]
         except ConfigError as error:
             raise ConfigError(f"{text}: {error}") from error
-    method = Method(
-        name=text, trains=chosen.trains if chosen is not None else "exchange", tables=_sized(tables, length), harness=harness
-    )
+    method = Method(name=text, trains=chosen.trains if chosen is not None else "exchange", tables=tables, harness=harness)
     _check(method, length)
     return method
 

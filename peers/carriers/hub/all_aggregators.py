@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
@@ -35,6 +36,7 @@ def connect_hub(
     server: SnapshotServer | None = None,
     *,
     key: bytes = b"",
+    revealed: Path | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -50,7 +52,7 @@ def connect_hub(
         identity: this peer's.
         ranks: of the replica.
         server: serves this peer's snapshots while the context is open.
-        key: as `HubCollective`'s.
+        key, revealed: as `HubCollective`'s.
         ended, failed: what the goodbye says.
     """
     with _serving(io, server):
@@ -60,7 +62,7 @@ def connect_hub(
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
         each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
-        with leaving(AllAggregators(io, each, identity, ranks, parser, server, key), ended, failed) as connection:
+        with leaving(AllAggregators(io, each, identity, ranks, parser, server, key, revealed), ended, failed) as connection:
             yield connection, config, run_step
 
 
@@ -123,7 +125,7 @@ class AllAggregators(CompositeCollective):
         ranks: of the replica.
         parser: of the configuration, with what it has parsed.
         server: serves this peer's snapshots.
-        key: as `HubCollective`'s.
+        key, revealed: as `HubCollective`'s.
     """
 
     def __init__(
@@ -135,13 +137,14 @@ class AllAggregators(CompositeCollective):
         parser: ConfigParser | None = None,
         server: SnapshotServer | None = None,
         key: bytes = b"",
+        revealed: Path | None = None,
     ) -> None:
         self._io = io
         self._server = server
         self._shown: Outer | None = None
         siblings = Siblings(len(channels), parser, server)
         self._connections = tuple(
-            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key) for each in channels
+            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key, revealed=revealed) for each in channels
         )
         super().__init__(self._connections)
 

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
 from edit.config.run import RunConfig
 from edit.errors import (
+    ConfigError,
     EditError,
     EvictedError,
     LocalProtocolError,
@@ -29,17 +31,21 @@ from edit.errors import (
     TransportError,
 )
 from edit.fragments.digest import digest
-from edit.fragments.schema import Schema
+from edit.fragments.groups import fragments_due
+from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Shard
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Progress, Snapshot
 from edit.replica.ranks import ALONE, Ranks
+from edit.trust.mask_plan import FragmentPlan
+from edit.trust.signatures import Signer
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, Hello, PeerState, RunPhase, View
-from editpb.signed_contributions import ContributionSigner, signs
+from editpb.signed_contributions import ContributionSigner, config_digest, signs
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report
 from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.downlink import Downlink
+from peers.carriers.hub.masking import MaskingCalls, MaskingSession, ReadyRound, masked
 from peers.carriers.hub.session import HAS_PARAMETERS, NEVER, Decision, Session
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.hub.uplink import ATTEMPTS, Stage, Uplink, as_it_is
@@ -101,7 +107,8 @@ class HubCollective:
         ranks: of this replica.
         siblings: what this peer's connections to all aggregators share; None: this is the only one.
         stage: applied to each contribution once its round is known.
-        key: this peer's private key, in PEM, where the run's contributions are signed; empty: it has none here.
+        key: this peer's private key, in PEM, where the run's contributions are signed or masked; empty: it has none here.
+        revealed: the file that says which masked sums this peer helped to open; None: it has no place for one.
         draw: random numbers in [0, 1).
     """
 
@@ -115,6 +122,7 @@ class HubCollective:
         siblings: Siblings | None = None,
         stage: Stage = as_it_is,
         key: bytes = b"",
+        revealed: Path | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._io = io
@@ -122,11 +130,14 @@ class HubCollective:
         self._identity = identity
         self._ranks = ranks
         self._siblings = siblings or Siblings()
-        self._stage, self._key = stage, key
+        self._stage, self._key, self._revealed = stage, key, revealed
         # The main thread's.
         self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
         self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None  # the loop only completes it
+        self._fragments: Sequence[FragmentSpec] = ()  # of the model, since `join`
+        self._round: ReadyRound | None = None  # with masks: the one that the next contribution is for
         # Changed on the loop's thread, in `IoThread.change`; the main thread reads it under the lock.
+        self._masking: MaskingSession | None = None  # at rank 0 of a run with masks, since `join`
         self._session = Session(draw, time.monotonic(), follows=channels.moves)
         self._links: tuple[Uplink, Downlink] | None = None  # made once, by `join`; so the main thread may look without the lock
         # The loop's thread's.
@@ -149,6 +160,7 @@ class HubCollective:
         if self._attendance is not None:
             raise LocalProtocolError("joined twice")
         self._ranks.same("the model (its schema)", schema.schema_hash)
+        self._fragments = schema.fragments
         attendance = self._attendance = Attendance(
             channels=self._channels,
             session=self._session,
@@ -209,6 +221,12 @@ class HubCollective:
     def _configure(self, config: RunConfig, schema: Schema, shards: Sequence[Shard], started_ms: int) -> None:
         """Make the links (loop's thread). started_ms: of rank 0, so that a later life's attempts have greater numbers."""
         self._session.configure(config.membership.heartbeat_s, config.rounds.max_staleness)
+        if config.secagg.enabled and self._ranks.leads:
+            self._masking = self._masked_rounds(config)
+            self._due = partial(
+                fragments_due, fragments=len(schema.fragments), groups=config.sync.groups, pattern=config.sync.pattern
+            )
+            self._follow_masks()  # there may be no other news of this round
         uplink = Uplink(
             self._io,
             self._session,
@@ -233,11 +251,32 @@ class HubCollective:
         )
         self._links = uplink, downlink
 
+    def _masked_rounds(self, config: RunConfig) -> MaskingSession:
+        if not self._key or self._revealed is None:
+            raise ConfigError("secagg.enabled: this peer has no key and no folder of its own, which masks need")
+        return MaskingSession(
+            self._io,
+            MaskingCalls(self._channels, self._identity.run_id),
+            self.peer_id,
+            signer=Signer(self._key),
+            run_id=self._identity.run_id,
+            config_digest=config_digest(config),
+            min_peers=config.secagg.min_peers,
+            file=self._revealed,
+        )
+
     def _advance(self) -> None:
         """Loop's thread, at each news: send what can be sent; fetch what will be asked for."""
+        self._follow_masks()
         if self._links is not None:
             self._io.change(self._links[0].advance)
             self._fetch(*self._links)
+
+    def _follow_masks(self) -> None:
+        """Loop's thread: take part in the masked round that is open."""
+        if self._masking is not None and (view := self._session.view) is not None:
+            due = self._due(view.outer_step) if view.round_id else ()
+            self._masking.follow(view.round_id, view.outer_step, due)
 
     def _fetch(self, uplink: Uplink, downlink: Downlink) -> None:
         """Fetch an update that will be asked for while training goes on.
@@ -277,13 +316,47 @@ class HubCollective:
         """See `Collective.contribute`: queued, sent once a round for its outer step is open.
 
         The ranks do not agree on it: a rank that owns nothing of a fragment need not call it.
+        With masks `plan` is called before, and it is masked for the round that this returned.
         """
-        self._io.change(partial(self._send, *self._joined(), contribution))
+        round_id = 0
+        if contribution.norm is not None:
+            contribution, round_id = self._masked(contribution)
+        self._io.change(partial(self._send, *self._joined(), contribution, round_id))
 
-    def _send(self, uplink: Uplink, downlink: Downlink, contribution: Contribution) -> None:
-        """Loop's thread. A caller that reports nothing itself is where it contributes, or no round would wait for it."""
+    def plan(self, outer_step: int) -> tuple[FragmentPlan, ...] | None:
+        """See `edit.worker.masked.PlansRounds.plan`."""
+        self._joined()
+
+        def look() -> tuple[ReadyRound | None] | None:
+            assert self._masking is not None
+            if (ready := self._masking.ready(outer_step)) is not None:
+                return (ready,)
+            if self._masking.trouble or self._session.decide(outer_step, None, time.monotonic())[0] is not Decision.WAIT:
+                return (None,)
+            return None
+
+        (self._round,) = self._agreement.decide(look)
+        if self._masking is not None:
+            self._io.change(self._masking.taken)
+        return self._round.plans if self._round is not None else None
+
+    def _masked(self, contribution: Contribution) -> tuple[Contribution, int]:
+        """Return a contribution with its masks on, and the round that they are of."""
+        current, i = self._round, contribution.fragment_id
+        plan = next((one for one in current.plans if one.fragment_id == i), None) if current is not None else None
+        if current is None or plan is None or current.outer_step != contribution.outer_step:
+            raise LocalProtocolError(f"fragment {i} is contributed to outer step {contribution.outer_step} without its plan")
+        shard = Shard(self._fragments[i], contribution.boxes)
+        payload = masked(current.masks, contribution.payload, shard, plan.bits)
+        return dataclasses.replace(contribution, payload=payload), current.round_id
+
+    def _send(self, uplink: Uplink, downlink: Downlink, contribution: Contribution, round_id: int) -> None:
+        """Loop's thread. A caller that reports nothing itself is where it contributes, or no round would wait for it.
+
+        round_id: the only one that it may go to; 0: any.
+        """
         uplink.position = max(uplink.position, contribution.outer_step)
-        uplink.add(contribution)
+        uplink.add(contribution, round_id)
         uplink.advance()
         self._fetch(uplink, downlink)
         heartbeat = dataclasses.replace(self._report.heartbeat, state=PeerState.EXCHANGING)

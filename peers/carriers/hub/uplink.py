@@ -78,6 +78,7 @@ class _Attempt:
 
     sent: Sent  # as the session knows it; names no round before one is open for it
     number: int
+    masked: bool = False  # it is for the round that it names, and for no other
     queue: deque[Contribution] = field(default_factory=deque)  # still to be sent
     fragment_ids: set[int] = field(default_factory=set)  # queued so far
     kept: list[Contribution] = field(default_factory=list)  # what may have to be sent again
@@ -162,19 +163,23 @@ class Uplink:
 
     # ---- what changes it (loop's thread) -----------------------------------------------------------------------------------
 
-    def add(self, contribution: Contribution) -> None:
-        """Queue one fragment, or this rank's shard of it. Raises LocalProtocolError for one that is queued already."""
+    def add(self, contribution: Contribution, round_id: int = 0) -> None:
+        """Queue one fragment, or this rank's shard of it. Raises LocalProtocolError for one that is queued already.
+
+        round_id: the only round that it may be sent to, since it is masked for that; 0: the one that will be open for it.
+        """
         attempt = self._attempt
-        if attempt is None or attempt.sent.outer_step != contribution.outer_step:
+        other_round = attempt is not None and round_id not in (0, attempt.sent.round_id)
+        if attempt is None or other_round or attempt.sent.outer_step != contribution.outer_step:
             self._drop()
-            attempt = self._attempt = _Attempt(Sent(0, contribution.outer_step), self._number)
+            attempt = self._attempt = _Attempt(Sent(round_id, contribution.outer_step), self._number, round_id > 0)
         if contribution.fragment_id in attempt.fragment_ids:
             raise LocalProtocolError(f"fragment {contribution.fragment_id} was contributed twice to one attempt")
         attempt.fragment_ids.add(contribution.fragment_id)
         if contribution.payload.numel == 0:
             return  # other ranks own this fragment
         attempt.queue.append(contribution)
-        if self._rank or self._session.carries or self._session.follows:
+        if not attempt.masked and (self._rank or self._session.carries or self._session.follows):
             attempt.kept.append(contribution)
 
     def withdraw(self, outer_step: int) -> bool:
@@ -240,6 +245,8 @@ class Uplink:
             self._last_round = max(self._last_round, attempt.sent.round_id)
 
     def _choose_round(self, attempt: _Attempt) -> None:
+        if attempt.masked:
+            return
         before, leads = attempt.sent.round_id, self._rank == 0
         round_id = self._session.name_round(attempt.sent, self._last_round, self.position, leads=leads, named=self._named)
         if round_id == before:
@@ -323,6 +330,7 @@ class Uplink:
             rank=self._rank,
             attempt=attempt.number,
             boxes=contribution.boxes,
+            norm=contribution.norm,
         )
         if self._sign is None:
             return header, data

@@ -29,9 +29,11 @@ from edit.rounds.events import (
     Offered,
     Pause,
     Phase,
+    Quarantined,
     Reduce,
     Reduced,
     Refused,
+    Restricted,
     Resume,
     RoundClosed,
     RoundFailed,
@@ -454,3 +456,51 @@ def test_who_goes_on_with_a_run_waits_for_its_peers_before_the_first_round_opens
     assert late.handle(Tick(), 10.4) == []
     (opened,) = late.handle(Tick(), 10.5)
     assert isinstance(opened, RoundOpened) and opened.expected == {"a", "c"}
+
+
+def whole_machine(now: float = 0.0) -> RoundMachine:
+    """A machine of a run with masks, in its first round, which expects four peers."""
+    config = RoundsConfig(start_peers=4, quorum=3)
+    rounds = RoundMachine(config, due=lambda step: due(step), outer_step=0, outer_steps=6, first_round_id=1, whole=True)
+    for peer_id in PEERS:
+        rounds.handle(MemberReady(peer_id, 0), now)
+    return rounds
+
+
+def test_with_masks_nothing_is_reduced_before_the_close_and_of_no_peer_in_part() -> None:
+    rounds = whole_machine()
+    for i in range(FRAGMENTS):
+        for peer_id in PEERS:
+            if (peer_id, i) != ("d", FRAGMENTS - 1):
+                assert rounds.handle(Arrived(peer_id, 1, i), 1.0) == []
+    effects = rounds.handle(Close("enough"), 2.0)
+    assert effects == [Reduce(1, i, ("a", "b", "c")) for i in range(FRAGMENTS)]
+
+
+def test_a_restricted_round_waits_for_nobody_else_and_misses_nobody_else() -> None:
+    rounds = whole_machine()
+    assert rounds.expected == frozenset(PEERS)
+    assert rounds.handle(Restricted(2, frozenset("abc")), 1.0) == []  # another round
+    assert rounds.expected == frozenset(PEERS)
+    rounds.handle(Restricted(1, frozenset("abc")), 1.0)
+    rounds.handle(MemberReady("d", 0), 1.5)  # within floor_s of the opening
+    assert rounds.expected == frozenset("abc")
+    effects: list[Effect] = []
+    for peer_id in "abc":
+        for i in range(FRAGMENTS):
+            effects = rounds.handle(Arrived(peer_id, 1, i), 2.0)
+    assert [type(effect) for effect in effects] == [Reduce] * FRAGMENTS
+    for i in range(FRAGMENTS):
+        effects = rounds.handle(Reduced(1, i), 3.0)
+    assert effects == [Commit(1, 1, "all 3 contributors in", ())]
+
+
+def test_who_is_known_to_have_lied_in_a_round_that_failed_is_quarantined_after_the_third() -> None:
+    rounds, quarantined = whole_machine(), []
+    for number in range(1, 4):
+        effects = rounds.handle(RoundFailed(number, "its shares are of another key", ("d",)), float(number))
+        quarantined += [effect for effect in effects if isinstance(effect, Quarantined)]
+        rounds.handle(Tick(), number + 0.9)
+        if number < 3:
+            assert rounds.round_id == number + 1
+    assert [each.peer_id for each in quarantined] == ["d"]

@@ -33,7 +33,7 @@ from edit.trust.masking import (
 from edit.trust.revealed_sets import RevealedSets
 from edit.trust.signatures import Signer
 
-ROUND = RoundName(run_id="run", config_digest="digest", round_id="r1", outer_step=7)
+ROUND = RoundName(run_id="run", config_digest="digest", round_id="r1", outer_step=7, plan=bytes(32))
 ADVERT, SHARE, UPLOAD, CONFIRM, REVEAL = range(5)  # a peer that drops at a step does not take it any more
 FLOOR_S, ANSWER_S = 10.0, 5.0
 

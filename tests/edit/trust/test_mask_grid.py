@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edit import reference
-from edit.trust.mask_grid import BLOCK, first_exponent, grid_exponents, largest, quantise, residual, weighted_mean
+from edit.trust.mask_grid import BLOCK, dequantise, first_exponent, grid_exponents, largest, quantise, weighted_mean
 
 
 @pytest.mark.parametrize("bits", [8, 16, 32])
@@ -22,7 +22,8 @@ def test_exponents_and_integers_are_those_of_the_oracle(bits: int, numel: int) -
     limit = largest(bits, 5)
     exponents = grid_exponents(merged, bits, limit)
     integers = quantise(vector, 0.7, exponents, limit)
-    expected = reference.masked_integers(torch.from_numpy(vector), torch.from_numpy(merged), 0.7, bits, 5)
+    steps = reference.masked_steps(torch.from_numpy(merged), bits, 5)
+    expected = reference.masked_integers(torch.from_numpy(vector), steps, 0.7, bits, 5)
     assert integers.tolist() == expected.tolist()
 
 
@@ -55,7 +56,7 @@ def test_what_the_clamp_cuts_off_is_kept_and_sent_later() -> None:
     for step in range(9):
         staged = (owed + vector if step == 0 else owed).astype(np.float32)
         integers = quantise(staged, 0.5, exponents, limit)
-        owed = residual(staged, integers, 0.5, exponents)
+        owed = staged - dequantise(integers, 0.5, exponents)
         sent += weighted_mean(integers, exponents, 0.5)
     assert sent + owed == pytest.approx(vector) and owed.tolist() == [1.0, -0.25, -1.0]
 

@@ -44,6 +44,19 @@ def test_what_noise_does_to_contributions_and_reports_is_said() -> None:
     assert "without noise" in by_what(plain, "contributions").form and "--hide-loss" in by_what(plain, "reports").what
 
 
+def test_what_masks_hide_is_said() -> None:
+    told = leaving(configured(secagg__enabled=True, secagg__bits=16, secagg__min_peers=3), "peer", AT)
+    sent = by_what(told, "contributions")
+    assert (
+        "masked integers of 16 (secagg.bits) bits" in sent.form
+        and "the sum of at least 3 (secagg.min_peers) peers" in sent.form
+    )
+    assert "the norm of each fragment" in sent.what and "the sum of all peers" in sent.seen_by
+    assert "each sealed for one other peer" in by_what(told, "keys of each round").what
+    plain = leaving(configured(secagg__enabled=False), "peer", AT)
+    assert "not masked" in by_what(plain, "contributions").form and not any("keys of each" in each.what for each in plain)
+
+
 def by_what(told: tuple[Leaving, ...], begins: str) -> Leaving:
     return next(entry for entry in told if entry.what.startswith(begins))
 

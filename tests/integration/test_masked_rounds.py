@@ -1,0 +1,309 @@
+"""Secure aggregation between real peers and a real coordinator: the bits of the in-process run, which needs no masks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aggregator.control.status import run_status
+from aggregator.resources import Clock
+from aggregator.storage.state_folder import StateFolder
+from edit import Collective, EditWorker, LocalRun, WorkerConfig
+from edit.config.run import RunConfig
+from edit.errors import TransportError
+from edit.records import Verdict
+from edit.trust.mask_plan import FragmentPlan
+from edit.trust.masking import Confirm, Reveal
+from editpb import masking_pb2
+from editpb.audit_log import PART, LogVerifier
+from editpb.identity import Identity
+from editpb.mask_messages import PeerMessage
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.masking import Calls
+from peers.carriers.io_thread import IoThread
+from tests.support.running import Running, address, enter_together, running
+from tests.support.served import new_folder
+
+NAMES, EVERY, ROUNDS = ("a", "b", "c", "d"), 2, 4
+TOML = """
+name = "masked"
+[model]
+name = "entry:mine"
+[sync]
+every = 2
+outer_steps = {rounds}
+{sync}
+[penalty]
+{penalty}
+[secagg]
+enabled = true
+bits = {bits}
+[rounds]
+start_peers = 4
+quorum = 3
+grace_s = 0.2
+[server]
+listen = "127.0.0.1:0"
+enrol_listen = "127.0.0.1:0"
+{more}
+"""
+
+
+def toml(bits: int = 16, penalty: str = "", sync: str = "", rounds: int = ROUNDS, more: str = "") -> str:
+    return TOML.format(bits=bits, penalty=penalty, sync=sync, rounds=rounds, more=more)
+
+
+@dataclass
+class Peer:
+    """A peer with a model and data of its own."""
+
+    name: str
+    collective: Collective
+    settings: RunConfig
+    model: nn.Module = field(init=False)
+    worker: EditWorker = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(7)
+        self.model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.worker = EditWorker(self.model, self.optimizer, self.collective, WorkerConfig.of(self.settings))
+        self.draw = torch.Generator().manual_seed(ord(self.name))
+
+    def step(self) -> None:
+        inputs, targets = torch.randn(5, 6, generator=self.draw), torch.randn(5, 3, generator=self.draw)
+        nn.functional.mse_loss(self.model(inputs), targets).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@contextmanager
+def connected(
+    folder: StateFolder, here: Running, home: Path, names: tuple[str, ...] = NAMES
+) -> Iterator[Mapping[str, HubCollective]]:
+    """Real connections, on one I/O thread."""
+    with IoThread() as io, ExitStack() as stack:
+        found = {}
+        for name in names:
+            key, certificate = here.served.certificate(name, "peer", None)
+            credentials = grpc.ssl_channel_credentials(here.served.ca, key, certificate)
+            found[name] = HubCollective(
+                io,
+                Channels([address(folder)], credentials),
+                Identity(folder.run_id, "peer", name),
+                key=key,
+                revealed=home / f"{name}.json",
+            )
+            stack.callback(found[name].close)
+        yield found
+
+
+def train(collectives: Mapping[str, Collective], settings: RunConfig, *, threads: bool) -> tuple[dict[str, Tensor], list[Peer]]:
+    """Interleave the peers' loops step by step; return theta after all rounds."""
+    with ExitStack() as stack:
+        peers = [Peer(name, collective, settings) for name, collective in collectives.items()]
+        if threads:
+            enter_together(stack, [peer.worker for peer in peers])
+        else:
+            for peer in peers:
+                stack.enter_context(peer.worker)
+        for _ in range(settings.sync.outer_steps * EVERY):
+            for peer in peers:
+                peer.step()
+        for peer in peers:
+            peer.worker.synchronize()
+        assert {peer.worker.outer_step for peer in peers} == {settings.sync.outer_steps}
+        assert len({peer.worker.digest for peer in peers}) == 1
+        return peers[0].worker.outer_state_dict(), peers
+
+
+@pytest.mark.parametrize(
+    ("bits", "penalty", "sync"),
+    [(16, "", ""), (8, "enabled = false", "groups = 2"), (32, 'detector = "edit"', 'mode = "delayed"\ndelay = 1')],
+)
+def test_masked_rounds_give_the_bits_of_the_run_without_masks(tmp_path: Path, bits: int, penalty: str, sync: str) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(bits, penalty, sync))
+    settings = folder.config()
+    with running(folder) as here, connected(folder, here, tmp_path) as collectives:
+        masked, peers = train(collectives, settings, threads=True)
+    run = LocalRun(settings, NAMES)
+    plain, _ = train({name: run.collective(name) for name in NAMES}, settings, threads=False)
+    assert masked.keys() == plain.keys()
+    for name, tensor in masked.items():
+        assert torch.equal(tensor, plain[name]), name
+    commit = peers[0].worker.last_commit
+    assert commit is not None and all(each.verdict is Verdict.OK for each in commit.fragments[0].verdicts)
+    assert all((tmp_path / f"{name}.json").exists() for name in NAMES)
+
+
+def started(stack: ExitStack, collectives: Mapping[str, HubCollective], settings: RunConfig) -> dict[str, Peer]:
+    peers = {name: Peer(name, collective, settings) for name, collective in collectives.items()}
+    enter_together(stack, [peer.worker for peer in peers.values()])
+    return peers
+
+
+def exchange(peers: Mapping[str, Peer], names: str) -> None:
+    """One exchange of these peers, who wait for its outcome."""
+    for _ in range(EVERY):
+        for name in names:
+            peers[name].step()
+    for name in names:
+        peers[name].worker.synchronize()
+
+
+def test_who_is_killed_before_its_upload_is_left_out_and_the_round_ends(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml())
+    with running(folder) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, "abcd")
+        peers["d"].step()  # not at its exchange yet
+        collectives["d"].close("killed")
+        exchange(peers, "abc")
+        here.await_(lambda run: run.rounds.published.outer_step == 2)
+        verdicts = here.run.recent_rounds[-1].fragments[0].verdicts
+        assert [each.peer_id for each in verdicts] == ["a", "b", "c"]
+        assert {peers[name].worker.outer_step for name in "abc"} == {2}
+        assert len({peers[name].worker.digest for name in "abc"}) == 1
+
+
+@dataclass
+class Tampered:
+    """Calls of a masked round that lose what a peer says, or change what it hears."""
+
+    calls: Calls
+    lost: tuple[type, ...] = ()
+    plan_changes: Mapping[str, int] = field(default_factory=dict)
+
+    async def plan(self, round_id: int, fragment_id: int) -> FragmentPlan:
+        return replace(await self.calls.plan(round_id, fragment_id), **self.plan_changes)  # type: ignore[arg-type]
+
+    async def tell(self, round_id: int, said: PeerMessage) -> masking_pb2.MaskReply:
+        if isinstance(said, self.lost):
+            raise TransportError("the connection broke")
+        return await self.calls.tell(round_id, said)
+
+
+def tamper(collective: HubCollective, **how: object) -> Tampered:
+    masking = collective._masking
+    assert masking is not None
+    masking._calls = Tampered(masking._calls, **how)  # type: ignore[arg-type]
+    return masking._calls  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("lost", [Confirm, Reveal])
+def test_who_is_silent_after_its_upload_is_in_the_sum_that_the_others_open(tmp_path: Path, lost: type) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml())
+    with running(folder) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        tamper(collectives["d"], lost=(lost,))
+        exchange(peers, "abcd")
+        exchange(peers, "abcd")
+        assert len({peer.worker.digest for peer in peers.values()}) == 1
+        verdicts = here.run.recent_rounds[-1].fragments[0].verdicts
+        assert [(each.peer_id, each.verdict) for each in verdicts] == [(name, Verdict.OK) for name in NAMES]
+    assert not (tmp_path / "d.json").exists() or lost is Reveal  # it is written before it is told
+
+
+def test_a_sum_that_too_few_help_to_open_is_not_opened_and_the_round_is_tried_again(tmp_path: Path) -> None:
+    folder, now = new_folder(tmp_path / "run", toml=toml()), [100.0]
+    clock = Clock(monotonic=lambda: now[0])
+    with running(folder, clock) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        silent = [tamper(collectives[name], lost=(Reveal,)) for name in "cd"]
+        for _ in range(EVERY):
+            for name in NAMES:
+                peers[name].step()
+        here.await_(lambda run: len(run.rounds.masked._round.server._reveals) == 2)
+        now[0] += 6.0  # more than rounds.floor_s
+        for name in NAMES:
+            peers[name].worker.synchronize()
+        assert {peer.worker.outer_step for peer in peers.values()} == {0}
+        (failed,) = here.run.recent_rounds
+        assert not failed.committed and "too few helped to open the sum: 2 of 3; missing: c, d" in failed.reason
+        for each in silent:
+            each.lost = ()
+        exchange(peers, "abcd")
+        assert {peer.worker.outer_step for peer in peers.values()} == {1}
+        assert len({peer.worker.digest for peer in peers.values()}) == 1
+
+
+def test_who_is_shown_another_plan_shares_no_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, now = new_folder(tmp_path / "run", toml=toml()), [100.0]
+    clock = Clock(monotonic=lambda: now[0])
+    with running(folder, clock) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        for _ in range(EVERY):
+            peers["a"].step()
+        tamper(collectives["d"], plan_changes={"limit": 7})  # all have the plan of this round: a has their keys
+        for _ in range(EVERY):
+            for name in "bcd":
+                peers[name].step()
+        for peer in peers.values():
+            peer.worker.synchronize()
+        here.await_(lambda run: "the advert of d is not signed for this round" in caplog.text)
+        assert here.run.rounds.masked is not None and here.run.rounds.masked.status is not None
+        assert here.run.rounds.masked.status.step == "waiting for keys"
+        now[0] += 6.0  # more than rounds.floor_s: nobody waits for d any longer
+        exchange(peers, "abcd")
+        assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == ["a", "b", "c"]
+
+
+def test_a_peer_that_starts_again_takes_part_in_the_next_round(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml())
+    with running(folder) as here, ExitStack() as stack:
+        collectives = stack.enter_context(connected(folder, here, tmp_path))
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, "abcd")
+        here.await_(lambda run: "collecting" in run.rounds.masked.status.text)
+        collectives["d"].close("killed")
+        again = stack.enter_context(connected(folder, here, tmp_path, ("d",)))
+        peers["d"] = started(stack, again, folder.config())["d"]
+        exchange(peers, "abcd")
+        assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == ["a", "b", "c"]
+        exchange(peers, "abcd")
+        assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == list(NAMES)
+        assert len({peer.worker.digest for peer in peers.values()}) == 1
+
+
+def test_a_coordinator_that_starts_again_tries_the_round_again_with_new_keys(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml())
+    with ExitStack() as stack:
+        with running(folder) as here:
+            collectives = stack.enter_context(connected(folder, here, tmp_path))
+            peers = started(stack, collectives, folder.config())
+            exchange(peers, "abcd")
+            before = here.run.rounds.outer.plan(0)
+            for name in NAMES:
+                peers[name].step()
+        with running(folder) as here:
+            assert here.run.rounds.outer.plan(0) == before
+            here.await_(lambda run: "collecting" in run_status(run).masks)
+            for name in NAMES:
+                peers[name].step()
+            for name in NAMES:
+                peers[name].worker.synchronize()
+            here.await_(lambda run: run.rounds.published.outer_step == 2)
+            assert len({peer.worker.digest for peer in peers.values()}) == 1
+
+
+def test_the_status_and_the_audit_log_of_a_masked_run(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(more="[audit]\nenabled = true"))
+    with running(folder) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, "abcd")
+        here.await_(lambda run: "4 peers share keys, any 3 of them open the sum" in run_status(run).masks)
+    log = LogVerifier()
+    for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines():
+        log.take(line)
+    assert log.commits == 1 and log.verified == 2 * 4
+    entry = json.loads((folder.path / "audit-log.jsonl").read_bytes().splitlines()[-1])
+    assert {len(part) for each in entry["contributions"].values() for part in each["parts"]} == {len(PART) + 1}  # and its norm
