@@ -11,6 +11,8 @@ PROTOS := $(wildcard proto/editpb/*.proto)
 demo: $(VENV)/.run
 	$(BIN)/edit-lab demo $(ARGS)
 
+# Else every process that a test starts compiles the project again, and every worker the tests.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
