@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -94,6 +95,11 @@ def from_now_on(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
+def join(collective: HubCollective, schema: Schema) -> None:
+    """Enter the run; of the parameters that are read nothing is kept."""
+    collective.join(schema, lambda: [torch.zeros(f.numel) for f in schema.fragments])
+
+
 def exchange(folder: StateFolder, schema: Schema, peers: int, pid: int, wait_s: float) -> dict[str, int]:
     """Run the rounds; return the peak of each phase, bytes."""
     address = json.loads(folder.addresses.read_text())["listen"]
@@ -105,8 +111,10 @@ def exchange(folder: StateFolder, schema: Schema, peers: int, pid: int, wait_s: 
             files = (folder.path / each for each in ("ca.pem", f"{name}.key", f"{name}.pem"))
             channels = Channels([address], grpc.ssl_channel_credentials(*(file.read_bytes() for file in files)))
             collectives.append(HubCollective(io, channels, Identity(folder.run_id, "peer", name)))
-        for collective in collectives:
-            collective.join(schema, lambda: [torch.zeros(f.numel) for f in schema.fragments])
+        with ThreadPoolExecutor(peers) as pool:  # joining waits for the first round, which waits for all of them
+            joining = [pool.submit(join, collective, schema) for collective in collectives]
+        for each in joining:
+            each.result()
 
         def round_(step: int) -> None:
             deltas = [torch.empty(f.numel).normal_(0, 1e-3, generator=generator) for f in schema.fragments]
