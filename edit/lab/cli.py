@@ -67,13 +67,13 @@ def demo(
         typer.Option(
             "--hostile",
             help="Three peers attack instead: one flips its sign, one reverses the mean, one copies. Run with the penalty "
-            "alone, then with a robust rule, compare both, and verify the audit log.",
+            "alone, with a robust rule, and with secure aggregation, compare them, and verify the audit logs.",
         ),
     ] = False,
     no_faults: Annotated[bool, typer.Option("--no-faults", help="Inject no faults.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results; one of an earlier demo is wiped.")] = Path("runs/demo"),
     quick: Annotated[
-        bool, typer.Option("--quick", help="Take about a minute; with --hostile for each of the two runs.")
+        bool, typer.Option("--quick", help="Take about a minute; with --hostile for each of the three runs.")
     ] = False,
 ) -> None:
     """Train one model with a coordinator, or as a swarm, and several peers, inject faults, and write a report.
@@ -82,7 +82,7 @@ def demo(
     library, compares it with one peer alone, and writes results.json, metrics.jsonl, outer.safetensors, sample.txt and
     report.html to the --out folder.
 
-    With --hostile the two runs are in penalty and robust below --out.
+    With --hostile the three runs are in penalty, robust and masked below --out.
 
     Example: edit-lab demo --quick --out runs/try
     """

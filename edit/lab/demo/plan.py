@@ -33,6 +33,7 @@ class DemoOptions:
     swarm: bool = False  # no coordinator
     hostile: bool = False  # the last peers attack, instead of the faults
     robust: bool = False  # against them: a robust rule instead of the penalty
+    masked: bool = False  # beside them: secure aggregation, and one peer is killed
     alone: bool = True  # a lone peer beside the run
     out: Path = Path("runs/demo")
 
@@ -113,7 +114,7 @@ class FaultPlan:
 def plan_faults(options: DemoOptions) -> FaultPlan:
     """Return the faults: peer 1 is slow, peer 2 is killed, peer 3 sends NaN and a huge pseudo-gradient.
 
-    With `hostile` there are none of these; the last three peers attack.
+    With `hostile` there are none of these, but for the kill where contributions are masked; the last three peers attack.
 
     In a long run the coordinator is killed, too. While it is away the peers train on without exchange; in a short run that
     would be too large a share of their steps for a fair comparison with a lone peer.
@@ -122,7 +123,9 @@ def plan_faults(options: DemoOptions) -> FaultPlan:
     may be away, of two only the younger. Both come early: whoever was killed must be back before the run ends.
     """
     if options.hostile:
-        return FaultPlan(attacks=dict(zip(options.peer_ids[-len(ATTACKS) :], ATTACKS, strict=True)))
+        attacks = dict(zip(options.peer_ids[-len(ATTACKS) :], ATTACKS, strict=True))
+        killed, kill_at = (options.peer_ids[2], round(0.4 * options.outer_steps)) if options.masked else (None, 0)
+        return FaultPlan(attacks=attacks, killed=killed, kill_at=kill_at)
     if not options.faults:
         return FaultPlan()
     names = (*options.peer_ids, None, None, None)
@@ -167,6 +170,8 @@ def plan_run(options: DemoOptions, faults: FaultPlan, listen: str, enrol_listen:
         trust = {"audit": {"enabled": True}}
         if options.robust:
             trust |= {"robust": {"rule": "geometric_median", "hostile": HOSTILE}}
+        if options.masked:
+            trust |= {"secagg": {"enabled": True}}
     observations = max(2, min(10, faults.nan_at or options.outer_steps // 4))
     return {
         "name": "demo",
@@ -177,7 +182,7 @@ def plan_run(options: DemoOptions, faults: FaultPlan, listen: str, enrol_listen:
         # delta: a peer that trained on while the coordinator was away sends a larger pseudo-gradient, which is not an anomaly
         "penalty": {"enabled": True, "observations": observations, "delta": 6.0},
         "outer": outer,
-        "codec": {"up": "int8", "down": "int8"},
+        "codec": {"down": "int8"} if options.masked else {"up": "int8", "down": "int8"},
         "rounds": {"start_peers": options.peers, "quorum": quorum, "ceiling_s": 60.0},
         "membership": {"heartbeat_s": 0.5, "lease_s": 3.0},
         "storage": {"checkpoint_every": 10},

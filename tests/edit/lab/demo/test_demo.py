@@ -156,7 +156,10 @@ def test_faults_and_throttle_stand_on_the_command_lines_of_their_peers(tmp_path,
     assert not {"--throttle", "--fault"} & {*argv["peer-0"], *argv["peer-2"]}
 
 
-def test_hostile_peers_attack_two_runs_alike_and_the_log_is_verified_at_the_end(tmp_path, started):
+RUNS = ("penalty", "robust", "masked")
+
+
+def test_hostile_peers_attack_all_runs_alike_and_the_logs_are_verified_at_the_end(tmp_path, started):
     out = tmp_path / "demo"
     screen, output = console()
     found = run_hostile_demo(DemoOptions(peers=7, steps=120, hostile=True, out=out), screen, dependencies())
@@ -164,10 +167,11 @@ def test_hostile_peers_attack_two_runs_alike_and_the_log_is_verified_at_the_end(
     peers = {place: words for place, words in started.items() if place[1].startswith("peer-")}
     attacks = {place: words[words.index("--fault") + 1] for place, words in peers.items() if "--fault" in words}
     expected = {"peer-4": "flip@0+", "peer-5": "reverse@0+", "peer-6": "copy@0+"}
-    assert attacks == {(run, name): fault for run in ("penalty", "robust") for name, fault in expected.items()}
-    assert len(peers) == 2 * 7 and not any("--throttle" in words for words in peers.values())
-    settings = {run: RunConfig.from_toml(out / run / "run.toml") for run in ("penalty", "robust")}
-    assert [settings[run].robust.rule for run in settings] == ["none", "geometric_median"]
+    assert attacks == {(run, name): fault for run in RUNS for name, fault in expected.items()}
+    assert len(peers) == 3 * 7 and not any("--throttle" in words for words in peers.values())
+    settings = {run: RunConfig.from_toml(out / run / "run.toml") for run in RUNS}
+    assert [settings[run].robust.rule for run in settings] == ["none", "geometric_median", "none"]
+    assert [settings[run].secagg.enabled for run in settings] == [False, False, True]
     assert all(each.penalty.enabled and each.audit.enabled and each.rounds.quorum == 5 for each in settings.values())
     # the fake coordinator gives each of four peers a quarter of the weight, and none to peer-3 in one round of twelve
     weights = {peer.peer_id: peer.weight for peer in found.robust.peers}
@@ -177,7 +181,7 @@ def test_hostile_peers_attack_two_runs_alike_and_the_log_is_verified_at_the_end(
     assert found.attackers_weight(found.robust) == 0.0
     assert (found.penalty.losses.lone, found.robust.losses.lone) == (2.0, None)
     assert found.percent_below_penalty == pytest.approx(0.0)
-    assert found.log == ("run demo-fake: 21 entries, 20 commits, 80 signatures: verified",)
+    assert found.log == ("run demo-fake: 21 entries, 20 commits, 80 signatures: verified",) * 2
     assert "80 signatures: verified" in output.getvalue() and "80 signatures: verified" in (out / "report.html").read_text()
     assert json.loads((out / "results.json").read_text())["attacks"] == {name: fault[:-3] for name, fault in expected.items()}
 
