@@ -1,13 +1,14 @@
 """Daemons that begin with their imports done: forked from a server that has imported what they do, and does nothing else.
 
 Importing torch and the rest costs a daemon 2 to 3 seconds of CPU, and the tests start about a hundred. What is forked is a
-process like any other: it has its own pid, is killed alone, and ends as the interpreter ends. That `python -m` starts it, too,
-is seen where edit-lab and torchrun start processes.
+process like any other: it has its own pid, is killed alone, and ends as the interpreter ends. The ranks of a torchrun are
+forked from it likewise. That `python -m` starts all of them, too, is seen where edit-lab and the examples do so.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -17,10 +18,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 REPOSITORY = Path(__file__).parents[2]
 IMPORTED = (
@@ -142,10 +145,77 @@ def _serve(connection: socket.socket) -> list[str]:
             connection.sendall(pid.to_bytes(4, "big"))
 
 
+class Rank:
+    """What torchrun holds of a rank, as `subprocess.Popen` has it: `python -u -m ARGUMENTS`, forked from torchrun.
+
+    torchrun has started no thread in Python and computes nothing, so there is no lock that the fork could leave taken.
+    """
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], start_new_session: bool, **_: object) -> None:
+        self.args = list(args)
+        if self.args[:3] != [sys.executable, "-u", "-m"]:
+            raise NotImplementedError(f"only {sys.executable} -u -m MODULE is forked, and not {self.args}")
+        self.returncode: int | None = None
+        gc.collect()  # what is left of sockets must not close a descriptor of the rank
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if (pid := os.fork()) == 0:
+            _become(self.args[3:], env)
+        self.pid = pid
+        self._ended = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+            os.close(self._ended)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            select.select([self._ended], [], [], timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+
+def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run this as a new interpreter would, with nothing of torchrun's open, and end. Never returns."""
+    code: Any = 1
+    try:
+        gc.freeze()  # torchrun's objects are never freed: their descriptors are closed here
+        os.closerange(3, 1 << 16)
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[:] = arguments
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # what an interpreter does that ends
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # as `edit-peer` does; read when grpc is first imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the tests end their processes themselves
     for name in IMPORTED:
         importlib.import_module(name)
     sys.argv[:] = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[0] == "torch.distributed.run":
+        handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
+        setattr(handler, "Popen", Rank)  # noqa: B010
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
