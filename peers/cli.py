@@ -107,6 +107,13 @@ def run(
         str | None, typer.Option(help="Host by which members reach --serve-snapshots. Default: its HOST.")
     ] = None,
     dht_peers: DhtPeersOption = None,
+    members: Annotated[
+        Path | None,
+        typer.Option(
+            help="In a run with secagg.enabled, share keys with these members only: a file with the line of each one's "
+            "`edit-peer fingerprint`."
+        ),
+    ] = None,
 ) -> None:
     """Train in the run until it finishes.
 
@@ -120,9 +127,26 @@ def run(
     torchrun --nproc-per-node 8 --max-restarts 100 -m peers run --home my-peer --data ~/books
     """
     from peers.daemon import run_peer
+    from peers.identity.known_members import read_members
 
-    nodes = tuple(dht_peers or ())
-    run_peer(replace(options, serve_snapshots=serve_snapshots, advertise=advertise, dht_peers=nodes))
+    nodes, known = tuple(dht_peers or ()), read_members(members) if members is not None else None
+    run_peer(replace(options, serve_snapshots=serve_snapshots, advertise=advertise, dht_peers=nodes, members=known))
+
+
+@app.command()
+def fingerprint(home: HomeOption = Path("edit-peer")) -> None:
+    """Print this peer's name and the hash of its public key, for the --members of the others.
+
+    Send the line over another channel than the run's operator: by telephone, or signed mail. The key is the one of the peer's
+    certificate, and stays the same when that is renewed.
+
+    Example: edit-peer fingerprint --home my-peer
+    """
+    from peers.identity import known_members
+    from peers.identity.peer_folder import PeerFolder
+
+    folder = PeerFolder(home)
+    typer.echo(known_members.fingerprint(folder.load().identity.peer_id, folder.key()))
 
 
 @app.command()

@@ -17,7 +17,9 @@ from edit.replica.ranks import Ranks
 from editpb.transport.send_limit import send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
 from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.io_thread import IoThread
+from peers.identity.known_members import read_members
 from peers.identity.peer_folder import PeerFolder
 from peers.identity.renewal import Renewal
 from peers.training.torchrun import launched
@@ -29,7 +31,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def connect(
-    home: Path | str, ranks: Ranks | None = None, *, max_mbit: float | None = None, allow: Collection[str] = ()
+    home: Path | str,
+    ranks: Ranks | None = None,
+    *,
+    max_mbit: float | None = None,
+    allow: Collection[str] = (),
+    members: Path | str | None = None,
 ) -> Iterator[tuple[AllAggregators, RunConfig]]:
     """Connect to the run that `home` is enrolled in; wait for a coordinator that is not there yet.
 
@@ -42,6 +49,8 @@ def connect(
             torchrun initialise torch.distributed first.
         max_mbit: what this peer sends per second, in 10^6 bits, as `edit-peer run --max-mbit`; None: no bound.
         allow: names of codecs that are plug-ins, which you trust; as `edit-peer run --allow`.
+        members: a file of the members that you know; in a run with secagg.enabled this peer shares keys with no other. As
+            `edit-peer run --members`.
     """
     folder = PeerFolder(Path(home))
     enrolled = folder.load(time.time())
@@ -53,8 +62,8 @@ def connect(
     ended, failed = "the training has ended", "the training failed"
     with IoThread() as io:
         io.spawn(renewal.keep())
-        key, revealed = folder.key(), folder.revealed
-        hub = connect_hub(io, channels, enrolled.identity, ranks, key=key, revealed=revealed, ended=ended, failed=failed)
+        known = MaskFolder(folder.revealed, read_members(Path(members)) if members is not None else None)
+        hub = connect_hub(io, channels, enrolled.identity, ranks, key=folder.key(), masks=known, ended=ended, failed=failed)
         with hub as (collective, config, _):
             plugins.admit(config, allow, ("codecs",))
             for line in without_effect(config) if ranks.rank == 0 else ():

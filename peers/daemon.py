@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -30,6 +29,7 @@ from editpb.identity import Identity
 from editpb.transport.send_limit import UNLIMITED, SendLimit, send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
 from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
@@ -69,8 +69,8 @@ def run_peer(options: PeerOptions) -> None:
         renewal = Renewal(PeerFolder(options.home), enrolled, channels, asks=launch.local_rank == 0)
         seeking = Seeking(channels, searching(options.home, options.dht_peers)) if options.dht_peers else None
         folder = PeerFolder(options.home)
-        own = folder.key(), folder.revealed
-        attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking, *own)
+        masks = MaskFolder(folder.revealed, options.members)
+        attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking, folder.key(), masks)
 
 
 def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch, limit: SendLimit = UNLIMITED) -> SnapshotServer | None:
@@ -97,14 +97,14 @@ def attend(
     renewal: Renewal | None = None,
     seeking: Seeking | None = None,
     key: bytes = b"",
-    revealed: Path | None = None,
+    masks: MaskFolder | None = None,
 ) -> None:
     """Train as `identity` in the run that `channels` lead to; `run_peer` looks these up in the peer's folder.
 
     A replica of several ranks calls it at each, inside their process group.
 
     renewal: keeps the certificate of `channels` renewed meanwhile. seeking: looks for a coordinator that is lost. key: signs
-    contributions, where the run has them signed or masked; revealed: the file of the masked sums that this peer helped to open.
+    contributions, where the run has them signed or masked; masks: what masked rounds need of this peer's site.
     """
 
     def connect(io: IoThread, ranks: Ranks) -> Connecting:
@@ -112,7 +112,7 @@ def attend(
             io.spawn(renewal.keep())
         if seeking is not None:
             io.spawn(seeking.keep())
-        return connect_hub(io, channels, identity, ranks, server, key=key, revealed=revealed)
+        return connect_hub(io, channels, identity, ranks, server, key=key, masks=masks)
 
     train(options, connect, identity, device, launch)
 

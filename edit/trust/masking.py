@@ -72,7 +72,7 @@ from edit.trust.mask_roster import Advert, Roster, RoundName, advertise, confirm
 from edit.trust.masks import KEY_BYTES, Words, add_mask, derive, lanes_of, open_box, pair_key, public_key, seal, shared_secret
 from edit.trust.revealed_sets import RevealedSets
 from edit.trust.shamir import MOST_SHARES, SECRET_BYTES, SHARE_BYTES, rebuild, split
-from edit.trust.signatures import SIGNATURE_BYTES, Signer
+from edit.trust.signatures import SIGNATURE_BYTES, Signer, key_hash
 
 __all__ = [
     "Abort",
@@ -310,7 +310,8 @@ class MaskClient:
         min_peers: how many a sum has at least, by this peer's configuration.
         revealed: what this peer revealed for before, from its file.
         draw: returns that many bytes from a cryptographic source.
-        members: the public keys of the members that the operator pinned, by peer; None: whom the coordinator names is believed.
+        members: `key_hash` of the public keys of the members that the operator pinned, by peer; None: whom the coordinator
+            names is believed.
     """
 
     def __init__(
@@ -322,7 +323,7 @@ class MaskClient:
         min_peers: int,
         revealed: RevealedSets,
         draw: Callable[[int], bytes],
-        members: Mapping[str, bytes] | None = None,
+        members: Mapping[str, str] | None = None,
     ) -> None:
         self._peer_id = peer_id
         self._signer = signer
@@ -381,7 +382,7 @@ class MaskClient:
             raise ValueError(f"{len(roster.adverts)} peers would be in the sum, at least {self._min_peers} are asked for")
         if self._members is not None:
             for advert in roster.adverts:
-                if self._members.get(advert.peer_id) != advert.public_key:
+                if self._members.get(advert.peer_id) != key_hash(advert.public_key):
                     raise ValueError(f"{advert.peer_id} is not a pinned member, or has another key than the pinned one")
         self._roster, count, threshold = roster, len(roster.adverts), roster.threshold
         own_key, secret = self._draw(SECRET_BYTES), self._draw(SECRET_BYTES)

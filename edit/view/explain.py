@@ -129,7 +129,7 @@ def _mask(settings: Mapping[str, object]) -> str:
     """Return what hides a masked contribution."""
     return (
         f"only the sum of at least {_said(settings, 'secagg.min_peers')} peers can be opened, by two thirds of the round's "
-        "peers together; the operator enrols them, so compare who they are (docs/secure-aggregation.md)"
+        "peers together; the operator enrols them, so run with --members (docs/secure-aggregation.md)"
     )
 
 

@@ -18,7 +18,7 @@ from aggregator.resources import Clock
 from aggregator.storage.state_folder import StateFolder
 from edit import Collective, EditWorker, LocalRun, WorkerConfig
 from edit.config.run import RunConfig
-from edit.errors import TransportError
+from edit.errors import ConfigError, TransportError
 from edit.records import Verdict
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.masking import Confirm, Reveal
@@ -28,7 +28,7 @@ from editpb.identity import Identity
 from editpb.mask_messages import PeerMessage
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
-from peers.carriers.hub.masking import Calls
+from peers.carriers.hub.masking import Calls, MaskFolder
 from peers.carriers.io_thread import IoThread
 from tests.support.running import Running, address, enter_together, running
 from tests.support.served import new_folder
@@ -88,7 +88,7 @@ class Peer:
 
 @contextmanager
 def connected(
-    folder: StateFolder, here: Running, home: Path, names: tuple[str, ...] = NAMES
+    folder: StateFolder, here: Running, home: Path, names: tuple[str, ...] = NAMES, members: Mapping[str, str] | None = None
 ) -> Iterator[Mapping[str, HubCollective]]:
     """Real connections, on one I/O thread."""
     with IoThread() as io, ExitStack() as stack:
@@ -101,7 +101,7 @@ def connected(
                 Channels([address(folder)], credentials),
                 Identity(folder.run_id, "peer", name),
                 key=key,
-                revealed=home / f"{name}.json",
+                masks=MaskFolder(home / f"{name}.json", members),
             )
             stack.callback(found[name].close)
         yield found
@@ -307,3 +307,22 @@ def test_the_status_and_the_audit_log_of_a_masked_run(tmp_path: Path) -> None:
     assert log.commits == 1 and log.verified == 2 * 4
     entry = json.loads((folder.path / "audit-log.jsonl").read_bytes().splitlines()[-1])
     assert {len(part) for each in entry["contributions"].values() for part in each["parts"]} == {len(PART) + 1}  # and its norm
+
+
+def test_keys_are_shared_with_known_members_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml())
+    members = {"a": "0" * 64, "d": "1" * 64}  # other keys than the authority has enrolled
+    with running(folder) as here, ExitStack() as stack:
+        collectives = stack.enter_context(connected(folder, here, tmp_path, NAMES[:3]))
+        wary = stack.enter_context(connected(folder, here, tmp_path, ("d",), members))
+        started(stack, {**collectives, **wary}, folder.config())
+        here.await_(lambda run: "a is not a pinned member, or has another key than the pinned one" in caplog.text)
+
+
+def test_known_members_without_masks_are_an_error(tmp_path: Path) -> None:
+    text = toml().replace("enabled = true\nbits = 16", "enabled = false")
+    folder = new_folder(tmp_path / "run", toml=text.replace("start_peers = 4", "start_peers = 3"))
+    with running(folder) as here, connected(folder, here, tmp_path, ("a",), {}) as collectives:
+        peer = Peer("a", collectives["a"], folder.config())
+        with pytest.raises(ConfigError, match="--members: has no effect in a run that does not mask"):
+            peer.worker.__enter__()

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
@@ -18,6 +17,7 @@ from editpb.identity import Identity
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Traffic, leaving
@@ -36,7 +36,7 @@ def connect_hub(
     server: SnapshotServer | None = None,
     *,
     key: bytes = b"",
-    revealed: Path | None = None,
+    masks: MaskFolder | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -52,7 +52,7 @@ def connect_hub(
         identity: this peer's.
         ranks: of the replica.
         server: serves this peer's snapshots while the context is open.
-        key, revealed: as `HubCollective`'s.
+        key, masks: as `HubCollective`'s.
         ended, failed: what the goodbye says.
     """
     with _serving(io, server):
@@ -62,7 +62,7 @@ def connect_hub(
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
         each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
-        with leaving(AllAggregators(io, each, identity, ranks, parser, server, key, revealed), ended, failed) as connection:
+        with leaving(AllAggregators(io, each, identity, ranks, parser, server, key, masks), ended, failed) as connection:
             yield connection, config, run_step
 
 
@@ -125,7 +125,7 @@ class AllAggregators(CompositeCollective):
         ranks: of the replica.
         parser: of the configuration, with what it has parsed.
         server: serves this peer's snapshots.
-        key, revealed: as `HubCollective`'s.
+        key, masks: as `HubCollective`'s.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class AllAggregators(CompositeCollective):
         parser: ConfigParser | None = None,
         server: SnapshotServer | None = None,
         key: bytes = b"",
-        revealed: Path | None = None,
+        masks: MaskFolder | None = None,
     ) -> None:
         self._io = io
         self._server = server
         self._shown: Outer | None = None
         siblings = Siblings(len(channels), parser, server)
         self._connections = tuple(
-            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key, revealed=revealed) for each in channels
+            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key, masks=masks) for each in channels
         )
         super().__init__(self._connections)
 

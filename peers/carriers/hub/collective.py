@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
@@ -45,7 +44,7 @@ from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report
 from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.downlink import Downlink
-from peers.carriers.hub.masking import MaskingCalls, MaskingSession, ReadyRound, masked
+from peers.carriers.hub.masking import MaskFolder, MaskingCalls, MaskingSession, ReadyRound, masked
 from peers.carriers.hub.session import HAS_PARAMETERS, NEVER, Decision, Session
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.hub.uplink import ATTEMPTS, Stage, Uplink, as_it_is
@@ -108,7 +107,7 @@ class HubCollective:
         siblings: what this peer's connections to all aggregators share; None: this is the only one.
         stage: applied to each contribution once its round is known.
         key: this peer's private key, in PEM, where the run's contributions are signed or masked; empty: it has none here.
-        revealed: the file that says which masked sums this peer helped to open; None: it has no place for one.
+        masks: what masked rounds need of this peer's site; None: it can take part in none.
         draw: random numbers in [0, 1).
     """
 
@@ -122,7 +121,7 @@ class HubCollective:
         siblings: Siblings | None = None,
         stage: Stage = as_it_is,
         key: bytes = b"",
-        revealed: Path | None = None,
+        masks: MaskFolder | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._io = io
@@ -130,7 +129,7 @@ class HubCollective:
         self._identity = identity
         self._ranks = ranks
         self._siblings = siblings or Siblings()
-        self._stage, self._key, self._revealed = stage, key, revealed
+        self._stage, self._key, self._masks = stage, key, masks
         # The main thread's.
         self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
         self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None  # the loop only completes it
@@ -221,6 +220,8 @@ class HubCollective:
     def _configure(self, config: RunConfig, schema: Schema, shards: Sequence[Shard], started_ms: int) -> None:
         """Make the links (loop's thread). started_ms: of rank 0, so that a later life's attempts have greater numbers."""
         self._session.configure(config.membership.heartbeat_s, config.rounds.max_staleness)
+        if self._masks is not None and self._masks.members is not None and not config.secagg.enabled:
+            raise ConfigError("--members: has no effect in a run that does not mask (secagg.enabled); leave it out")
         if config.secagg.enabled and self._ranks.leads:
             self._masking = self._masked_rounds(config)
             self._due = partial(
@@ -252,7 +253,7 @@ class HubCollective:
         self._links = uplink, downlink
 
     def _masked_rounds(self, config: RunConfig) -> MaskingSession:
-        if not self._key or self._revealed is None:
+        if not self._key or self._masks is None:
             raise ConfigError("secagg.enabled: this peer has no key and no folder of its own, which masks need")
         return MaskingSession(
             self._io,
@@ -262,7 +263,8 @@ class HubCollective:
             run_id=self._identity.run_id,
             config_digest=config_digest(config),
             min_peers=config.secagg.min_peers,
-            file=self._revealed,
+            file=self._masks.revealed,
+            members=self._masks.members,
         )
 
     def _advance(self) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from edit.codecs import codec
 from edit.codecs.grid import lanes_in, words_in
-from edit.errors import EditError, RemoteProtocolError, StaleError, StorageError, TransportError
+from edit.errors import EditError, RemoteProtocolError, StorageError, TransportError
 from edit.fragments.shards import Shard
 from edit.records import EncodedTensor, round_number
 from edit.trust.mask_plan import FragmentPlan, plan_digest
@@ -52,12 +52,22 @@ from editpb.transport.status import from_rpc
 from peers.carriers.hub.channels import Channels
 from peers.carriers.io_thread import IoThread
 
-__all__ = ["MaskingCalls", "MaskingSession", "ReadyRound", "masked"]
+__all__ = ["MaskFolder", "MaskingCalls", "MaskingSession", "ReadyRound", "masked"]
 
 _CALL_S = 60.0  # longer than the coordinator keeps a call that waits
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.1, 2.0
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class MaskFolder:
+    """What masked rounds need of this peer's site."""
+
+    # The file that says which masked sums this peer helped to open.
+    revealed: Path
+    # As `MaskingSession`'s.
+    members: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +124,8 @@ class MaskingSession:
         run_id, config_digest: the run, and its configuration as this peer has it.
         min_peers: how many a sum has at least.
         file: which sums this peer helped to open; it is read, and written before each reveal.
-        members: the public keys that this peer's operator pinned, by peer; None: whom the coordinator names is believed.
+        members: `key_hash` of the public keys that this peer's operator pinned, by peer; None: whom the coordinator names is
+            believed.
         draw: returns that many bytes from a cryptographic source.
 
     Raises StorageError when the file is damaged.
@@ -131,7 +142,7 @@ class MaskingSession:
         config_digest: str,
         min_peers: int,
         file: Path,
-        members: Mapping[str, bytes] | None = None,
+        members: Mapping[str, str] | None = None,
         draw: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._io, self._calls, self._peer_id = io, calls, peer_id
@@ -258,11 +269,11 @@ class MaskingSession:
 
 
 def _effects(client: MaskClient, event: PeerEvent) -> list[PeerEffect]:
-    """Return what the client says to an event. Raises StaleError when it ends the round for this peer."""
+    """Return what the client says to an event. Raises RemoteProtocolError when it ends the round for this peer."""
     effects = client.handle(event)
     for effect in effects:
         if isinstance(effect, Ended):
-            raise StaleError(effect.reason)
+            raise RemoteProtocolError(effect.reason)
     return effects
 
 

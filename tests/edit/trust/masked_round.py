@@ -31,7 +31,7 @@ from edit.trust.masking import (
     Tick,
 )
 from edit.trust.revealed_sets import RevealedSets
-from edit.trust.signatures import Signer
+from edit.trust.signatures import Signer, key_hash
 
 ROUND = RoundName(run_id="run", config_digest="digest", round_id="r1", outer_step=7, plan=bytes(32))
 ADVERT, SHARE, UPLOAD, CONFIRM, REVEAL = range(5)  # a peer that drops at a step does not take it any more
@@ -75,7 +75,7 @@ class MaskedRound:
         self.ended: dict[str, str] = {}
         self.opening: Opening | None = None
         self.aborted: Aborted | None = None
-        keys = {peer: signer(peer).public_key for peer in peers}
+        keys = {peer: key_hash(signer(peer).public_key) for peer in peers}
         self.server = MaskServer(
             of_round, keys, min_peers=min_peers, quorum=2, floor_s=FLOOR_S, answer_s=ANSWER_S, now=self.now
         )
