@@ -291,7 +291,9 @@ def test_a_coordinator_that_starts_again_tries_the_round_again_with_new_keys(tmp
                 peers[name].step()
             for name in NAMES:
                 peers[name].worker.synchronize()
-            here.await_(lambda run: run.rounds.published.outer_step == 2)
+            here.await_(lambda run: all((view := each.last_view) and view.outer_step == 2 for each in collectives.values()))
+            for name in NAMES:  # who came too late for the keys has only learned of the commit
+                peers[name].worker.synchronize()
             assert len({peer.worker.digest for peer in peers.values()}) == 1
 
 
