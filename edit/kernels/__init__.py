@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = ["fast", "load"]
 
 _SWITCH = "EDIT_KERNELS"
 _compiled: Any = None  # the functions of `loops`, compiled
+_loading = threading.Lock()  # numba has one cache folder for the process, which is set while they are compiled
 
 
 def fast(*tensors: Tensor) -> Any:
@@ -40,13 +42,18 @@ def fast(*tensors: Tensor) -> Any:
     return None
 
 
-@cache
 def load() -> str:
-    """Make the kernels ready for this process, once; return one line for the log: what computes, and why.
+    """Make the kernels ready for this process, once; return one line for the log: what computes, and why. From any thread.
 
     The first time on a machine it compiles for some seconds; afterwards it reads the user's cache folder. Raises ConfigError
     for an EDIT_KERNELS that says nothing, or that demands numba where it cannot be imported.
     """
+    with _loading:
+        return _load()
+
+
+@cache
+def _load() -> str:
     global _compiled
     choice = os.environ.get(_SWITCH, "")
     if choice not in ("", "torch", "numba"):

@@ -1,11 +1,14 @@
 """Kernels: the bits of torch from every loop, as Python and as numba compiles it; and how they are chosen."""
 
+import functools
 import importlib.util
 import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,7 +174,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeNumba]
 
 
 def load() -> str:
-    return kernels.load.__wrapped__()
+    return kernels._load.__wrapped__()
 
 
 def test_numba_is_taken_where_it_is_installed_with_a_cache_of_the_users_own(fake: FakeNumba, tmp_path: Path) -> None:
@@ -181,6 +184,28 @@ def test_numba_is_taken_where_it_is_installed_with_a_cache_of_the_users_own(fake
     assert fake.cached == {(True, str(folder))} and fake.config.CACHE_DIR == ""
     assert kernels.fast(torch.zeros(3)) is not None
     assert kernels.fast(torch.zeros(3), torch.zeros(6)[::2]) is None
+
+
+def test_threads_that_load_at_once_compile_once(fake: FakeNumba, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba's cache folder is one for the process: of two threads that set it, one compiled into the working folder."""
+    monkeypatch.setattr(kernels, "_load", functools.cache(kernels._load.__wrapped__))
+    together, made = threading.Barrier(4), kernels._compile
+    calls: list[object] = []
+
+    def compiled(*arguments: Any) -> Any:
+        calls.append(arguments)
+        threading.Event().wait(0.01)  # time in which another would compile, too
+        return made(*arguments)
+
+    monkeypatch.setattr(kernels, "_compile", compiled)
+
+    def one(_: int) -> str:
+        together.wait()
+        return kernels.load()
+
+    with ThreadPoolExecutor(4) as threads:
+        (said,) = set(threads.map(one, range(4)))
+    assert said.startswith("kernels: numba 0") and len(calls) == 1 and fake.config.CACHE_DIR == ""
 
 
 def test_numbas_own_setting_of_the_cache_is_kept(fake: FakeNumba) -> None:
