@@ -76,6 +76,7 @@ def _names_a_model(text: str) -> bool:
 
 TORCH_OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Classes of torch.optim that a configuration may name; no other name from the wire is looked up there."""
+_LEAST_TEMPERATURE = 0.5  # of the penalty with masks
 _AN_OPTIMIZER = f"must be adamw, muon, sgd, torch:NAME with one of {', '.join(TORCH_OPTIMIZERS)}, or entry:NAME"
 
 
@@ -371,6 +372,9 @@ class RunConfig:
         require(not chosen, f'codec.fragments."{"".join(chosen[:1])}"', "up", rule)
         rule = f"must be relative or raw {on}: norms are relative to those of the outer step before"
         require(self.penalty.norm != "per_sqrt_step", "penalty.norm", self.penalty.norm, rule)
+        rule = f"must be at least {_LEAST_TEMPERATURE} {on}: who says a norm of 0 would weigh more than e**2 = 7.4 times as much"
+        weighted = self.penalty.enabled and self.penalty.temperature < _LEAST_TEMPERATURE
+        require(not weighted, "penalty.temperature", self.penalty.temperature, rule)
         plugin = f"must not be a plug-in {on}: it is asked before the sum is open, and for all fragments at once"
         require(not is_entry(self.penalty.detector), "penalty.detector", self.penalty.detector, plugin)
         fewest = f"must be at least secagg.min_peers ({least}) {on}"

@@ -254,6 +254,7 @@ def test_a_peer_goes_on_from_a_checkpoint_with_its_contribution_pending() -> Non
         ({"codec": {"up": "int8"}}, "codec.up has no effect with secagg.enabled = true"),
         ({"codec": {"fragments": {"embedding*": {"up": "fp32"}}}}, "must not choose up with secagg.enabled"),
         ({"penalty": {"norm": "per_sqrt_step"}}, "penalty.norm = 'per_sqrt_step'"),
+        ({"penalty": {"temperature": 0.4}}, "penalty.temperature = 0.4: must be at least 0.5 with secagg.enabled"),
         ({"penalty": {"enabled": False, "weighting": "tokens"}}, "penalty.weighting = 'tokens'"),
         ({"secagg": {"bits": 12}}, "secagg.bits = 12: must be 8, 16 or 32"),
         ({"secagg": {"max_peers": 2}}, "secagg.max_peers = 2: must not be below secagg.min_peers"),
