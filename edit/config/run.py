@@ -372,7 +372,7 @@ class RunConfig:
         require(not chosen, f'codec.fragments."{"".join(chosen[:1])}"', "up", rule)
         rule = f"must be relative or raw {on}: norms are relative to those of the outer step before"
         require(self.penalty.norm != "per_sqrt_step", "penalty.norm", self.penalty.norm, rule)
-        rule = f"must be at least {_LEAST_TEMPERATURE} {on}: who says a norm of 0 would weigh more than e**2 = 7.4 times as much"
+        rule = f"must be at least {_LEAST_TEMPERATURE} {on}: who says a norm of 0 would weigh more than 7.4 times as much"
         weighted = self.penalty.enabled and self.penalty.temperature < _LEAST_TEMPERATURE
         require(not weighted, "penalty.temperature", self.penalty.temperature, rule)
         plugin = f"must not be a plug-in {on}: it is asked before the sum is open, and for all fragments at once"

@@ -133,7 +133,7 @@ def simulate(
 def chaos(
     seed: Annotated[int, typer.Option(help="Seed of the faults; the same seed and options give the same schedule.")] = 0,
     minutes: Annotated[float, typer.Option(help="How many minutes to inject faults.")] = 1.0,
-    peers: Annotated[int | None, typer.Option(help="Number of peers.", show_default="3; with --swarm 5")] = None,
+    peers: Annotated[int | None, typer.Option(help="Number of peers.", show_default="3; with --masked 4, --swarm 5")] = None,
     swarm: Annotated[
         bool,
         typer.Option("--swarm", help="Without a coordinator. Needs network namespaces: Linux, as root."),
@@ -142,6 +142,7 @@ def chaos(
     kills: Annotated[
         int, typer.Option(help="Only kill, this many times; --minutes is ignored.", show_default="faults of all kinds")
     ] = 0,
+    masked: Annotated[bool, typer.Option("--masked", help="With secure aggregation; at least 4 peers.")] = False,
     hostile: Annotated[int, typer.Option(help="Number of hostile members beside them, fewer than there are peers.")] = 0,
     gap: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
     out: Annotated[Path, typer.Option(help="Folder for everything; one of an earlier run is wiped.")] = Path("runs/chaos"),
@@ -171,8 +172,9 @@ def chaos(
     options = ChaosOptions(
         seed=seed,
         seconds=60 * minutes,
-        peers=peers if peers is not None else 5 if swarm else 3,
+        peers=peers if peers is not None else 5 if swarm else 4 if masked else 3,
         swarm=swarm,
+        masked=masked,
         sharded=sharded,
         hostile=hostile,
         kills=kills,

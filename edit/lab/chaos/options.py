@@ -15,6 +15,7 @@ __all__ = ["SHARDED", "ChaosOptions"]
 
 SHARDED = "sharded"
 CONTEXT = 32
+_LEAST_MASKED = 4  # peers: three open a sum, while one is gone
 _ENDLESS = 10_000_000
 _DOWN_S = 0.5  # at most, until a process that is one of many killed ones is started again
 
@@ -28,6 +29,7 @@ class ChaosOptions:
     peers: int = 3
     swarm: bool = False  # no coordinator; the last member has no listening port
     sharded: bool = False  # the last peer is a torchrun replica of two ranks
+    masked: bool = False  # with secure aggregation
     hostile: int = 0  # members beside them that attack the run
     behaviours: tuple[str, ...] = ()  # of the hostile members; none: all
     behaviour_s: float = 10.0  # of each
@@ -62,6 +64,10 @@ class ChaosOptions:
             raise ConfigError(f"--gap {self.gap_s:g}: must be between 0.01 and 3600 seconds")
         if self.swarm and (self.sharded or self.hostile or self.kills):
             raise ConfigError("--swarm: cannot be combined with --sharded, --hostile or --kills")
+        if self.masked and (self.swarm or self.hostile):
+            raise ConfigError("--masked: cannot be combined with --swarm or --hostile")
+        if self.masked and self.peers < _LEAST_MASKED:
+            raise ConfigError(f"--peers {self.peers}: must be at least {_LEAST_MASKED} with --masked")
         if self.swarm and not 3 <= self.peers <= 7:
             raise ConfigError(f"--peers {self.peers}: with --swarm between 3 and 7")
         if not 1 <= self.peers <= 64:
@@ -129,7 +135,7 @@ class ChaosOptions:
         With hostile members the quorum is one more than there are of them: every commit has an honest peer in it, and as there
         are more honest peers than hostile ones, none of these is ever needed.
         """
-        quorum = max(self.quorum, self.hostile + 1) if self.hostile else self.quorum
+        quorum = max(self.quorum, self.hostile + 1) if self.hostile else max(self.quorum, 3) if self.masked else self.quorum
         model = {"layers": self.layers, "heads": self.heads, "width": self.width, "context": CONTEXT}
         rounds = {"start_peers": self.peers, "quorum": quorum, "floor_s": self.floor_s, "ceiling_s": self.ceiling_s}
         where: Settings = {
@@ -137,6 +143,10 @@ class ChaosOptions:
         }
         if self.swarm:
             where = {"swarm": {"parts": self.parts, "lease_s": 1.0, "forget_s": 10.0, "discovery": "addresses"}}
+        codec = {"up": "int8", "down": "bf16"}
+        if self.masked:
+            where |= {"secagg": {"enabled": True}}
+            del codec["up"]
         return {
             "name": "chaos",
             "seed": self.seed,
@@ -146,7 +156,7 @@ class ChaosOptions:
             "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6},
             # Only against hostile members: a peer that trained on while it was disconnected sends a larger norm.
             "penalty": {"enabled": self.hostile > 0},
-            "codec": {"up": "int8", "down": "bf16"},
+            "codec": codec,
             "rounds": rounds,
             "membership": {"heartbeat_s": self.heartbeat_s, "lease_s": self.lease_s},
             "storage": {"checkpoint_every": self.checkpoint_every, "keep_updates": 4},

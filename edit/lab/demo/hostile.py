@@ -195,7 +195,7 @@ def _page(found: Comparison, curves: Mapping[str, Sequence[tuple[float, float]]]
         )
         for peer, other, masked in zip(found.penalty.peers, found.robust.peers, found.masked.peers, strict=True)
     ]
-    head = ("peer", "does", f"weight, {_PENALTY}", "verdicts", "weight, robust rule", "verdicts", "weight, masked", "verdicts")
+    head = ("peer", "does", *(word for run in ("penalty", "robust", "masked") for word in (f"weight, {run}", "verdicts")))
     links = (
         ("penalty/report.html", f"The run with {_PENALTY}"),
         ("robust/report.html", "The run with the robust rule"),

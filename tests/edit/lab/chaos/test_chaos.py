@@ -67,6 +67,9 @@ def test_impossible_options_are_refused() -> None:
     for wrong, message in (({"seed": -1}, "--seed"), ({"seconds": 1.0}, "--minutes"), ({"peers": 0}, "--peers")):
         with pytest.raises(ConfigError, match=message):
             ChaosOptions(**wrong)
+    for with_masks, message in (({"swarm": True, "peers": 5}, "--swarm"), ({"hostile": 1, "peers": 5}, "--hostile"), ({}, "4")):
+        with pytest.raises(ConfigError, match=message):
+            ChaosOptions(masked=True, **with_masks)
 
 
 def test_the_run_of_a_chaos_is_a_valid_one() -> None:
@@ -75,6 +78,8 @@ def test_the_run_of_a_chaos_is_a_valid_one() -> None:
     config = RunConfig.from_mapping(ChaosOptions(peers=3, sharded=True).run())
     assert (config.rounds.start_peers, config.rounds.ceiling_s) == (3, 10.0)
     assert ChaosOptions(peers=3, sharded=True).peer_ids == ("peer-0", "peer-1", "sharded")
+    masked = RunConfig.from_mapping(ChaosOptions(peers=4, masked=True).run())
+    assert masked.secagg.enabled and masked.rounds.quorum == masked.secagg.min_peers == 3
 
 
 # ---- histories --------------------------------------------------------------------------------------------------------------
