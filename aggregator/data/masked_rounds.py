@@ -43,7 +43,7 @@ from edit.trust.masking import (
 from editpb.mask_messages import Closed, Done, PeerMessage
 from editpb.signed_contributions import config_digest
 
-__all__ = ["MaskStatus", "MaskedRounds"]
+__all__ = ["MaskStatus", "MaskedRounds", "SumNotOpened"]
 
 _ANSWER_S = 20.0  # after which a call that waits is answered with "not yet"
 _STEPS = {
@@ -56,6 +56,14 @@ _STEPS = {
     ServerStep.ABORTED: "aborted",
 }
 _T = TypeVar("_T")
+
+
+class SumNotOpened(RefusedError):
+    """Too few helped to open the sum of the peers that were complete, or somebody lied. blamed: who is known to have."""
+
+    def __init__(self, reason: str, blamed: Sequence[str]) -> None:
+        super().__init__(reason)
+        self.blamed = tuple(blamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,8 @@ class _Round:
     sharers: frozenset[str] | None = None
     able: frozenset[str] | None = None  # the sharers without those that have lost their keys since
     opening: Opening | None = None
+    closing: bool = False  # somebody waits in `close_with`, and hears of its end
+    aborted: Aborted | None = None  # since then
 
 
 class MaskedRounds:
@@ -98,7 +108,8 @@ class MaskedRounds:
         background: computes plans.
         now: monotonic seconds.
         shared: called with the round's id and the peers that can contribute to it, when that is known or has changed.
-        failed: called when a round comes to nothing: its id, the reason, and who is known to have lied.
+        failed: called when a round comes to nothing before its sum is to be opened: its id, the reason, and who is known to
+            have lied.
     """
 
     def __init__(
@@ -191,17 +202,18 @@ class MaskedRounds:
     async def close_with(self, complete: Collection[str]) -> Opening:
         """Return what opens the sum of these peers' vectors, once enough of them have helped.
 
-        Raises RefusedError when it is not opened, StaleError when the round is over.
+        Raises SumNotOpened, StaleError when the round is over.
         """
         current = self._round
         if current is None or current.server is None:
             raise StaleError(self._last)
         self._feed(Close(complete=frozenset(complete)))
+        current.closing = True
         while current.opening is None:
-            if self._round is not current:
+            if current.aborted is not None:
+                raise SumNotOpened(current.aborted.reason, current.aborted.blamed)
+            if self._round is not current or current.server.step is ServerStep.ABORTED:
                 raise StaleError(self._last)
-            if current.server.step is ServerStep.ABORTED:
-                raise RefusedError(self._last)
             await self._news.wait()
         return current.opening
 
@@ -329,6 +341,8 @@ class MaskedRounds:
                     self._shared(current.round_id, sharers)
                 case Opened(opening=opening):
                     current.opening = opening
+                case Aborted(reason=reason) if current.closing:
+                    self._last, current.aborted = reason, effect
                 case Aborted(reason=reason, blamed=blamed):
                     self._last = reason
                     self._failed(current.round_id, reason, blamed)

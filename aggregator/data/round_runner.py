@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from aggregator.data.contributions import Contributions, ShardUpload
-from aggregator.data.masked_rounds import MaskedRounds
+from aggregator.data.masked_rounds import MaskedRounds, SumNotOpened
 from aggregator.data.published import CommittedState, PublishedState
 from aggregator.resources import Resources
 from aggregator.run_feed import (
@@ -44,7 +44,7 @@ from edit.errors import PluginError, RefusedError, RemoteProtocolError, StaleErr
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection, check_order, check_run
-from edit.merging.masked import JudgedClaims, sum_of
+from edit.merging.masked import JudgedClaims, merge_nothing, sum_of
 from edit.merging.merge import Measured, Merged, measure
 from edit.merging.mergers import Admission, Screened, admission, screen
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
@@ -65,6 +65,8 @@ _PROGRESS_S = 0.25  # the machine hears of one transfer at most this often
 # next is staged ahead of its commit, which costs CPU time that other fragments need. 1.2 Gbit/s; small models always are.
 _FAST_BYTES_PER_S = 150e6
 _FAST_S = 0.05
+# Times that the sum of one outer step may fail to be opened; then nothing is merged in it, and the next one begins.
+_MASKED_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class _Round:
     commit: Commit | None = None
     injection: Injection | None = None  # what its commit brings of a run above
     injection_fixed: bool = False  # its first fragment has been reduced: the others bring the same injection
-    unmasked: asyncio.Task[tuple[JudgedClaims, Opening]] | None = None  # with masks, once it is closed
+    unmasked: asyncio.Task[tuple[JudgedClaims, Opening | None]] | None = None  # with masks, once it is closed
 
 
 class RoundRunner:
@@ -133,6 +135,7 @@ class RoundRunner:
             now = resources.clock.monotonic
             self.masked = MaskedRounds(run_id, config, resources.background, now, self._restrict, self._masks_failed)
         codecs = self.masked.codec if self.masked is not None else config.codec.uplink
+        self._not_opened = (0, 0)  # the outer step whose sum failed to be opened last, and how often
         self._contributions = Contributions(outer.schema, codecs, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
         self._round: _Round | None = None
@@ -399,13 +402,17 @@ class RoundRunner:
 
     def _masks_failed(self, round_id: int, reason: str, blamed: Sequence[str]) -> None:
         """The keys of a round came to nothing, or its sum is not opened."""
+        if self._round is None or self._round.round_id != round_id:
+            return
         for peer_id in blamed:
             self._run_feed.publish(PeerFaulted(peer_id, round_id, reason))
         self.feed(events.RoundFailed(round_id, reason, tuple(blamed)))
 
-    async def _unmask(self, peers: Sequence[str]) -> tuple[JudgedClaims, Opening]:
+    async def _unmask(self, peers: Sequence[str]) -> tuple[JudgedClaims, Opening | None]:
         """Judge what the complete peers say, and let the others open the sum of those who are sound.
 
+        None: it was tried often enough for this outer step. Peers that helped to open a sum of it do not open one that differs
+        by few, so where that sum came to no commit, and one of its peers is gone, none of the others ever opens another.
         Raises as `MaskedRounds.close_with`.
         """
         assert self.masked is not None
@@ -413,7 +420,17 @@ class RoundRunner:
         due = self._due(self.machine.outer_step)
         claims = {i: [one.whole(i, self.machine.outer_step) for one in held] for i in due}
         judged = await self._background.in_worker(self.outer.judge_claims, claims)
-        return judged, await self.masked.close_with(judged.survivors)
+        try:
+            return judged, await self.masked.close_with(judged.survivors)
+        except SumNotOpened as error:
+            outer_step, tries = self._not_opened
+            tries = tries + 1 if outer_step == self.machine.outer_step else 1
+            self._not_opened = (self.machine.outer_step, tries)
+            if tries < _MASKED_TRIES or error.blamed:
+                raise
+            said = "outer step %d: its sum failed to be opened %d times (%s); nothing is merged in it"
+            _log.warning(said, self.machine.outer_step + 1, tries, error)
+            return judged, None
 
     def _merge_sum(
         self,
@@ -421,11 +438,13 @@ class RoundRunner:
         measured: Sequence[Measured],
         injection: Injection | None,
         judged: JudgedClaims,
-        opening: Opening,
+        opening: Opening | None,
     ) -> tuple[MergeRecord, Future[None]]:
-        """As `_merge`, of the survivors' sum, from which the masks are taken off."""
+        """As `_merge`, of the survivors' sum, from which the masks are taken off. opening: None: nothing is merged."""
         assert self.masked is not None
         i = effect.fragment_id
+        if opening is None:
+            return self._begin(effect, merge_nothing(i, measured, judged), injection)
         plan, fragment = self.masked.plan(i), self.outer.schema.fragments[i]
         total = sum_of(fragment, plan, [one for one in measured if one.peer_id in opening.survivors])
         opening.apply(total.words, i, 0)
@@ -513,6 +532,9 @@ class RoundRunner:
 
     def _fail(self, round_id: int, error: Exception) -> None:
         """A merge or a commit raised: end the round; nothing of it is applied."""
+        if isinstance(error, SumNotOpened):
+            self._masks_failed(round_id, str(error), error.blamed)
+            return
         reason = str(error)
         if not isinstance(
             error, StorageError | RefusedError | StaleError | PluginError

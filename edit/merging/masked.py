@@ -39,7 +39,7 @@ from edit.trust.mask_grid import BLOCK, weighted_mean
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.masks import LANES, Words, signed, word_type
 
-__all__ = ["JudgedClaims", "MaskedSum", "judge_claims", "merge_sum", "reference_of", "sum_of", "weight_of"]
+__all__ = ["JudgedClaims", "MaskedSum", "judge_claims", "merge_nothing", "merge_sum", "reference_of", "sum_of", "weight_of"]
 
 _LEAST, _MOST = 1 / 16, 3.0
 
@@ -161,6 +161,13 @@ def merge_sum(
     )
     beta = clip_factor(size, config)
     return Merged(i, mean.mul_(beta) if beta < 1 else mean, verdicts, judged.statistics[i], size, beta)
+
+
+def merge_nothing(fragment_id: int, contributions: Sequence[Measured], judged: JudgedClaims) -> Merged:
+    """Return the rollback of a fragment whose sum is not opened: all who were complete are REJECTED, or as they were judged."""
+    ordered = sorted(contributions, key=lambda one: one.peer_id)
+    verdicts = tuple(one.judged(_verdict(judged, fragment_id, one.peer_id, ()), 0.0) for one in ordered)
+    return Merged(fragment_id, None, verdicts, judged.statistics[fragment_id], 0.0, 1.0)
 
 
 def _rounding(plan: FragmentPlan, numel: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -234,6 +235,35 @@ def test_a_sum_that_too_few_help_to_open_is_not_opened_and_the_round_is_tried_ag
         exchange(peers, "abcd")
         assert {peer.worker.outer_step for peer in peers.values()} == {1}
         assert len({peer.worker.digest for peer in peers.values()}) == 1
+
+
+def test_where_an_opened_sum_came_to_no_commit_and_a_peer_is_gone_the_outer_step_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others have helped to open the sum of all four, so they never open that of three: it would show what d sent."""
+    folder = new_folder(tmp_path / "run", toml=toml(more="[membership]\nlease_s = 1000.0"))
+    clock = Clock(monotonic=lambda: 5.0 * time.monotonic())  # who says nothing is awaited for rounds.floor_s = 5.0
+    with running(folder, clock) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, "abcd")  # the first one would wait for rounds.start_peers
+        silent = [tamper(collectives[name], lost=(Reveal,)) for name in "cd"]
+        exchange(peers, "abcd")
+        assert "too few helped to open the sum: 2 of 3; missing: c, d" in here.run.recent_rounds[-1].reason
+        for each in silent:
+            each.lost = ()
+        collectives["d"].close("killed")
+        before = here.run.rounds.outer.theta[0].clone()
+        for step in (2, 3):
+            while {peers[name].worker.outer_step for name in "abc"} != {step}:
+                exchange(peers, "abc")
+        _, given_up, committed = (each for each in here.run.recent_rounds if each.committed)
+        assert "outer step 2: its sum failed to be opened 3 times" in caplog.text
+        verdicts = {(each.verdict, each.weight) for each in given_up.fragments[0].verdicts}
+        assert verdicts == {(Verdict.REJECTED, 0.0)}
+        verdicts = committed.fragments[0].verdicts
+        assert [(each.peer_id, each.verdict) for each in verdicts] == [(name, Verdict.OK) for name in "abc"]
+        assert len({peers[name].worker.digest for name in "abc"}) == 1
+        assert not torch.equal(here.run.rounds.outer.theta[0], before)
 
 
 def test_who_is_shown_another_plan_shares_no_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -145,7 +145,7 @@ class ChaosOptions:
             where = {"swarm": {"parts": self.parts, "lease_s": 1.0, "forget_s": 10.0, "discovery": "addresses"}}
         codec = {"up": "int8", "down": "bf16"}
         if self.masked:
-            where |= {"secagg": {"enabled": True}}
+            where = {**where, "secagg": {"enabled": True}}
             del codec["up"]
         return {
             "name": "chaos",
