@@ -268,8 +268,7 @@ class Discovery:
             if life.done() and not life.cancelled() and (error := life.exception()) is not None:
                 self._complain(error)
             failed = 0 if self._up else min(failed + 1, 16)
-            again_s = min(FIRST_AGAIN_S * 2**failed, AGAIN_S) if failed else UP_AGAIN_S
-            await asyncio.wait([stop], timeout=again_s)
+            await asyncio.wait([stop], timeout=_again_s(failed))
 
     def _complain(self, error: BaseException) -> None:
         while isinstance(error, BaseExceptionGroup):
@@ -479,6 +478,11 @@ def _hivemind() -> _Hivemind:
 def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """What ends a task of hivemind's that nobody waits for: a node that answers garbage, or p2pd that is gone."""
     _log.debug("%s: %s", context.get("message"), context.get("exception"))
+
+
+def _again_s(failed: int) -> float:
+    """Return the seconds until another node is made. failed: how many in a row did not come up."""
+    return min(FIRST_AGAIN_S * 2**failed, AGAIN_S) if failed else UP_AGAIN_S
 
 
 async def _drop(p2p: Any) -> None:

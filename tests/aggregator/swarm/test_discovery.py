@@ -98,7 +98,7 @@ async def members(path: Path) -> AsyncIterator[Members]:
         yield made
     finally:
         await asyncio.gather(*(member.discovery.close() for member in made.running.values()))
-        assert not p2pds(path), "p2pd is left over"
+        await until(lambda: not p2pds(path))  # on a busy machine a thread is left behind, and ends its p2pd later
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -148,9 +148,10 @@ async def test_p2pd_is_replaced_by_one_with_the_same_id_and_port(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its end is noticed at once, without asking; and again, with no more than the pause that one that came up gets."""
-    monkeypatch.setattr(discovery, "AGAIN_S", 1000.0)
-    monkeypatch.setattr(discovery, "FIRST_AGAIN_S", 1000.0)  # of one that did not come up
+    """Its end is noticed at once, without asking; and again, with the pause that one that came up gets."""
+    caplog.set_level(logging.INFO, logger="aggregator")
+    pauses, of = list[int](), discovery._again_s
+    monkeypatch.setattr(discovery, "_again_s", lambda failed: pauses.append(failed) or of(failed))
     monkeypatch.setattr(discovery, "CALL_S", 1.0)
     monkeypatch.setattr(discovery, "WATCH_S", watch_s)
     async with members(tmp_path) as swarm:
@@ -158,10 +159,11 @@ async def test_p2pd_is_replaced_by_one_with_the_same_id_and_port(
         await until(lambda: a.found == swarm.addresses("b") and b.found == swarm.addresses("a"))
         was = a.maddr
         for nodes in (2, 3):
-            killed = a.p2pd
+            killed, before = a.p2pd, len(pauses)
             os.kill(killed, number)
             await until(lambda nodes=nodes: a.nodes == nodes)
             assert a.maddr == was and a.p2pd != killed
+            assert pauses[before] == 0
         a.found = b.found = {}
         await until(lambda: a.found == swarm.addresses("b") and b.found == swarm.addresses("a"))
     assert {record.name for record in caplog.records} <= {"aggregator.swarm.discovery"}, caplog.messages
