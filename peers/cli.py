@@ -18,6 +18,7 @@ from rich.console import Console
 from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
 from edit.config.overrides import options_of
 from edit.config.plugins import is_entry
+from edit.errors import ConfigError
 from edit.plain_text import json_text
 from edit.web import check_installed
 from peers.command_options import (
@@ -147,6 +148,34 @@ def fingerprint(home: HomeOption = Path("edit-peer")) -> None:
 
     folder = PeerFolder(home)
     typer.echo(known_members.fingerprint(folder.load().identity.peer_id, folder.key()))
+
+
+@app.command()
+def consent(
+    home: HomeOption = Path("edit-peer"),
+    accept: Annotated[
+        str | None, typer.Option(help="sha256:DIGEST of the configuration that is consented to; without it, you are asked.")
+    ] = None,
+) -> None:
+    """Show the run's configuration, and consent to it: from then on this peer takes part under that one only.
+
+    Call it while the peer does not run. The consent, signed with the peer's key, is consent.json in --home. A peer that is told
+    another configuration ends, and says what has changed (exit code 2; 3 while it trains). docs/site-policy.md explains
+    policy.toml, with which a site sets limits of its own. Exit code 1 where you do not consent.
+
+    Example: edit-peer consent --home my-peer
+    """
+    from peers.consent import ask_terms, consent_to
+
+    terms = ask_terms(home, time.time())
+    typer.echo("\n".join(terms.lines()))
+    if accept is not None and accept != terms.digest:
+        raise ConfigError(f"--accept {accept}: the run's configuration is {terms.digest}")
+    if accept is None and not terms.refused:
+        if not sys.stdin.isatty():
+            raise ConfigError("nobody is there to be asked; consent with: --accept DIGEST")
+        typer.confirm(f"\nWhat leaves this site: edit-peer explain --home {home}\nDo you consent?", abort=True)
+    consent_to(terms)
 
 
 @app.command()

@@ -21,6 +21,7 @@ from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.io_thread import IoThread
 from peers.identity.known_members import read_members
 from peers.identity.peer_folder import PeerFolder
+from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
 from peers.training.torchrun import launched
 
@@ -56,14 +57,28 @@ def connect(
     enrolled = folder.load(time.time())
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
+    policy = SitePolicy.load(Path(home), enrolled.identity, folder.key)
+    if policy.members is not None and members is not None:
+        raise ConfigError(f"members: {Path(home) / 'policy.toml'} names them (require.members); leave it out")
+    listed = Path(members) if members is not None else policy.members
+    known = MaskFolder(folder.revealed, read_members(listed) if listed is not None else None)
     ranks = _world() if ranks is None else ranks
     channels = Channels(enrolled.endpoints, enrolled.credentials, send_limit(max_mbit, Path(home)))
     renewal = Renewal(folder, enrolled, channels, asks=launched().local_rank == 0)
     ended, failed = "the training has ended", "the training failed"
     with IoThread() as io:
         io.spawn(renewal.keep())
-        known = MaskFolder(folder.revealed, read_members(Path(members)) if members is not None else None)
-        hub = connect_hub(io, channels, enrolled.identity, ranks, key=folder.key(), masks=known, ended=ended, failed=failed)
+        hub = connect_hub(
+            io,
+            channels,
+            enrolled.identity,
+            ranks,
+            key=folder.key(),
+            masks=known,
+            check=policy.check,
+            ended=ended,
+            failed=failed,
+        )
         with hub as (collective, config, _):
             plugins.admit(config, allow, ("codecs",))
             for line in without_effect(config) if ranks.rank == 0 else ():

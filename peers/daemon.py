@@ -7,6 +7,7 @@ eviction) ends all at the same point.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import signal
@@ -33,7 +34,9 @@ from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
+from peers.identity.known_members import read_members
 from peers.identity.peer_folder import Enrolment, PeerFolder
+from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
 from peers.identity.seeking import Seeking, searching
 from peers.training.loop import Place, Training
@@ -43,7 +46,7 @@ from peers.training.sharding import make_layout, process_group
 from peers.training.torchrun import ALONE, Launch, launched
 from peers.training.trainer import choose_device, use_threads
 
-__all__ = ["PeerOptions", "attend", "run_peer", "server_of", "stopping", "train"]
+__all__ = ["PeerOptions", "attend", "run_peer", "server_of", "stopping", "train", "with_policy"]
 
 _log = logging.getLogger("peers")
 
@@ -56,6 +59,7 @@ def run_peer(options: PeerOptions) -> None:
     enrolled = PeerFolder(options.home).load(time.time())
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{options.home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
+    options = with_policy(options, enrolled.identity)
     launch = launched()
     if options.dht_peers and launch.size > 1:
         raise ConfigError(f"--dht-peers: a coordinator is not looked for by {launch.size} ranks; leave it out")
@@ -71,6 +75,16 @@ def run_peer(options: PeerOptions) -> None:
         folder = PeerFolder(options.home)
         masks = MaskFolder(folder.revealed, options.members)
         attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking, folder.key(), masks)
+
+
+def with_policy(options: PeerOptions, identity: Identity) -> PeerOptions:
+    """Return the options with what the peer's site allows. Raises ConfigError where policy.toml and --members contradict."""
+    policy = SitePolicy.load(options.home, identity, PeerFolder(options.home).key)
+    if policy.members is None:
+        return dataclasses.replace(options, policy=policy)
+    if options.members is not None:
+        raise ConfigError(f"--members: {options.home / 'policy.toml'} names the members (require.members); leave it out")
+    return dataclasses.replace(options, policy=policy, members=read_members(policy.members))
 
 
 def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch, limit: SendLimit = UNLIMITED) -> SnapshotServer | None:
@@ -112,7 +126,8 @@ def attend(
             io.spawn(renewal.keep())
         if seeking is not None:
             io.spawn(seeking.keep())
-        return connect_hub(io, channels, identity, ranks, server, key=key, masks=masks)
+        check = options.policy.check
+        return connect_hub(io, channels, identity, ranks, server, key=key, masks=masks, check=check)
 
     train(options, connect, identity, device, launch)
 

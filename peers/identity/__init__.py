@@ -2,7 +2,9 @@
 
 Owns: the peer's folder with its key and certificate, and the call that redeems an invitation. Must not know: training, rounds.
 
-enrolment    redeem an invitation
-peer_folder  key, certificate, addresses
-renewal      keep the certificate renewed
+enrolment      redeem an invitation
+known_members  the members that this peer's operator knows
+peer_folder    key, certificate, addresses
+policy         what the site allows
+renewal        keep the certificate renewed
 """

@@ -26,6 +26,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted, leaving
 from peers.daemon import stopping
 from peers.identity.peer_folder import Enrolment, PeerFolder
+from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
 from peers.regions.last_contribution import SentFile
 from peers.regions.lower_run import RunBelow
@@ -45,6 +46,9 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: 
     upper, lower = _enrolled(home, "peer", "the run above"), _enrolled(below, "region", "the run below")
     if upper.run_id == lower.run_id:
         raise ConfigError(f"--home {home} and --below {below} are of the same run {upper.run_id}")
+    policy = SitePolicy.load(home, upper.identity, PeerFolder(home).key)
+    if policy.require.secagg:
+        raise ConfigError(f"{home / 'policy.toml'}: require.secagg = true: a region cannot be part of a masked run")
     _log.info(kernels.load())
     with IoThread() as io, stopping(io):
         try:
@@ -56,6 +60,7 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: 
                 send_limit(max_mbit, home),
                 allowed,
                 key=PeerFolder(home).key(),
+                check=policy.check,
             )
             for path, enrolled, channels in ((home, upper, regional.above), (below, lower, regional.below)):
                 io.spawn(Renewal(PeerFolder(path), enrolled, channels).keep())
@@ -84,9 +89,11 @@ class _Regional:
         allowed: frozenset[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
         key: bytes = b"",
+        check: Callable[[str, RunConfig], None] = lambda text, config: None,
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
         self._parser, self._allowed, self._key = ConfigParser(), allowed, key
+        self._above = ConfigParser(check)
         self.above = Channels(upper.endpoints, upper.credentials, limit)
         self.below = Channels(lower.endpoints, lower.credentials)
         self._below = RunBelow(io, self.below.to(lower.endpoints), lower.run_id)
@@ -99,7 +106,7 @@ class _Regional:
         with closing(self._below):
             lower, upper = self._configuration(self._lower, self.below), self._configuration(self._upper, self.above)
             schema, below = self._founded()
-            channels, siblings = self.above.to(self._upper.endpoints), Siblings(parser=self._parser)
+            channels, siblings = self.above.to(self._upper.endpoints), Siblings(parser=self._above)
             with leaving(
                 HubCollective(self._io, channels, self._upper.identity, siblings=siblings, key=self._key)
             ) as collective:
@@ -110,7 +117,8 @@ class _Regional:
             self._say_ended(region)
 
     def _configuration(self, enrolled: Enrolment, channels: Channels) -> RunConfig:
-        config, _ = read_configuration(self._io, channels.to(enrolled.endpoints), enrolled.identity, parser=self._parser)
+        parser = self._above if enrolled is self._upper else self._parser
+        config, _ = read_configuration(self._io, channels.to(enrolled.endpoints), enrolled.identity, parser=parser)
         plugins.admit(config, self._allowed, ("codecs",))
         if config.aggregators.addresses:
             raise ConfigError(

@@ -23,8 +23,9 @@ from peers.carriers.rank_agreement import RankAgreement
 from peers.carriers.run_connection import Interrupted
 from peers.carriers.swarm.connect import connect_swarm
 from peers.carriers.swarm.hosts import describe_swarm, hosts_of
-from peers.daemon import train
+from peers.daemon import train, with_policy
 from peers.identity.peer_folder import Enrolment, PeerFolder
+from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
 from peers.swarm.aggregator_process import HostProcess
 from peers.training.options import PeerOptions
@@ -56,7 +57,8 @@ def run_member(options: PeerOptions, prepare: Callable[[], list[str]], serving: 
         with process_group(launch, device):
             folder = PeerFolder(options.home)
             enrolled, limit = folder.load(time.time(), swarm=True), send_limit(options.max_mbit, options.home)
-            connect = partial(_connect, launch, host, folder, enrolled, limit, serving)
+            options = with_policy(options, enrolled.identity)
+            connect = partial(_connect, launch, host, folder, enrolled, limit, serving, options.policy)
             finished = train(options, connect, enrolled.identity, device, launch)
         if finished:
             _log.info("the host stays until the other members have the last outer step; Ctrl-C ends it at once")
@@ -79,6 +81,7 @@ def _connect(
     enrolled: Enrolment,
     limit: SendLimit,
     serving: Callable[[], None],
+    policy: SitePolicy,
     io: IoThread,
     ranks: Ranks,
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -98,7 +101,9 @@ def _connect(
             await Renewal(folder, enrolled, channels, asks=False).keep()
 
         key = folder.key()
-        with connect_swarm(io, hosts, swarm.parts, credentials, identity, ranks, limit, key=key, keep=keep) as connected:
+        with connect_swarm(
+            io, hosts, swarm.parts, credentials, identity, ranks, limit, key=key, check=policy.check, keep=keep
+        ) as connected:
             check_ranks(connected[1], launch.size)
             yield connected
     except Interrupted:

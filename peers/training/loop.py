@@ -156,6 +156,7 @@ class Training:
         allowed, folder = self._options.allowed, self._options.model_folder
         private, checked = None, config.privacy.of_examples  # which needs values
         model = build(config.model, config.seed, allowed, folder=folder, replaced=founded and not checked)
+        self._options.policy.check_parameters(sum(parameter.numel() for parameter in model.parameters()))
         if checked:
             ledger, most = self._options.home / LEDGER, self._options.max_epsilon
             private = private_gradients(batches, config, ledger, self._place.device, layout, most)

@@ -13,6 +13,7 @@ from edit.config.plugins import PREFIX, is_entry
 from edit.errors import ConfigError
 from edit.trackers.choose import NO_TRACKERS, TrackerChoice
 from editpb.invitation import check_dht_peers, is_endpoint
+from peers.identity.policy import NO_POLICY, SitePolicy
 from peers.training.fault_injection import Fault
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class PeerOptions:
     max_mbit: float | None = None  # what this peer sends per second, in 10^6 bits; None: no bound
     trackers: TrackerChoice = NO_TRACKERS
     hide_loss: bool = False  # its training loss is said to nobody
+    policy: SitePolicy = NO_POLICY  # what the site allows
     max_epsilon: float | None = None  # of differential privacy, without which it does not train then; None: as the run says
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ def connect_hub(
     *,
     key: bytes = b"",
     masks: MaskFolder | None = None,
+    check: Callable[[str, RunConfig], None] = lambda text, config: None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -53,10 +54,11 @@ def connect_hub(
         ranks: of the replica.
         server: serves this peer's snapshots while the context is open.
         key, masks: as `HubCollective`'s.
+        check: of the configuration, as `ConfigParser`'s.
         ended, failed: what the goodbye says.
     """
     with _serving(io, server):
-        parser = ConfigParser()
+        parser = ConfigParser(check)
         config, run_step = agreed_configuration(io, channels, identity, ranks, parser)
         if server is not None and config.aggregators.addresses:
             count = config.aggregators.count

@@ -41,21 +41,34 @@ _Call: TypeAlias = grpc.aio.StreamStreamCall[control_pb2.PeerMessage, control_pb
 
 
 class ConfigParser:
-    """Parses the configuration that aggregators send; a text that came before is not parsed again. On the loop's thread."""
+    """Parses the configuration that aggregators send; a text that came before is not parsed again. On the loop's thread.
 
-    def __init__(self) -> None:
-        self._text = ""
+    check: raises ConfigError for a configuration that this peer's site does not allow; it takes the text, too.
+    """
+
+    def __init__(self, check: Callable[[str, RunConfig], None] = lambda text, config: None) -> None:
+        self._check, self._text = check, ""
         self._config: RunConfig | ConfigError = ConfigError("nothing was parsed yet")
 
     def parse(self, config_json: str) -> RunConfig | ConfigError:
-        """Return the configuration, or why this software does not understand it."""
+        """Return the configuration, or why this software does not understand it, or the site does not allow it."""
         if config_json != self._text:
             self._text = config_json
             try:
                 self._config = RunConfig.from_json(config_json)
             except ConfigError as error:
                 self._config = ConfigError(f"the run's configuration does not fit this version of the software: {error}")
+                return self._config
+            try:
+                self._check(config_json, self._config)
+            except ConfigError as error:
+                self._config = error
         return self._config
+
+    @property
+    def text(self) -> str:
+        """What was parsed last."""
+        return self._text
 
 
 @dataclass(slots=True)
@@ -130,7 +143,7 @@ class Attendance:
     def welcome(self) -> tuple[RunConfig, int] | None:
         """The configuration and the outer step of the last Welcome; None before the first. Any thread, under the lock.
 
-        Raises ConfigError when this software does not understand the configuration.
+        Raises ConfigError when this software does not understand the configuration, or the site does not allow it.
         """
         if self._config is None or self._session.welcome is None:
             return None
@@ -238,6 +251,9 @@ class Attendance:
         self._config = self._parser.parse(welcome.config_json)
         if isinstance(self._config, RunConfig):
             self._session.configure(self._config.membership.heartbeat_s, self._config.rounds.max_staleness)
+        elif self._session.welcome is not None:  # another configuration than the one that it joined with
+            self._session.expelled(Expel(evicted=False, reason=str(self._config)))
+            return None
         if (wrong := self._session.welcomed(welcome)) is None:
             self._channels.welcomed(welcome.first_round_id)
         return wrong

@@ -35,6 +35,7 @@ def connect_swarm(
     limit: SendLimit = UNLIMITED,
     *,
     key: bytes = b"",
+    check: Callable[[str, RunConfig], None] = lambda text, config: None,
     keep: Callable[[Channels], Coroutine[Any, Any, None]] | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
@@ -51,6 +52,7 @@ def connect_swarm(
         credentials: of this peer.
         limit: of what is sent.
         key: this peer's private key, in PEM; it signs contributions where the run has them signed.
+        check: of the configuration, as `ConfigParser`'s.
         keep: a task that renews the credentials of the channels that it is given.
         ended, failed: what the goodbye says.
     """
@@ -59,7 +61,7 @@ def connect_swarm(
         each.share(channels[0])
     if keep is not None:
         io.spawn(keep(channels[0]))
-    parser = ConfigParser()
+    parser = ConfigParser(check)
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)
     with leaving(AllAggregators(io, channels, identity, ranks, parser, key=key), ended, failed) as connection:

@@ -1,0 +1,83 @@
+"""`edit-peer consent`: show an operator the run's configuration, and keep the consent to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edit.config.run import RunConfig
+from edit.errors import ConfigError
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import read_configuration
+from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.io_thread import IoThread
+from peers.daemon import stopping
+from peers.identity.peer_folder import Enrolment, PeerFolder
+from peers.identity.policy import Consent, SitePolicy, changes, digest_of
+
+__all__ = ["Terms", "ask_terms", "consent_to"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What an operator consents to."""
+
+    enrolled: Enrolment
+    # The configuration, as the coordinator sent it.
+    text: str
+    policy: SitePolicy
+    # Why policy.toml does not allow it; empty: it does, or there is none.
+    refused: str
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.text)
+
+    @property
+    def consented(self) -> bool:
+        """Whether this is what was consented to before."""
+        return self.policy.consent is not None and digest_of(self.policy.consent.config) == self.digest
+
+    def lines(self) -> list[str]:
+        """Return what is shown."""
+        identity, before = self.enrolled.identity, self.policy.consent
+        swarm = RunConfig.from_json(self.text).swarm is not None
+        default = RunConfig.from_mapping({"swarm": {}} if swarm else {}).to_json()
+        found = [
+            f"run {identity.run_id}, in which this peer is {identity.peer_id}",
+            f"coordinator {', '.join(self.enrolled.endpoints)}",
+            f"configuration {self.digest}",
+            "",
+            "settings other than the defaults:",
+            *(f"  {change}" for change in changes(default, self.text, "default")),
+        ]
+        if self.consented:
+            found += ["", "this site has consented to it"]
+        elif before is not None:
+            found += ["", "since this site's consent:", *(f"  {change}" for change in changes(before.config, self.text))]
+        if self.policy.digest:
+            found += ["", self.refused or f"{self.policy.home / 'policy.toml'} allows it"]
+        return found
+
+
+def ask_terms(home: Path, now: float) -> Terms:
+    """Ask the run's coordinator for the configuration; wait for one that is not there. now: unix seconds.
+
+    Raises ConfigError, RefusedError, EvictedError, Interrupted.
+    """
+    folder = PeerFolder(home)
+    enrolled = folder.load(now)
+    if enrolled.identity.role != "peer":
+        raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; only who trains consents")
+    policy, parser = SitePolicy.load(home, enrolled.identity, folder.key), ConfigParser()
+    with IoThread() as io, stopping(io):
+        config, _ = read_configuration(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity, parser=parser)
+    return Terms(enrolled, parser.text, policy, next(policy.faults(config), ""))
+
+
+def consent_to(terms: Terms) -> None:
+    """Sign the terms, and write consent.json. Raises ConfigError where policy.toml does not allow them, StorageError."""
+    home = terms.policy.home
+    if terms.refused:
+        raise ConfigError(f"{terms.refused}; change one of the two before you consent")
+    Consent.give(terms.enrolled.identity, terms.text, terms.policy.digest, PeerFolder(home).key()).save(home)

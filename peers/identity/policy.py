@@ -1,0 +1,285 @@
+"""What a site allows its peer: policy.toml in the peer's folder, and the consent to one configuration of a run.
+
+The peer checks both whenever an aggregator tells it the run's configuration, before anything of its data has been sent, so no
+run can switch them off. A site without policy.toml that has consented to nothing takes part in whatever it was invited to.
+
+    [accept]    needs a consent: the run's digest is in `runs`, or the operator gave it (`edit-peer consent`)
+    [limits]    what the run may ask for
+    [require]   what the run must have
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import json
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from edit.config.run import RunConfig
+from edit.config.validation import build, require
+from edit.durable_files import read_json, write_json
+from edit.errors import ConfigError
+from edit.trust.signatures import Signer, is_signed, statement
+from editpb.identity import Identity
+
+__all__ = ["NO_POLICY", "Consent", "Sections", "SitePolicy", "changes", "digest_of"]
+
+_FORMAT = 1  # of consent.json
+_PURPOSE = "edit-consent-v1"
+_DIGEST = "sha256:"
+_MOST_SHOWN = 12  # changed settings in a message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accept:
+    """The section [accept]. Where it stands, also empty, a run needs the operator's consent."""
+
+    # Runs that are accepted without `edit-peer consent`, each `sha256:` and the digest of its configuration.
+    runs: tuple[str, ...] = ()
+    # Settings that may change unasked after a consent, as `rounds.grace_s` or `membership.*`.
+    auto: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for run in self.runs:
+            rest = run.removeprefix(_DIGEST)
+            ok = run.startswith(_DIGEST) and len(rest) == 64 and set(rest) <= set("0123456789abcdef")
+            require(ok, "accept.runs", run, "must be sha256: and 64 hexadecimal digits, as edit-peer consent prints it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The section [limits]."""
+
+    # The largest model, in parameters; 0: any.
+    max_parameters: int = 0
+    # Names of models that may be trained, as `builtin:gpt`, `hf:llama` or `hf:*`; empty: any.
+    models: tuple[str, ...] = ()
+    # The last day, in UTC, on which the peer begins to train or connects again; absent: no end.
+    until: datetime.date | None = None
+
+    def __post_init__(self) -> None:
+        require(self.max_parameters >= 0, "limits.max_parameters", self.max_parameters, "must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Require:
+    """The section [require]."""
+
+    # Whether contributions must be masked (`secagg.enabled`).
+    secagg: bool = False
+    # The least number of peers behind a commit (`rounds.quorum`); 0: any.
+    min_peers: int = 0
+    # A file of the members with whom keys are shared, beside policy.toml, as that of `edit-peer run --members`; needs secagg.
+    members: str = ""
+    # Whether the run must keep an audit log (`audit.enabled`).
+    audit: bool = False
+    # `example`: the run must have differential privacy of examples; empty: it need not.
+    privacy: str = ""
+    # The largest epsilon (`privacy.epsilon_max`) that the run may have; 0: any. Needs privacy.
+    epsilon_max: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.min_peers >= 0, "require.min_peers", self.min_peers, "must not be negative")
+        require(self.privacy in ("", "example"), "require.privacy", self.privacy, 'must be "example", or absent')
+        require(self.epsilon_max >= 0, "require.epsilon_max", self.epsilon_max, "must not be negative")
+        rule = 'has no effect without require.privacy = "example"; set that, too'
+        require(not self.epsilon_max or bool(self.privacy), "require.epsilon_max", self.epsilon_max, rule)
+        rule = "has no effect without require.secagg = true; set that, too"
+        require(not self.members or self.secagg, "require.members", self.members, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sections:
+    """policy.toml."""
+
+    accept: Accept | None = None
+    limits: Limits = field(default_factory=Limits)
+    require: Require = field(default_factory=Require)
+
+
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """The operator's consent to one configuration of a run, signed with the peer's key."""
+
+    run_id: str
+    peer_id: str
+    # The configuration: the JSON text that the aggregators send.
+    config: str
+    # `digest_of` the policy.toml of that moment; empty: there was none.
+    policy: str
+    signature: bytes
+
+    @classmethod
+    def give(cls, identity: Identity, config: str, policy: str, key: bytes) -> Consent:
+        """Return the consent, signed. key: the peer's, in PEM. Raises ConfigError for another kind of key."""
+        signed = cls._statement(identity.run_id, identity.peer_id, config, policy)
+        return cls(identity.run_id, identity.peer_id, config, policy, Signer(key).sign(signed))
+
+    @staticmethod
+    def _statement(run_id: str, peer_id: str, config: str, policy: str) -> bytes:
+        return statement(_PURPOSE, (run_id, peer_id, digest_of(config), policy))
+
+    def save(self, home: Path) -> None:
+        """Write consent.json. Raises StorageError."""
+        values = {
+            "run_id": self.run_id,
+            "peer_id": self.peer_id,
+            "config": self.config,
+            "policy": self.policy,
+            "signature": base64.b64encode(self.signature).decode(),
+        }
+        write_json(home / "consent.json", values, version=_FORMAT)
+
+    @classmethod
+    def load(cls, home: Path, public_key: Callable[[], bytes]) -> Consent | None:
+        """Return the consent that was given; None: none was. public_key: the peer's (DER).
+
+        Raises ConfigError where the file is damaged, or is not signed with this key.
+        """
+        path = home / "consent.json"
+        if not path.exists():
+            return None
+        try:
+            values: Any = read_json(path, version=_FORMAT)
+            run_id, peer_id, config, policy = (str(values[key]) for key in ("run_id", "peer_id", "config", "policy"))
+            found = cls(run_id, peer_id, config, policy, base64.b64decode(str(values["signature"]), validate=True))
+        except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+            raise ConfigError(f"{path}: is damaged ({error}); consent again: edit-peer consent --home {home}") from error
+        if not is_signed(public_key(), found.signature, cls._statement(run_id, peer_id, config, policy)):
+            raise ConfigError(f"{path}: is not signed with this peer's key; consent again: edit-peer consent --home {home}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SitePolicy:
+    """What the site of one peer allows."""
+
+    # The peer's folder.
+    home: Path = Path()
+    accept: Accept | None = None
+    limits: Limits = Limits()
+    require: Require = Require()
+    consent: Consent | None = None
+    # `digest_of` policy.toml; empty: there is none.
+    digest: str = ""
+    # Unix seconds.
+    now: Callable[[], float] = time.time
+
+    @classmethod
+    def load(cls, home: Path, identity: Identity, key: Callable[[], bytes], now: Callable[[], float] = time.time) -> SitePolicy:
+        """Read policy.toml and consent.json, as far as they are there. identity, key: the peer's; the key in PEM.
+
+        Raises ConfigError that names the file and the key.
+        """
+        consent = Consent.load(home, lambda: Signer(key()).public_key)
+        if consent is not None and consent.run_id != identity.run_id:
+            consent = None  # to the run that this folder was enrolled in before
+        path = home / "policy.toml"
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return cls(home=home, consent=consent, now=now)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        try:
+            sections = build(Sections, tomllib.loads(data.decode()), "")
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: is not TOML: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        return cls(home, sections.accept, sections.limits, sections.require, consent, digest_of(data), now)
+
+    @property
+    def members(self) -> Path | None:
+        """The file of the members with whom keys are shared; None: the policy names none."""
+        return self.home / self.require.members if self.require.members else None
+
+    def check(self, text: str, config: RunConfig) -> None:
+        """Raise ConfigError in one line unless the site allows this configuration. text: as the aggregators sent it."""
+        for fault in self.faults(config):
+            raise ConfigError(f"{fault}; this peer does not take part")
+        self._check_consent(text)
+
+    def check_parameters(self, count: int) -> None:
+        """Raise ConfigError for a model of more parameters than the site allows."""
+        most = self.limits.max_parameters
+        if most and count > most:
+            raise ConfigError(
+                f"{self.home / 'policy.toml'}: limits.max_parameters = {most}: the run's model has {count}; "
+                "this peer does not take part"
+            )
+
+    def faults(self, config: RunConfig) -> Iterator[str]:
+        """Yield what [limits] and [require] have against a configuration, each in one line that names the file."""
+        return (f"{self.home / 'policy.toml'}: {fault}" for fault in self._faults(config))
+
+    def _faults(self, config: RunConfig) -> Iterator[str]:
+        limits, wanted, privacy = self.limits, self.require, config.privacy
+        if limits.models and not any(fnmatchcase(config.model.name, pattern) for pattern in limits.models):
+            yield f"limits.models = {list(limits.models)}: the run trains {config.model.name}"
+        if limits.until is not None:
+            today = datetime.datetime.fromtimestamp(self.now(), datetime.UTC).date()
+            if today > limits.until:
+                yield f"limits.until = {limits.until}: that is over"
+        if wanted.secagg and not config.secagg.enabled:
+            yield "require.secagg = true: the run has secagg.enabled = false"
+        if config.rounds.quorum < wanted.min_peers:
+            yield f"require.min_peers = {wanted.min_peers}: the run has rounds.quorum = {config.rounds.quorum}"
+        if wanted.audit and not config.audit.enabled:
+            yield "require.audit = true: the run has audit.enabled = false"
+        if wanted.privacy and privacy.level != wanted.privacy:
+            yield f'require.privacy = "{wanted.privacy}": the run has privacy.level = "{privacy.level}"'
+        if wanted.epsilon_max and privacy.epsilon_max > wanted.epsilon_max:
+            yield f"require.epsilon_max = {wanted.epsilon_max:g}: the run has privacy.epsilon_max = {privacy.epsilon_max:g}"
+
+    def _check_consent(self, text: str) -> None:
+        if self.accept is None and self.consent is None:
+            return
+        digest, accept = digest_of(text), self.accept or Accept()
+        if digest in accept.runs:
+            return
+        look = f"look at it with: edit-peer consent --home {self.home}"
+        if self.consent is None:
+            raise ConfigError(f"nobody at this site has consented to the run's configuration {digest}; {look}")
+        changed = [
+            change
+            for change in changes(self.consent.config, text)
+            if not any(fnmatchcase(change.partition(" ")[0], pattern) for pattern in accept.auto)
+        ]
+        if changed:
+            more = f", and {len(changed) - _MOST_SHOWN} more" if len(changed) > _MOST_SHOWN else ""
+            listed = ", ".join(changed[:_MOST_SHOWN]) + more
+            raise ConfigError(f"the run's configuration is not the one that this site consented to: {listed}; {look}")
+
+
+NO_POLICY = SitePolicy()
+
+
+def digest_of(text: str | bytes) -> str:
+    """Return `sha256:` and the digest of a text, in hexadecimal digits."""
+    return _DIGEST + hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+def changes(before: str, after: str, was: str = "was") -> list[str]:
+    """Return what differs between two configurations (JSON), each as `sync.every = 100 (was 30)`, in the order of names."""
+    old, new = (dict(_flat(json.loads(text))) for text in (before, after))
+    return [
+        f"{name} = {json.dumps(new.get(name))} ({was} {json.dumps(old.get(name))})"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield before + key, value

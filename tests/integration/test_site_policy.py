@@ -1,0 +1,127 @@
+"""`edit-peer consent` and policy.toml with a coordinator: what a site does not allow ends its peer, whenever it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+from typer.testing import CliRunner
+
+from aggregator.storage.state_folder import StateFolder
+from edit import EditWorker, WorkerConfig
+from edit.errors import ConfigError, EditError, RefusedError
+from peers.cli import app
+from peers.connection import connect
+from tests.integration.test_readme import run
+from tests.support.running import address, running
+from tests.support.served import new_folder
+
+TOML = """
+name = "consented"
+[model]
+name = "entry:mine"
+[sync]
+every = 2
+outer_steps = 50
+[rounds]
+start_peers = 1
+quorum = 1
+grace_s = 0.2
+[server]
+listen = "127.0.0.1:0"
+enrol_listen = "127.0.0.1:0"
+"""
+
+
+def joined(folder: StateFolder, home: Path) -> Path:
+    invitation = run(["edit-coordinator", "invite", home.name, "--state", str(folder.path)])
+    run(["edit-peer", "join", invitation.splitlines()[0], "--home", str(home)])
+    return home
+
+
+def consent(home: Path, *options: str) -> str:
+    result = CliRunner().invoke(app, ["consent", "--home", str(home), *options])
+    if isinstance(result.exception, EditError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@contextmanager
+def training(home: Path) -> Iterator[EditWorker]:
+    model = nn.Linear(4, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with connect(home) as (collective, config), EditWorker(model, optimizer, collective, WorkerConfig.of(config)) as worker:
+        worker.step = lambda: (model(torch.ones(4)).sum().backward(), optimizer.step(), optimizer.zero_grad())  # type: ignore[attr-defined]
+        yield worker
+
+
+def change(folder: StateFolder, old: str, new: str) -> None:
+    path = folder.path / "run.toml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_peer_takes_part_under_the_configuration_that_its_site_consented_to(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML)
+    with running(folder):
+        home = joined(folder, tmp_path / "a")
+        (home / "policy.toml").write_text('[accept]\nauto = ["rounds.grace_s"]\n[limits]\nmodels = ["entry:*"]\n')
+        with (
+            pytest.raises(ConfigError, match="nobody at this site has consented to the run's configuration sha256:"),
+            training(home),
+        ):
+            pass
+        with pytest.raises(ConfigError, match="nobody is there to be asked; consent with: --accept DIGEST"):
+            consent(home)
+        with pytest.raises(ConfigError, match=f"--accept sha256:{'0' * 64}: the run's configuration is sha256:"):
+            consent(home, "--accept", f"sha256:{'0' * 64}")
+        shown = CliRunner().invoke(app, ["consent", "--home", str(home)]).stdout
+        (digest,) = (line.removeprefix("configuration ") for line in shown.splitlines() if line.startswith("configuration "))
+        assert 'model.name = "entry:mine" (default "builtin:gpt")' in shown and "policy.toml allows it" in shown
+        consent(home, "--accept", digest)
+        assert "this site has consented to it" in CliRunner().invoke(app, ["consent", "--home", str(home)]).stdout
+        with training(home) as worker:
+            assert worker.outer_step == 0
+
+
+def test_a_peer_ends_when_a_coordinator_comes_back_with_what_its_site_does_not_allow(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML)
+    with running(folder):
+        home, there = joined(folder, tmp_path / "a"), address(folder)
+        shown = CliRunner().invoke(app, ["consent", "--home", str(home)]).stdout
+        consent(home, "--accept", shown.splitlines()[2].removeprefix("configuration "))
+    change(folder, 'listen = "127.0.0.1:0"\nenrol', f'listen = "{there}"\nenrol')
+    with ExitStack() as coordinator, pytest.raises(RefusedError) as error:
+        coordinator.enter_context(running(folder))
+        with training(home) as worker:
+            while worker.outer_step < 2:
+                worker.step()  # type: ignore[attr-defined]
+            coordinator.close()
+            change(folder, "every = 2", "every = 3")
+            coordinator.enter_context(running(folder))
+            for _ in range(10_000):
+                worker.step()  # type: ignore[attr-defined]
+    assert "not the one that this site consented to: sync.every = 3 (was 2); look at it with: edit-peer consent" in str(
+        error.value
+    )
+
+
+def test_what_a_policy_asks_for_a_run_without_it_does_not_get(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML)
+    with running(folder):
+        home = joined(folder, tmp_path / "a")
+        (home / "policy.toml").write_text("[require]\nsecagg = true\n")
+        for attempt in (lambda: training(home).__enter__(), lambda: consent(home, "--accept", _digest(home))):
+            with pytest.raises(ConfigError, match=r"require\.secagg = true: the run has secagg.enabled = false"):
+                attempt()
+
+
+def _digest(home: Path) -> str:
+    shown = CliRunner().invoke(app, ["consent", "--home", str(home)]).stdout
+    return shown.splitlines()[2].removeprefix("configuration ")
