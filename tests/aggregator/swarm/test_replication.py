@@ -16,7 +16,7 @@ import torch
 from aggregator.storage.journal import Disk
 from aggregator.storage.store import Store
 from aggregator.swarm.offers import MOST_MANIFEST, Offer
-from aggregator.swarm.replication import PartReplica, PartSnapshot, carry_out
+from aggregator.swarm.replication import Claimed, PartReplica, PartSnapshot, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
 from edit.council.record import update_id
@@ -66,10 +66,14 @@ def two(tmp_path: Path) -> tuple[Member, Member]:
 
 
 class From:
-    """A source."""
+    """A source, and whoever else can say what its state is: the same member, before it changes what it sends."""
 
     def __init__(self, replica: PartReplica, change: Callable[[PartSnapshot], PartSnapshot] = lambda found: found) -> None:
         self._replica, self._change = replica, change
+
+    def confirm(self, part: int, claimed: Claimed) -> None:
+        if claimed != self._replica.claimed():
+            raise RemoteProtocolError("it is another state")
 
     def kept(self, part: int, outer_step: int, update_id: str) -> Offer:
         return self._replica.kept(outer_step, update_id)

@@ -250,6 +250,7 @@ def is_found_out(tmp_path: Path, lie: Callable[..., Liar], why: str, **codec: st
     async def body() -> None:
         async with hosts(tmp_path, config=settings) as swarm:
             await grown(swarm, 1)
+            await swarm.until(lambda: swarm.owner() is not None)
             owner = swarm.record.parts[0].owner
             liar, earlier = swarm.running[owner], list[Source]()
             Liar(liar, shows=lambda sources: tuple(earlier.extend(sources) or sources))
