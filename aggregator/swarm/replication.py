@@ -352,7 +352,10 @@ class PartReplica:
         committed = self._store.committed(outer_step) if not self._damaged else None
         if committed is None or committed.update is None or committed.update["id"] != update_id:
             raise GoneError(f"the update to outer step {outer_step} of part {self._part} is not kept")
-        return Offer.again(self._run_id, Update(**committed.update), committed)
+        offer = Offer.again(self._run_id, Update(**committed.update), committed)
+        if offer.update.id != update_id:
+            raise GoneError(f"the update to outer step {outer_step} of part {self._part} was named otherwise then")
+        return offer
 
     def snapshot(self) -> PartSnapshot:
         """Return a copy of the state. Raises GoneError when there is none that is whole."""

@@ -19,7 +19,7 @@ from aggregator.swarm.offers import MOST_MANIFEST, Offer
 from aggregator.swarm.replication import Claimed, PartReplica, PartSnapshot, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
-from edit.council.record import update_id
+from edit.council.record import MOST_COUNT, update_id
 from edit.errors import ConfigError, GoneError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.lab.council.parts_on_disk import RUN, merged_round, outer_state
 from edit.lab.council.replicated import same
@@ -213,7 +213,9 @@ def lies() -> Iterator[tuple[str, Callable[[Offer], Offer]]]:
     yield "a round that is none", lambda offer: changed(offer, lambda manifest: manifest.update(round_id="one"))
     yield "more", lambda offer: changed(offer, lambda manifest: manifest.update(more=1))
     yield "fewer fragments", lambda offer: changed(offer, lambda manifest: manifest["fragments"].pop())
-    yield "tokens that go back", lambda offer: changed(offer, tokens=0)
+    yield "tokens that go back", lambda offer: changed(offer, lambda manifest: manifest.update(tokens=0), tokens=0)
+    yield "more tokens than its id", lambda offer: replace(offer, update=replace(offer.update, tokens=MOST_COUNT))
+    yield "tokens that are none", lambda offer: changed(offer, lambda manifest: manifest.update(tokens=True), tokens=1)
     yield (
         "a manifest that is too long",
         lambda offer: changed(offer, lambda manifest: manifest.update(reason="x" * MOST_MANIFEST)),
@@ -282,6 +284,22 @@ def test_nothing_is_taken_of_updates_whose_chain_breaks(two: tuple[Member, Membe
 
     answer = carry_out(other.replica, fetch(one), source=Mixed(one.replica))
     assert isinstance(answer, ev.Failed) and other.replica.state.outer_step == 0 and other.replica.state.held is None
+
+
+def test_a_source_that_counts_other_tokens_with_the_right_bytes_is_not_followed(two: tuple[Member, Member]) -> None:
+    """Else nothing that comes would be held: tokens never go back."""
+    one, other = two
+    one.step()
+
+    class Counts(From):
+        def kept(self, part: int, outer_step: int, update_id: str) -> Offer:
+            found = super().kept(part, outer_step, update_id)
+            return replace(found, update=replace(found.update, tokens=MOST_COUNT))
+
+    answer = carry_out(other.replica, fetch(one), source=Counts(one.replica))
+    assert isinstance(answer, ev.Failed) and "other tokens" in answer.reason and other.replica.state.outer_step == 0
+    assert isinstance(carry_out(other.replica, fetch(one), source=From(one.replica)), ev.Applied)
+    one.step(other, seed=2)
 
 
 def test_a_snapshot_that_is_damaged_changes_nothing(two: tuple[Member, Member]) -> None:
