@@ -212,7 +212,7 @@ def message_to_pb(word: Word) -> pb.CouncilMessage:
             return kinds(leave=kinds.Leave())
         case Claim(peer_id, enrolled):
             number, key = bytes.fromhex(enrolled.invitation), bytes.fromhex(enrolled.key)
-            return kinds(claim=kinds.Claim(peer_id=peer_id, invitation=number, key=key))
+            return kinds(claim=kinds.Claim(peer_id=peer_id, invitation=number, key=key, observer=enrolled.observer))
         case Offering(update):
             return kinds(offering=kinds.Offering(update=_update(update)))
         case StateAsked(part, outer_steps):
@@ -440,6 +440,11 @@ def _release(message: pb.CouncilMessage) -> Release:
     return Release(message.release.part, message.release.grant, message.release.reason, message.release.away)
 
 
+def _claim(message: pb.CouncilMessage) -> Claim:
+    claim = message.claim
+    return Claim(claim.peer_id, Enrolled(claim.invitation.hex(), claim.key.hex(), claim.observer))
+
+
 def _state_digest(message: pb.CouncilMessage) -> StateDigest:
     said = message.state_digest
     return StateDigest(said.part, said.outer_step, said.name.hex(), said.digest.hex())
@@ -456,7 +461,7 @@ _READERS: dict[str, Callable[[pb.CouncilMessage], Word]] = {
     "release": _release,
     "ended": lambda message: Ended(message.ended.part, message.ended.grant),
     "leave": lambda message: Leave(),
-    "claim": lambda message: Claim(message.claim.peer_id, Enrolled(message.claim.invitation.hex(), message.claim.key.hex())),
+    "claim": _claim,
     "offering": lambda message: Offering(_update_from(message.offering.update)),
     "state_asked": lambda message: StateAsked(message.state_asked.part, message.state_asked.outer_steps),
     "state_digest": _state_digest,

@@ -148,14 +148,16 @@ class CouncilMessage(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
     class Claim(_message.Message):
-        __slots__ = ("peer_id", "invitation", "key")
+        __slots__ = ("peer_id", "invitation", "key", "observer")
         PEER_ID_FIELD_NUMBER: _ClassVar[int]
         INVITATION_FIELD_NUMBER: _ClassVar[int]
         KEY_FIELD_NUMBER: _ClassVar[int]
+        OBSERVER_FIELD_NUMBER: _ClassVar[int]
         peer_id: str
         invitation: bytes
         key: bytes
-        def __init__(self, peer_id: _Optional[str] = ..., invitation: _Optional[bytes] = ..., key: _Optional[bytes] = ...) -> None: ...
+        observer: bool
+        def __init__(self, peer_id: _Optional[str] = ..., invitation: _Optional[bytes] = ..., key: _Optional[bytes] = ..., observer: bool = ...) -> None: ...
     class Offering(_message.Message):
         __slots__ = ("update",)
         UPDATE_FIELD_NUMBER: _ClassVar[int]

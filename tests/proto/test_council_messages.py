@@ -59,6 +59,7 @@ WORDS: list[Word] = [
     ev.Release(3, 9, "it was restarted", True),
     ev.Ended(3, 9),
     ev.Claim("p", Enrolled("0" * 31 + "7", "ab" * 32)),
+    ev.Claim("eye", Enrolled("0" * 31 + "7", "ab" * 32, observer=True)),
     ev.Leave(),
     Offering(UPDATE),
     StateAsked(3, MOST_TOLD),
