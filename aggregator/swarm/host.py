@@ -201,6 +201,8 @@ class _HostedPart:
         self.pulled: Offer | None = None  # one that is here, until the council has been told; no other is fetched before
         self.verified: tuple[MergeRecord, ...] = ()  # what this member merged of it itself, where it verifies the part
         self.unverified = ("", 0)  # the id of an update that could not be verified, and how often
+        self.looked = (0, -1)  # the outer step and grant of an update for whose sake witnesses were asked of the own state
+        self.complaint = ""  # why an update was not held last
         self.disputed = ""  # the id of the update that was disputed last
         self.own: tuple[Offer, tuple[MergeRecord, ...]] | None = None  # what an engine here made
         self.sources: tuple[Source, ...] = ()  # of that
@@ -957,7 +959,15 @@ class Host:
             await job()
 
     async def _hold(self, part: _HostedPart, effect: ev.Hold, offer: Offer | None, records: Sequence[MergeRecord]) -> None:
-        self.tell(await part.do(partial(carry_out, part.replica, effect, offer=offer, own=records)))
+        answer = await part.do(partial(carry_out, part.replica, effect, offer=offer, own=records))
+        if isinstance(answer, ev.Failed) and answer.reason != part.complaint:
+            part.complaint = answer.reason
+            self._say_news(answer.reason)
+        self.tell(answer)
+        update = effect.update
+        if part.replica.contested and part.looked != (update.outer_step, update.grant) and part.witnesses is None:
+            part.looked = update.outer_step, update.grant
+            self._background.spawn(self._look_at_own(part))
 
     async def _adopt(self, part: _HostedPart, effect: ev.Adopt) -> None:
         answer = await part.do(carry_out, part.replica, effect)
@@ -986,7 +996,8 @@ class Host:
                 else:
                     await part.do(fetching.give, found)
         finally:
-            self._dismiss(part)
+            if part.witnesses is not None and part.witnesses.source == effect.source:
+                self._dismiss(part, part.witnesses)
         self._say(part, fetching.answer)
         self._say_state_to(part, *part.asking)
 
@@ -1095,9 +1106,26 @@ class Host:
             async with asyncio.timeout(_OWNERS_S):
                 await part.said.wait()
 
-    def _dismiss(self, part: _HostedPart) -> None:
+    async def _look_at_own(self, part: _HostedPart) -> None:
+        """An owner's update is for other parameters than are here: have a snapshot fetched if most voters have others, too."""
+        witnesses = part.witnesses = Witnesses(part.number, self.peer_id)
+        self._ask_witnesses(part, witnesses)
+        try:
+            claimed = await part.do(part.replica.claimed)
+            async with asyncio.timeout(CONFIRM_S):
+                while witnesses.why_not(claimed, self._voters_beside):
+                    await self._something_said(part)
+        except RemoteProtocolError:
+            if await part.do(part.replica.give_up, claimed):
+                self.tell(ev.Damaged(part.number, claimed.outer_step, claimed.digest))
+        except (GoneError, TimeoutError):
+            pass  # nobody can tell
+        finally:
+            self._dismiss(part, witnesses)
+
+    def _dismiss(self, part: _HostedPart, witnesses: Witnesses) -> None:
         """Tell the witnesses that it is enough."""
-        if part.witnesses is not None:
+        if part.witnesses is witnesses:
             part.witnesses = None
             for peer_id in self._voters_beside & self.links.connected:
                 self.links.send(peer_id, StateAsked(part.number, 0))

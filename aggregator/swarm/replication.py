@@ -83,6 +83,10 @@ class PartSnapshot:
         return found.hexdigest()
 
 
+class _OthersError(RemoteProtocolError):
+    """An update was merged for other parameters than are here."""
+
+
 class Source(Protocol):
     """Another member, to fetch from. Every call ends within a time that the implementation bounds; it may raise EditError."""
 
@@ -118,6 +122,7 @@ class PartReplica:
         self._state = PartState()
         self._held: Round | None = None  # the round of the update that is held
         self._damaged = False  # the parameters here are not those that the state's name means: only a snapshot helps
+        self._contested = False  # see `contested`
         self._engine: EngineStore | None = None
         self._proposed = ""  # the id of what the engine waits for
         self._verifies = verified_by_others(config)
@@ -136,6 +141,23 @@ class PartReplica:
         if self._outer is None:
             raise GoneError(f"part {self._part} is not here yet")
         return self._outer
+
+    @property
+    def contested(self) -> bool:
+        """Whether the last update that was to be held is for other parameters than are here: one of the two is wrong."""
+        return self._contested
+
+    def give_up(self, claimed: Claimed) -> bool:
+        """Believe the others, who came to another state of this outer step; return whether it still is the one that is here.
+
+        It is called by its digest from now on: what its name means it is not.
+        """
+        here = self._state.outer_step, self._state.digest
+        if self._state.held is not None or here != (claimed.outer_step, claimed.name) or self._damaged:
+            return False
+        _log.error("part %d is damaged: others came to another outer step %d", self._part, claimed.outer_step)
+        self._damaged, self._state = True, PartState(claimed.outer_step, claimed.digest)
+        return True
 
     def found(self, outer: OuterState) -> None:
         """Write the part's first state. Raises StorageError."""
@@ -227,14 +249,18 @@ class PartReplica:
 
         own: the records of the owner, or of who has verified them, with what they leave out.
 
-        Raises RemoteProtocolError for bytes that are no update to the state here, StorageError; after both nothing, or what was
-        held before, is held.
+        Raises RemoteProtocolError for bytes that are no update to the state here, or to other parameters than are here: one of
+        the two is wrong, and if an owner is, no quorum may hold it. StorageError. After each nothing, or what was held before,
+        is held.
         """
-        update, state = offer.update, self._state
+        update, state, self._contested = offer.update, self._state, False
         if (update.part, update.outer_step, update.base) != (self._part, state.outer_step + 1, state.digest):
             raise RemoteProtocolError(f"part {self._part} is at outer step {state.outer_step}: not what the update continues")
         offer.check(self._run_id)
         merged = offer.merged(self.outer)
+        if merged.theta != self.outer.digest:
+            self._contested, self._claimed = True, _NOTHING
+            raise _OthersError(f"part {self._part}: the update to outer step {update.outer_step} is for other parameters")
         if own:
             merged = Round(merged.round_id, merged.reason, merged.theta, tuple(own))
         if update.tokens < self._store.tokens:
@@ -303,7 +329,13 @@ class PartReplica:
         if held is not None:
             self.adopt(held.id)
         for offer in offers:
-            self.hold(offer)
+            try:
+                self.hold(offer)
+            except _OthersError as error:  # a quorum has held it
+                _log.error("part %d is damaged: %s", self._part, error)
+                self._damaged = True
+                yield from self._replacing(wanted)
+                return
             self.adopt(offer.update.id)
 
     def _leading_to(self, wanted: Fetch, steps: range) -> Generator[Wanted, Any, tuple[Update | None, list[Offer]]]:

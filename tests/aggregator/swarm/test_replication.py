@@ -224,6 +224,7 @@ def lies() -> Iterator[tuple[str, Callable[[Offer], Offer]]]:
         "a manifest that is too deep",
         lambda offer: rehashed(offer, b'{"fragments":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     )
+    yield "other parameters", lambda offer: changed(offer, lambda manifest: manifest.update(theta="0" * 64))
     yield "another base", lambda offer: changed(offer, base="1" * 64)
 
 
@@ -326,21 +327,35 @@ def test_a_snapshot_that_is_damaged_changes_nothing(two: tuple[Member, Member]) 
     assert same(other.again().replica.snapshot(), before)
 
 
-def test_a_member_whose_parameters_are_damaged_notices_and_takes_a_snapshot(two: tuple[Member, Member]) -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_a_member_whose_parameters_are_damaged_notices_and_takes_a_snapshot(two: tuple[Member, Member], held: bool) -> None:
     one, other = two
     one.step(other)
     outer = outer_state(SETTINGS, 0)
     outer.commit(1, "all are in", merged_round(outer, 3, 99))  # other parameters than the state's name means
-    other.replica._outer = outer
     offer = one.offer(seed=5)
-    assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
-    answer = carry_out(other.replica, ev.Adopt(0, 2, offer.update.id, offer.update.digest))
-    assert isinstance(answer, ev.Applied) and (answer.outer_step, answer.digest) != (2, offer.update.id)
-    with pytest.raises(GoneError):
-        other.replica.snapshot()
+    if held:  # before it is damaged
+        assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
+    other.replica._outer = outer
+    if held:
+        answer = carry_out(other.replica, ev.Adopt(0, 2, offer.update.id, offer.update.digest))
+        assert isinstance(answer, ev.Applied) and (answer.outer_step, answer.digest) != (2, offer.update.id)
+    else:
+        answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
+        assert isinstance(answer, ev.Failed) and "is for other parameters" in answer.reason
     one.replica.hold(offer)
     one.replica.adopt(offer.update.id)
-    answer = carry_out(other.replica, fetch(one, snapshot=True), source=From(one.replica))
+
+    class Without(From):
+        def snapshot(self, part: int) -> PartSnapshot:
+            raise GoneError("not now")
+
+    for _ in range(2):
+        assert isinstance(carry_out(other.replica, fetch(one, snapshot=held), source=Without(one.replica)), ev.Failed)
+        for ask in (other.replica.snapshot, other.replica.claimed):
+            with pytest.raises(GoneError, match="is damaged"):
+                ask()
+    answer = carry_out(other.replica, fetch(one, snapshot=held), source=From(one.replica))
     assert answer == ev.Applied(0, 2, offer.update.id)
     assert same(one.replica.snapshot(), other.replica.snapshot())
     assert same(other.again().replica.snapshot(), one.replica.snapshot())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from aggregator.swarm import host
 from aggregator.swarm.host import Host
+from aggregator.swarm.offers import Offer, Round
 from aggregator.swarm.replication import Claimed, PartReplica, PartSnapshot
 from aggregator.swarm.witnesses import Witnesses
 from edit.config.run import RunConfig
 from edit.council import events as ev
 from edit.errors import GoneError, RemoteProtocolError
 from edit.fragments.digest import digest
+from edit.merging.outer_state import MergeRecord, OuterState
 from edit.merging.penalty import NormStatistics
 from editpb.council_messages import MOST_TOLD, StateAsked, StateDigest
 from tests.support.council.hosts import SIZES, Hosts, hosts
@@ -171,6 +173,59 @@ def test_of_two_that_differ_neither_is_taken(tmp_path: Path, monkeypatch: pytest
         assert not said_by(d) and not d.parts[0].replica.state.digest
 
     scenario(tmp_path, body, "ab")
+
+
+# -- owners, and members that are wrong themselves --------------------------------------------------------------------------
+
+
+def test_an_owner_whose_update_is_for_other_parameters_damages_nobody(tmp_path: Path) -> None:
+    """Else all would take themselves for damaged, and have no state but what the owner sends."""
+
+    async def body(swarm: Hosts) -> None:
+        a = swarm.running["a"].parts[0].replica
+
+        def offer(grant: int, round_id: int, reason: str, tokens: int, records: Sequence[MergeRecord]) -> Offer:
+            merged = Round(round_id, reason, "0" * 64, tuple(sorted(records, key=lambda record: record.fragment_id)))
+            return Offer.of(swarm.run_id, 0, grant, a._state.digest, a._store.tokens + tokens, merged)
+
+        def hold(offer: Offer, own: object = ()) -> None:
+            a._state = replace(a._state, held=offer.update)
+
+        a.offer, a.hold = offer, hold  # type: ignore[method-assign]
+        await swarm.contribute(0, deltas(3))
+        others = [swarm.running["b"], swarm.running["c"]]
+        wanted = "part 0: the update to outer step 3 is for other parameters"
+        await swarm.until(lambda: all(any(wanted in text for _, text in each._notices) for each in others), passes=0.3)
+        await swarm.until(lambda: all(each.parts[0].looked[0] and not each.parts[0].witnesses for each in others), passes=0.3)
+        assert swarm.record.parts[0].outer_step == 2 and [at(each) for each in others] == [2, 2]
+        assert len({each.parts[0].replica.claimed() for each in others}) == 1, "they still have it"
+        swarm.running[swarm.leader].tell(ev.Evict("a", "it lies"))
+        await swarm.stop("a")
+        await swarm.until(lambda: swarm.owner() is not None, passes=1.0)
+        await take_step(swarm, 3)
+
+    scenario(tmp_path, body)
+
+
+def test_a_member_that_is_wrong_itself_hears_so_from_the_others_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no quorum is without it: the update that it does not hold is not committed before."""
+    monkeypatch.setattr(host, "AWAY_S", 0.5)
+
+    async def body(swarm: Hosts) -> None:
+        await swarm.stop("c")
+        await swarm.until(lambda: swarm.leader == "a" and swarm.owner() is swarm.running["a"], passes=1.0)
+        b = swarm.running["b"].parts[0].replica
+        tensors = {name: each.clone() for name, each in b.outer.to_tensors().items()}
+        tensors["theta.1"][7] += 1
+        theta = [tensors[f"theta.{i}"] for i in range(len(SIZES))]
+        b._outer = OuterState.restore(b.outer.schema, config(), tensors, {**b.outer.metadata(), "digest": digest(theta)})
+        await swarm.contribute(0, deltas(3))
+        await swarm.until(lambda: [at(each) for each in swarm.running.values()] == [3, 3], passes=1.0)
+        assert swarm.same()
+
+    scenario(tmp_path, body)
 
 
 # -- honest sources --------------------------------------------------------------------------------------------------------
