@@ -960,9 +960,9 @@ class Host:
 
     async def _hold(self, part: _HostedPart, effect: ev.Hold, offer: Offer | None, records: Sequence[MergeRecord]) -> None:
         answer = await part.do(partial(carry_out, part.replica, effect, offer=offer, own=records))
-        if isinstance(answer, ev.Failed) and answer.reason != part.complaint:
-            part.complaint = answer.reason
-            self._say_news(answer.reason)
+        before, part.complaint = part.complaint, answer.reason if isinstance(answer, ev.Failed) else ""
+        if part.complaint not in ("", before):
+            self._say_news(part.complaint)
         self.tell(answer)
         update = effect.update
         if part.replica.contested and part.looked != (update.outer_step, update.grant) and part.witnesses is None:
