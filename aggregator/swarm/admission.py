@@ -295,7 +295,8 @@ class SwarmEnrolment:
         if now >= Validity.of(guest).ends:
             raise RefusedError("this invitation has expired; ask for a new one")
         key, number = public_key_of(request.csr_der), f"{guest.serial_number:032x}"
-        await gate.claim(Claim(identity.peer_id, Enrolled(number, hashlib.sha256(public_der(key)).hexdigest())))
+        enrolled = Enrolled(number, hashlib.sha256(public_der(key)).hexdigest(), identity.role == "observer")
+        await gate.claim(Claim(identity.peer_id, enrolled))
         certificate = gate.authority.enrol(identity, key, now=max(now, made_at(number)))
         _log.info("%s is enrolled as %s", identity.peer_id, identity.role)
         return epb.EnrolReply(

@@ -56,7 +56,7 @@ from aggregator.swarm.links import Addresses, Links
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.offers import Offer
 from aggregator.swarm.relayed import RelayedPort
-from aggregator.swarm.replication import Fetching, PartReplica, carry_out
+from aggregator.swarm.replication import Claimed, Fetching, PartReplica, Wanted, carry_out
 from aggregator.swarm.standing import (
     MOST_NOTICES,
     MOST_WORDS,
@@ -77,6 +77,7 @@ from aggregator.swarm.transfers import (
     state_parts,
 )
 from aggregator.swarm.verification import Verification, enrolled_key
+from aggregator.swarm.witnesses import AWAY_S, Witnesses
 from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
 from edit.council import events as ev
@@ -114,7 +115,17 @@ from editpb import control_pb2 as cpb
 from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.control_messages import evict_request_from_pb
-from editpb.council_messages import Offering, PartOwner, SwarmDescription, description_to_pb, owners_to_pb
+from editpb.council_messages import (
+    MOST_TOLD,
+    Offering,
+    PartOwner,
+    StateAsked,
+    StateDigest,
+    SwarmDescription,
+    Told,
+    description_to_pb,
+    owners_to_pb,
+)
 from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, endpoint_of
 from editpb.limits import CHUNK_BYTES, check_digest, check_id, one_line
@@ -156,6 +167,9 @@ _MAX_CALLS = 4096
 _STOP_GRACE_S = 0.5
 _OWNERS_S = 1.0  # who watches the owners is told at least so often: else it asks another host
 _LOOK_S = 0.05
+MOST_NAMED = 256  # outer steps that committed records named, of each part
+WITNESSES_S = 10.0  # a source is asked for its state when all voters have said what theirs comes to, or so long after
+CONFIRM_S = 15.0  # and what it sent is confirmed within so long
 VERIFY_TRIES = 5  # to fetch what an update was merged from, before its owner is disputed
 _MISSED = "; if the run has ended there, start one of them again: this member takes its end from it"
 _HERE = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")  # as gRPC names callers on this machine
@@ -187,10 +201,24 @@ class _HostedPart:
         self.pulled: Offer | None = None  # one that is here, until the council has been told; no other is fetched before
         self.verified: tuple[MergeRecord, ...] = ()  # what this member merged of it itself, where it verifies the part
         self.unverified = ("", 0)  # the id of an update that could not be verified, and how often
+        self.looked = (0, -1)  # the outer step and grant of an update for whose sake witnesses were asked of the own state
+        self.complaint = ""  # why an update was not held last
         self.disputed = ""  # the id of the update that was disputed last
         self.own: tuple[Offer, tuple[MergeRecord, ...]] | None = None  # what an engine here made
         self.sources: tuple[Source, ...] = ()  # of that
         self.engine: Engine | None = None
+        self.asking: dict[str, int] = {}  # who is told what the state comes to, and how often yet
+        self.owing: set[str] = set()  # who of these is told in the part's next turn
+        self.named: dict[int, str] = {}  # the states of the last outer steps, as committed records named them
+        self.witnesses: Witnesses | None = None  # while a state is fetched
+        self.not_believed: set[str] = set()  # whose state was another than that of most voters
+        self.said = asyncio.Event()  # by a witness
+
+    def heard_of_state(self, peer_id: str, said: StateDigest) -> None:
+        """Take what another member's state comes to, if that was asked."""
+        if self.witnesses is not None:
+            self.witnesses.take(peer_id, said)
+            self.said.set()
 
     async def do(self, call: Callable[..., _T], *arguments: object) -> _T:
         """Run a call in the part's thread."""
@@ -623,11 +651,20 @@ class Host:
 
     # -- the council -------------------------------------------------------------------------------------------------------
 
-    async def heard(self, sender: str, word: ev.Message | Offering) -> None:
+    async def heard(self, sender: str, word: ev.Message | Told) -> None:
         """See `Listener`."""
-        if isinstance(word, Offering):
-            self._announced(sender, word.update)
-            return
+        match word:
+            case Offering(update):
+                self._announced(sender, update)
+                return
+            case StateAsked():
+                self._asked_for_state(peer_of(sender), word)
+                return
+            case StateDigest(number) if number < len(self.parts):
+                self.parts[number].heard_of_state(peer_of(sender), word)
+                return
+            case StateDigest():
+                return
         await self._room.acquire()
         self._events.put_nowait((ev.Received(sender, word), True))
 
@@ -639,6 +676,8 @@ class Host:
     def disconnected(self, peer_id: str) -> None:
         """See `Listener`."""
         self.tell(ev.Disconnected(peer_id))
+        for part in self.parts:
+            part.asking.pop(peer_id, None)
 
     def refused(self, peer_id: str, error: EditError) -> None:
         """See `Listener`. More than half of the other voters must say that this member was evicted: one may lie."""
@@ -754,6 +793,11 @@ class Host:
         """Do by a committed record what is not the council's: who is shut out is gone, and the engines are in its phase."""
         news, self._news = self._news, asyncio.Event()
         news.set()
+        for part, named in zip(self.parts, record.parts, strict=True):
+            part.named[named.outer_step] = named.digest
+            while len(part.named) > MOST_NAMED:
+                del part.named[next(iter(part.named))]
+            part.said.set()
         if record.holders != self._renewers:
             self._renewers = record.holders
             self._look.set()
@@ -915,7 +959,15 @@ class Host:
             await job()
 
     async def _hold(self, part: _HostedPart, effect: ev.Hold, offer: Offer | None, records: Sequence[MergeRecord]) -> None:
-        self.tell(await part.do(partial(carry_out, part.replica, effect, offer=offer, own=records)))
+        answer = await part.do(partial(carry_out, part.replica, effect, offer=offer, own=records))
+        before, part.complaint = part.complaint, answer.reason if isinstance(answer, ev.Failed) else ""
+        if part.complaint not in ("", before):
+            self._say_news(part.complaint)
+        self.tell(answer)
+        update = effect.update
+        if part.replica.contested and part.looked != (update.outer_step, update.grant) and part.witnesses is None:
+            part.looked = update.outer_step, update.grant
+            self._background.spawn(self._look_at_own(part))
 
     async def _adopt(self, part: _HostedPart, effect: ev.Adopt) -> None:
         answer = await part.do(carry_out, part.replica, effect)
@@ -924,6 +976,8 @@ class Host:
             part.own, part.sources = None, ()  # the journal has it
         if self.gossip is not None:
             self.gossip.tell()
+        part.owing.update(part.asking)
+        await self._say_state(part)
 
     async def _fetch(self, part: _HostedPart, effect: ev.Fetch, pulled: Offer | None) -> None:
         """Ask the source for one thing after the other. Its answers are taken in the part's thread.
@@ -931,16 +985,21 @@ class Host:
         pulled: what the council has not been told yet that is here.
         """
         fetching = await part.do(Fetching, part.replica, effect)
-        while fetching.answer is None:
-            try:
-                found = await self._coming(part, fetching.wanted, pulled)
-                if found is None:
-                    found = await self._ask(part, effect.source, fetching.wanted)
-            except EditError as error:
-                await part.do(fetching.give, error)
-            else:
-                await part.do(fetching.give, found)
+        try:
+            while fetching.answer is None:
+                try:
+                    found = await self._coming(part, fetching.wanted, pulled)
+                    if found is None:
+                        found = await self._ask(part, effect.source, fetching.wanted)
+                except EditError as error:
+                    await part.do(fetching.give, error)
+                else:
+                    await part.do(fetching.give, found)
+        finally:
+            if part.witnesses is not None and part.witnesses.source == effect.source:
+                self._dismiss(part, part.witnesses)
         self._say(part, fetching.answer)
+        self._say_state_to(part, *part.asking)
 
     def _say(self, part: _HostedPart, answer: ev.Held | ev.Applied | ev.Failed) -> None:
         """Tell the council, and the log, what came of an Adopt or Fetch."""
@@ -953,7 +1012,7 @@ class Host:
             case ev.Failed(number, _, reason):
                 _log.info("part %d: %s", number, reason)
 
-    async def _coming(self, part: _HostedPart, wanted: tuple[int, str] | None, pulled: Offer | None) -> Any:
+    async def _coming(self, part: _HostedPart, wanted: Wanted, pulled: Offer | None) -> Any:
         """Return the wanted update from its owner, if it was announced and is here or on its way; None also if that fails.
 
         It was committed before the council knew it here: by a quorum that this member is not needed for.
@@ -966,11 +1025,142 @@ class Host:
         await asyncio.wait([task])
         return None if task.cancelled() or task.exception() is not None else task.result()
 
-    async def _ask(self, part: _HostedPart, source: str, wanted: tuple[int, str] | None) -> Any:
+    async def _ask(self, part: _HostedPart, source: str, wanted: Wanted) -> Any:
+        if isinstance(wanted, Claimed):
+            return await self._confirm(part, wanted)
         stub = self.links.stub(source)
         if wanted is None:
+            await self._call_witnesses(part, source)
             return await fetch_state(stub, part.number, part.schema, self._config.average)
         return await fetch_offer(stub, part.number, *wanted, body_sizes(part.replica.outer))
+
+    # -- states of others, and what witnesses say of them ------------------------------------------------------------------
+
+    async def _call_witnesses(self, part: _HostedPart, source: str) -> None:
+        """Ask the voters what their state of a part comes to, before a source copies its own.
+
+        Raises RefusedError for a source that was not believed, while there are others.
+        """
+        if source in part.not_believed and (self._voters_beside & self.links.connected) - part.not_believed:
+            raise RefusedError(f"no state of part {part.number} is taken from {source}: it was not believed")
+        witnesses = part.witnesses = Witnesses(part.number, source)
+        asked = self._ask_witnesses(part, witnesses)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WITNESSES_S):
+                while witnesses.missing(asked & self.links.connected):
+                    await self._something_said(part)
+
+    def _ask_witnesses(self, part: _HostedPart, witnesses: Witnesses) -> frozenset[str]:
+        """Ask those who have said nothing yet; return who was asked."""
+        asked = frozenset(witnesses.missing(self._voters_beside & self.links.connected))
+        for peer_id in asked:
+            self.links.send(peer_id, StateAsked(part.number, MOST_TOLD))
+        return asked
+
+    @property
+    def _voters_beside(self) -> frozenset[str]:
+        """The voters that count as witnesses: not this member, and nobody who has been away for long."""
+        record = self.council.committed or self.council.record
+        voters = {*map(peer_of, record.electors)} - {self.peer_id} if record is not None else set()
+        connected = self.links.connected
+        return frozenset(each for each in voters if each in connected or self.links.since_s(each) < AWAY_S)
+
+    async def _confirm(self, part: _HostedPart, claimed: Claimed) -> None:
+        """Return once a record has named this outer step, and enough voters came to this state. See `witnesses`.
+
+        Raises RemoteProtocolError for another state, GoneError when it is not confirmed in time.
+        """
+        witnesses = part.witnesses
+        assert witnesses is not None  # its state was asked for
+        self._ask_witnesses(part, witnesses)
+        try:
+            await self._until_confirmed(part, witnesses, claimed)
+        except RemoteProtocolError as error:
+            part.not_believed.add(witnesses.source)
+            self._say_news(str(error))
+            raise
+        if not self._voters_beside - {witnesses.source}:
+            _log.info("part %d: nobody but %s could say what its state is", part.number, witnesses.source)
+
+    async def _until_confirmed(self, part: _HostedPart, witnesses: Witnesses, claimed: Claimed) -> None:
+        step, why, named = claimed.outer_step, "", None
+        lie = f"{witnesses.source} is not believed: outer step {step} of part {part.number}"
+        try:
+            async with asyncio.timeout(CONFIRM_S):
+                while True:
+                    if (named := part.named.get(step)) not in (None, claimed.name):
+                        raise RemoteProtocolError(f"{lie} is another in the record")
+                    why = witnesses.why_not(claimed, self._voters_beside)
+                    if named is not None and not why:
+                        return
+                    await self._something_said(part)
+        except TimeoutError:
+            if named is None and step > max(part.named, default=0) and self.council.leader:
+                raise RemoteProtocolError(f"{lie} is in no record") from None
+            raise GoneError(why or f"outer step {step} of part {part.number} is in no record here") from None
+
+    async def _something_said(self, part: _HostedPart) -> None:
+        """Wait until a witness or the record says something; not for long: who is away for long does not count."""
+        part.said.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OWNERS_S):
+                await part.said.wait()
+
+    async def _look_at_own(self, part: _HostedPart) -> None:
+        """An owner's update is for other parameters than are here: have a snapshot fetched if most voters have others, too."""
+        witnesses = part.witnesses = Witnesses(part.number, self.peer_id)
+        self._ask_witnesses(part, witnesses)
+        try:
+            claimed = await part.do(part.replica.claimed)
+            async with asyncio.timeout(CONFIRM_S):
+                while witnesses.why_not(claimed, self._voters_beside):
+                    await self._something_said(part)
+        except RemoteProtocolError:
+            if await part.do(part.replica.give_up, claimed):
+                self.tell(ev.Damaged(part.number, claimed.outer_step, claimed.digest))
+        except (GoneError, TimeoutError):
+            pass  # nobody can tell
+        finally:
+            self._dismiss(part, witnesses)
+
+    def _dismiss(self, part: _HostedPart, witnesses: Witnesses) -> None:
+        """Tell the witnesses that it is enough."""
+        if part.witnesses is witnesses:
+            part.witnesses = None
+            for peer_id in self._voters_beside & self.links.connected:
+                self.links.send(peer_id, StateAsked(part.number, 0))
+
+    def _asked_for_state(self, peer_id: str, asked: StateAsked) -> None:
+        """Say what the state of a part comes to: when it is computed, in the part's turn, and after further outer steps."""
+        if asked.part >= len(self.parts):
+            return
+        part = self.parts[asked.part]
+        part.asking.pop(peer_id, None)
+        if asked.outer_steps:
+            part.asking[peer_id] = asked.outer_steps + 1
+            self._say_state_to(part, peer_id)
+
+    def _say_state_to(self, part: _HostedPart, *peer_ids: str) -> None:
+        """Say what the state comes to in the part's next turn."""
+        if not part.owing and peer_ids:
+            part.jobs.put_nowait(partial(self._say_state, part))
+        part.owing.update(peer_ids)
+
+    async def _say_state(self, part: _HostedPart) -> None:
+        """Say what the state comes to now, to those who still want to know."""
+        to = part.owing & part.asking.keys()
+        part.owing.clear()
+        if not to:
+            return
+        try:
+            found = await part.do(part.replica.claimed)
+        except GoneError:
+            found = Claimed(0, "", "")
+        for peer_id in sorted(to):
+            self.links.send(peer_id, StateDigest(part.number, found.outer_step, found.name, found.digest))
+            left = part.asking.pop(peer_id, 0) - 1
+            if left > 0:
+                part.asking[peer_id] = left
 
     # -- engines -----------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from edit.council.events import Message
 from edit.council.record import name_of
 from edit.errors import EditError, RefusedError, RemoteProtocolError, StaleError, TransportError
 from editpb import council_pb2 as pb
-from editpb.council_messages import Introduction, Offering, Word, message_from_pb, message_to_pb
+from editpb.council_messages import Introduction, Told, Word, message_from_pb, message_to_pb
 from editpb.identity import Identity
 from editpb.messages import PROTOCOL
 from editpb.transport.channel_options import channel_options
@@ -46,7 +46,7 @@ Write = Callable[[pb.CouncilMessage], Awaitable[None]]
 class Listener(Protocol):
     """Who takes what comes. Its methods are called on the loop; a stream waits for `heard`."""
 
-    async def heard(self, sender: str, word: Message | Offering) -> None:
+    async def heard(self, sender: str, word: Message | Told) -> None:
         """Take a message. sender: `name_of` a peer."""
         ...
 

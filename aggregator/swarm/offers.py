@@ -1,8 +1,8 @@
 """An update with its bytes: what an owner streams to the other members, and each of them writes to its journal.
 
-The manifest is JSON: the round, and the headers that the journal gives its fragments. The bodies are the encoded merged
-pseudo-gradients. What a record leaves out (`MergeRecord.residual`) stays with the owner: theta, the optimizer's state and the
-statistics do not depend on it, and the next owner begins without it.
+The manifest is JSON: the round, the tokens merged in all, and the headers that the journal gives its fragments. The bodies are
+the encoded merged pseudo-gradients. What a record leaves out (`MergeRecord.residual`) stays with the owner: theta, the
+optimizer's state and the statistics do not depend on it, and the next owner begins without it.
 
 A state is named by the update that led to it, and the founding state by the digest of its parameters. The id of an update is a
 hash of its base, its manifest and its bodies, and the manifest has the digest of the parameters that it was merged for. So who
@@ -28,7 +28,7 @@ from edit.plain_text import parse_json
 __all__ = ["MOST_MANIFEST", "Offer", "Round"]
 
 MOST_MANIFEST = 16 << 20  # bytes of a manifest
-_KEYS = {"round_id", "reason", "theta", "fragments"}
+_KEYS = {"round_id", "reason", "theta", "tokens", "fragments"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Offer:
         """
         records = [replace(record, residual=None) for record in merged.records]
         headers = [fragment_header(merged.round_id, record, None) for record in records]
-        values = {"round_id": merged.round_id, "reason": merged.reason, "theta": merged.theta, "fragments": headers}
+        values = {"round_id": merged.round_id, "reason": merged.reason, "theta": merged.theta, "tokens": tokens}
+        values["fragments"] = headers
         manifest = json.dumps(values, separators=(",", ":"), allow_nan=False).encode()
         bodies = tuple(record.payload.data if record.payload is not None else b"" for record in records)
         outer_step = records[0].outer_step + 1
@@ -99,6 +100,8 @@ class Offer:
             round_id, reason, theta = values["round_id"], values["reason"], values["theta"]
             if type(round_id) is not int or type(reason) is not str or type(theta) is not str:
                 raise ValueError("not a round")
+            if type(values["tokens"]) is not int or values["tokens"] != self.update.tokens:
+                raise ValueError("other tokens than were announced")
             records = tuple(
                 _record(round_id, header, body, outer) for header, body in zip(values["fragments"], self.bodies, strict=True)
             )

@@ -9,12 +9,15 @@ Called by one thread. Nothing here waits for another member: a `Source` answers,
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from blake3 import blake3
 from torch import Tensor
 
 from aggregator.data.round_runner import commit_tokens, weighted_tokens
@@ -33,10 +36,23 @@ from edit.records import Commit
 from editpb.limits import one_line
 from editpb.signed_contributions import verified_by_others
 
-__all__ = ["Fetching", "PartReplica", "PartSnapshot", "Source", "Wanted", "carry_out"]
+__all__ = ["Claimed", "Fetching", "PartReplica", "PartSnapshot", "Source", "Wanted", "carry_out"]
 
 _log = logging.getLogger(__name__)
-Wanted = tuple[int, str] | None  # of a source: the update TO this outer step with this id; None: its snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What a source says that a part's state is, and what all of it comes to (`PartSnapshot.digest`)."""
+
+    outer_step: int
+    name: str
+    digest: str
+
+
+_NOTHING = Claimed(0, "", "")
+# Of a source: the update TO this outer step with this id; or None: its snapshot. Of others: whether they came to this state.
+Wanted = tuple[int, str] | Claimed | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +65,27 @@ class PartSnapshot:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
 
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of all of it: every member that took the same outer steps comes to the same, by computing.
+
+        Costs as much as reading the state. Raises RemoteProtocolError for what no member has.
+        """
+        try:
+            written = json.loads(json.dumps(self.metadata, allow_nan=False), parse_int=float)  # a plug-in's 1 is another's 1.0
+            names = [(name, str(each.dtype), each.numel()) for name, each in sorted(self.tensors.items())]
+            text = json.dumps([self.name, self.tokens, written, names], sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RemoteProtocolError(f"a state cannot be read ({error or type(error).__name__})") from error
+        found = blake3(text.encode() + b"\n")
+        for name, _, _ in names:
+            found.update(self.tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+
+class _OthersError(RemoteProtocolError):
+    """An update was merged for other parameters than are here."""
+
 
 class Source(Protocol):
     """Another member, to fetch from. Every call ends within a time that the implementation bounds; it may raise EditError."""
@@ -59,6 +96,13 @@ class Source(Protocol):
 
     def snapshot(self, part: int) -> PartSnapshot:
         """Return the part's state of now. Raises GoneError when there is none."""
+        ...
+
+    def confirm(self, part: int, claimed: Claimed) -> None:
+        """Return once enough others say that they came to this state, too.
+
+        Raises RemoteProtocolError when they came to another one, GoneError when they do not say.
+        """
         ...
 
 
@@ -78,6 +122,7 @@ class PartReplica:
         self._state = PartState()
         self._held: Round | None = None  # the round of the update that is held
         self._damaged = False  # the parameters here are not those that the state's name means: only a snapshot helps
+        self._contested = False  # see `contested`
         self._engine: EngineStore | None = None
         self._proposed = ""  # the id of what the engine waits for
         self._verifies = verified_by_others(config)
@@ -97,6 +142,23 @@ class PartReplica:
             raise GoneError(f"part {self._part} is not here yet")
         return self._outer
 
+    @property
+    def contested(self) -> bool:
+        """Whether the last update that was to be held is for other parameters than are here: one of the two is wrong."""
+        return self._contested
+
+    def give_up(self, claimed: Claimed) -> bool:
+        """Believe the others, who came to another state of this outer step; return whether it still is the one that is here.
+
+        It is called by its digest from now on: what its name means it is not.
+        """
+        here = self._state.outer_step, self._state.digest
+        if self._state.held is not None or here != (claimed.outer_step, claimed.name) or self._damaged:
+            return False
+        _log.error("part %d is damaged: others came to another outer step %d", self._part, claimed.outer_step)
+        self._damaged, self._state = True, PartState(claimed.outer_step, claimed.digest)
+        return True
+
     def found(self, outer: OuterState) -> None:
         """Write the part's first state. Raises StorageError."""
         self._store.found(outer)
@@ -104,6 +166,7 @@ class PartReplica:
 
     def _recover(self) -> None:
         self._outer, self._held, self._state, self._damaged = self._store.recover(), None, PartState(), False
+        self._claimed = _NOTHING  # what the state comes to, as far as it was computed
         if self._outer is None:
             return
         name = self._store.update_id or self._outer.digest
@@ -186,14 +249,18 @@ class PartReplica:
 
         own: the records of the owner, or of who has verified them, with what they leave out.
 
-        Raises RemoteProtocolError for bytes that are no update to the state here, StorageError; after both nothing, or what was
-        held before, is held.
+        Raises RemoteProtocolError for bytes that are no update to the state here, or to other parameters than are here: one of
+        the two is wrong, and if an owner is, no quorum may hold it. StorageError. After each nothing, or what was held before,
+        is held.
         """
-        update, state = offer.update, self._state
+        update, state, self._contested = offer.update, self._state, False
         if (update.part, update.outer_step, update.base) != (self._part, state.outer_step + 1, state.digest):
             raise RemoteProtocolError(f"part {self._part} is at outer step {state.outer_step}: not what the update continues")
         offer.check(self._run_id)
         merged = offer.merged(self.outer)
+        if merged.theta != self.outer.digest:
+            self._contested, self._claimed = True, _NOTHING
+            raise _OthersError(f"part {self._part}: the update to outer step {update.outer_step} is for other parameters")
         if own:
             merged = Round(merged.round_id, merged.reason, merged.theta, tuple(own))
         if update.tokens < self._store.tokens:
@@ -244,22 +311,31 @@ class PartReplica:
 
         Yields what the source is to be asked for, and is sent what that answers, or thrown its EditError. At most
         `config.kept_updates` of them are in memory. Raises EditError: the part is where it was, or has come nearer.
+
+        The record names the last update, and by it all before. Of a snapshot it names the outer step alone: so others are
+        asked what it comes to, before anything of it is taken.
         """
         steps = range(self._state.outer_step + 1, wanted.outer_step + 1)
         if wanted.snapshot or self._damaged or self._outer is None or not 0 < len(steps) <= self._config.kept_updates:
-            self._replace(wanted, (yield None))
+            yield from self._replacing(wanted)
             return
         try:
             held, offers = yield from self._leading_to(wanted, steps)
         except GoneError:
-            self._replace(wanted, (yield None))
+            yield from self._replacing(wanted)
             return
         for offer in offers:
             offer.check(self._run_id)  # the hashes of all of them, before the first is taken
         if held is not None:
             self.adopt(held.id)
         for offer in offers:
-            self.hold(offer)
+            try:
+                self.hold(offer)
+            except _OthersError as error:  # a quorum has held it
+                _log.error("part %d is damaged: %s", self._part, error)
+                self._damaged = True
+                yield from self._replacing(wanted)
+                return
             self.adopt(offer.update.id)
 
     def _leading_to(self, wanted: Fetch, steps: range) -> Generator[Wanted, Any, tuple[Update | None, list[Offer]]]:
@@ -280,8 +356,9 @@ class PartReplica:
             raise GoneError(f"{wanted.source} has another outer step {steps[0] - 1} of part {self._part}")
         return None, offers
 
-    def _replace(self, wanted: Fetch, snapshot: PartSnapshot) -> None:
-        """Take a snapshot. It may be of a later outer step: the source has taken it, so it is committed."""
+    def _replacing(self, wanted: Fetch) -> Generator[Wanted, Any, None]:
+        """Take a snapshot, once others have confirmed it. It may be of a later outer step than the wanted one."""
+        snapshot: PartSnapshot = yield None
         outer_step, name = snapshot.metadata.get("outer_step"), snapshot.name
         if type(outer_step) is not int or outer_step < wanted.outer_step:
             raise GoneError(f"{wanted.source} is at outer step {outer_step} of part {self._part}, not at {wanted.outer_step}")
@@ -289,6 +366,7 @@ class PartReplica:
             raise GoneError(f"{wanted.source} has another outer step {outer_step} of part {self._part}")
         if not 0 <= snapshot.tokens <= MOST_COUNT:
             raise RemoteProtocolError(f"part {self._part}: {snapshot.tokens} tokens")
+        yield Claimed(outer_step, name, snapshot.digest)
         outer = OuterState.restore(Schema.from_json(snapshot.schema), self._config, snapshot.tensors, snapshot.metadata)
         self._store.tokens, self._store.update_id = snapshot.tokens, name if outer_step else ""
         try:
@@ -296,7 +374,7 @@ class PartReplica:
         except StorageError:
             self._recover()
             raise
-        self._outer, self._held, self._damaged = outer, None, False
+        self._outer, self._held, self._damaged, self._claimed = outer, None, False, _NOTHING
         self._state = PartState(outer_step, name)
 
     # -- for others --------------------------------------------------------------------------------------------------------
@@ -306,21 +384,36 @@ class PartReplica:
         committed = self._store.committed(outer_step) if not self._damaged else None
         if committed is None or committed.update is None or committed.update["id"] != update_id:
             raise GoneError(f"the update to outer step {outer_step} of part {self._part} is not kept")
-        return Offer.again(self._run_id, Update(**committed.update), committed)
+        offer = Offer.again(self._run_id, Update(**committed.update), committed)
+        if offer.update.id != update_id:
+            raise GoneError(f"the update to outer step {outer_step} of part {self._part} was named otherwise then")
+        return offer
 
     def snapshot(self) -> PartSnapshot:
         """Return a copy of the state. Raises GoneError when there is none that is whole."""
+        whole = self._whole()
+        return replace(whole, tensors={name: each.clone() for name, each in whole.tensors.items()})
+
+    def claimed(self) -> Claimed:
+        """Return what the state comes to. Computed once of each. Raises as `snapshot`."""
+        whole = self._whole()
+        if (self._claimed.outer_step, self._claimed.name) != (self._state.outer_step, whole.name):
+            self._claimed = Claimed(self._state.outer_step, whole.name, whole.digest)
+        return self._claimed
+
+    def _whole(self) -> PartSnapshot:
+        """Return the state, whose tensors the next outer step writes into. What an owner's codec left out is not in it."""
         outer = self.outer
         if self._damaged:
             raise GoneError(f"part {self._part} is damaged")
-        tensors = {name: each.clone() for name, each in outer.to_tensors().items() if not name.startswith("unrecorded.")}
+        tensors = {name: each for name, each in outer.to_tensors().items() if not name.startswith("unrecorded.")}
         return PartSnapshot(self._state.digest, self._store.tokens, outer.schema.to_json(), tensors, outer.metadata())
 
 
 class Fetching:
     """A Fetch that is carried out: what its source is asked for, one thing after the other. Used by the replica's thread.
 
-    `wanted`, while `answer` is None: (outer step, id) of an update, or None, the snapshot.
+    `wanted`, while `answer` is None: (outer step, id) of an update; None, the snapshot; or what others are to confirm of it.
     """
 
     def __init__(self, replica: PartReplica, effect: Fetch) -> None:
@@ -330,8 +423,8 @@ class Fetching:
         self._steps = replica.fetching(effect)
         self._go_on(lambda: next(self._steps))
 
-    def give(self, found: Offer | PartSnapshot | EditError) -> None:
-        """Take what the source answered, or why it did not."""
+    def give(self, found: Offer | PartSnapshot | EditError | None) -> None:
+        """Take what the source answered, or why it did not; None: it is confirmed."""
         if isinstance(found, EditError):
             self._go_on(lambda: self._steps.throw(found))
         else:
@@ -381,13 +474,22 @@ def carry_out(
     fetching = Fetching(replica, effect)
     while fetching.answer is None:
         try:
-            wanted = fetching.wanted
-            found = source.kept(effect.part, *wanted) if wanted is not None else source.snapshot(effect.part)
+            found = _answer(source, effect.part, fetching.wanted)
         except EditError as error:
             fetching.give(error)
         else:
             fetching.give(found)
     return fetching.answer
+
+
+def _answer(source: Source, part: int, wanted: Wanted) -> Offer | PartSnapshot | None:
+    """Return what is wanted; None: others have confirmed it. Raises EditError."""
+    if wanted is None:
+        return source.snapshot(part)
+    if isinstance(wanted, Claimed):
+        source.confirm(part, wanted)
+        return None
+    return source.kept(part, *wanted)
 
 
 def _difference(again: Offer, offer: Offer) -> str:

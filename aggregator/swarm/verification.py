@@ -4,7 +4,7 @@ Who verifies a part gets the owner's update, and what it was merged from: each s
 and the inner steps and tokens that the owner counts for it. It holds the update only if the merge, by the same code, has the
 same manifest and the same bytes. What is checked of a contribution, before memory is taken for it:
 
- 1. Its peer has signed it, with the key that the record has it enrolled for, and is not evicted.
+ 1. Its peer has signed it, with the key that the record has it enrolled for, is no observer, and is not evicted.
  2. It is to the update's round and outer step, of this model, and the part's codec: a signature is of one round, and no round
     id comes twice, so none can be used again.
  3. One of each peer and fragment, in shards that cover the fragment once; the bytes have the hash that was signed.
@@ -54,13 +54,13 @@ class Contributed:
 
 
 def enrolled_key(record: Record | None) -> Callable[[str], str]:
-    """Return what says for which key (SHA-256) a peer was enrolled; '': it was not, or it is evicted."""
+    """Return what says for which key (SHA-256) a peer was enrolled; '': it was not, only looks on, or is evicted."""
 
     def key(peer_id: str) -> str:
         if record is None or peer_id in record.evicted:
             return ""
         enrolled = record.enrolled.get(peer_id)
-        return enrolled.key if enrolled is not None else ""
+        return enrolled.key if enrolled is not None and not enrolled.observer else ""
 
     return key
 

@@ -35,6 +35,7 @@ __all__ = [
     "Claim",
     "Committed",
     "Connected",
+    "Damaged",
     "Disconnected",
     "Disputed",
     "Effect",
@@ -267,6 +268,15 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Damaged:
+    """What this member has of the part is not what the others have of the same outer step: it needs a snapshot."""
+
+    part: int
+    outer_step: int
+    digest: str  # by which it is known from now on
+
+
+@dataclass(frozen=True, slots=True)
 class Disputed:
     """This member verifies the part, and computed something else than its owner."""
 
@@ -334,6 +344,7 @@ Event = (
     | Held
     | Applied
     | Failed
+    | Damaged
     | Ended
     | Disputed
     | Claim

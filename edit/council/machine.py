@@ -69,7 +69,8 @@ Owners
     quorum holds it, and a verifier does not for verify_s more, others verify, with the next grant.
 14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed, with new grants.
 15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
-    that is not the record's is damage, mended by a snapshot; never an assertion.
+    that is not the record's is damage, mended by a snapshot; never an assertion. So is a state that most voters came to
+    otherwise, which the shell asks for when an update is for other parameters than are here: it is not held.
 
 Who comes in
 16. The record has the holders of the authority's key. Where one of them redeems an invitation it says Claim, until a committed
@@ -133,6 +134,7 @@ from edit.council.events import (
     Claim,
     Committed,
     Connected,
+    Damaged,
     Disconnected,
     Disputed,
     Effect,
@@ -407,6 +409,8 @@ class Council:
                 self._parts.applied(event)
             case Failed():
                 self._parts.failed(event)
+            case Damaged():
+                self._parts.damaged(event)
             case Ended():
                 self._parts.ended(event)
             case Disputed(part, grant, reason):

@@ -14,6 +14,7 @@ from edit.council.events import (
     Adopt,
     Applied,
     Cease,
+    Damaged,
     Effect,
     Ended,
     Failed,
@@ -169,6 +170,14 @@ class Parts:
         mine.moving = None
         if isinstance(event.work, Adopt):  # what is held is of no use
             mine.state = PartState(mine.state.outer_step, mine.state.digest)
+
+    def damaged(self, event: Damaged) -> None:
+        """The shell found that what is here is not what others have. What is under way finds that, too."""
+        mine = self._parts[event.part]
+        if mine.moving is None and mine.state.outer_step == event.outer_step:
+            mine.state = PartState(event.outer_step, event.digest)
+            self._say_states()
+            self._follow(event.part, self._committed_part(event.part))
 
     def held(self, event: Held) -> None:
         """A Hold was carried out. If the part went on meanwhile, it is of no use."""

@@ -56,7 +56,8 @@ __all__ = [
     "update_id",
 ]
 
-FORMAT = 4  # of the bytes of `Saved`
+FORMAT = 5  # of the bytes of `Saved`; 5: of each name that was enrolled, whether it only looks on
+OLDER = (4,)  # formats that can be read
 MOST_COUNT = 2**62  # of a term, version, step, grant, incarnation or count of tokens
 MOST_VOTERS = 7
 MOST_MEMBERS = 1024
@@ -126,8 +127,10 @@ class Enrolled:
 
     invitation: str  # its number, 32 hexadecimal digits: of two for one name the later one has the greater
     key: str  # SHA-256 of the public key
+    observer: bool = False  # whether it only looks on: it contributes nothing
 
     def __post_init__(self) -> None:
+        _check(isinstance(self.observer, bool), f"observer = {self.observer!r:.40}")
         right = isinstance(self.invitation, str) and _INVITATION.fullmatch(self.invitation) is not None
         _check(right, f"no invitation: {self.invitation!r:.80}")
         check_digest(self.key)
@@ -392,7 +395,8 @@ class Record:
         found["members"] = {peer_id: Member(**_strict(Member, each)) for peer_id, each in _mapping(found["members"]).items()}
         found["parts"] = tuple(Part(**_strict(Part, each)) for each in found["parts"])
         found["enrolled"] = {
-            peer_id: Enrolled(**_strict(Enrolled, each)) for peer_id, each in _mapping(found["enrolled"]).items()
+            peer_id: Enrolled(**_strict(Enrolled, {"observer": False, **_mapping(each)}))  # format 4 does not say
+            for peer_id, each in _mapping(found["enrolled"]).items()
         }
         found["roots"] = tuple(Root(**_strict(Root, each)) for each in found["roots"])
         found["evicted"] = dict(_mapping(found["evicted"]))
@@ -461,7 +465,7 @@ class Saved:
         """Return what `encode` wrote. Raises StorageError for a damaged file, FormatError for another format; both name it."""
         try:
             values = _mapping(parse_json(data))
-            check_format(file, values.pop("format", None), FORMAT)
+            check_format(file, values.pop("format", None), FORMAT, OLDER)
             if values.pop("check", None) != _checksum(values):
                 raise ValueError("wrong checksum")
             found = _strict(cls, values)

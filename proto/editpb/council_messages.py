@@ -24,6 +24,8 @@ from edit.council.record import (
     Record,
     Stamp,
     Update,
+    check_count,
+    check_digest,
 )
 from edit.fragments.schema import Schema
 from edit.plain_text import parse_json
@@ -36,14 +38,18 @@ from editpb.messages import PROTOCOL, ContributionHeader
 
 __all__ = [
     "COUNCIL_BYTES",
+    "MOST_TOLD",
     "Introduction",
     "MergedContribution",
     "OfferHeader",
     "Offering",
     "PartOwner",
+    "StateAsked",
+    "StateDigest",
     "StateHeader",
     "SwapBegin",
     "SwarmDescription",
+    "Told",
     "Word",
     "description_from_pb",
     "description_to_pb",
@@ -63,6 +69,7 @@ __all__ = [
 
 COUNCIL_BYTES = 8 << 20  # the largest message: a record with as many members, and as much text of each, as it may have
 MOST_TENSORS = 1 << 19  # of a part's state
+MOST_TOLD = 64  # outer steps after which it is said what a state comes to, unless that is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,35 @@ class Offering:
 
 
 @dataclass(frozen=True, slots=True)
+class StateAsked:
+    """From who fetches the state of a part: say what yours comes to, now and after so many further outer steps."""
+
+    part: int
+    outer_steps: int  # 0: say no more
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < MOST_PARTS or not 0 <= self.outer_steps <= MOST_TOLD:
+            raise ValueError(f"part {self.part}, {self.outer_steps} outer steps")
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigest:
+    """The answer: what the whole state of a part comes to here."""
+
+    part: int
+    outer_step: int
+    name: str  # of the state, as in the record; "": there is none here that is whole
+    digest: str  # of all of it; "" likewise
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < MOST_PARTS or bool(self.name) is not bool(self.digest):
+            raise ValueError(f"part {self.part}, {self.name!r:.80}, {self.digest!r:.80}")
+        check_count("outer_step", self.outer_step)
+        for digest in filter(None, (self.name, self.digest)):
+            check_digest(digest)
+
+
+@dataclass(frozen=True, slots=True)
 class MergedContribution:
     """What an owner says of a shard of a contribution that it has merged. work: that the contribution counts for."""
 
@@ -89,7 +125,8 @@ class MergedContribution:
     work: Work
 
 
-Word = Introduction | Offering | Message
+Told = Offering | StateAsked | StateDigest  # from shell to shell: the council hears nothing of it
+Word = Introduction | Told | Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +212,14 @@ def message_to_pb(word: Word) -> pb.CouncilMessage:
             return kinds(leave=kinds.Leave())
         case Claim(peer_id, enrolled):
             number, key = bytes.fromhex(enrolled.invitation), bytes.fromhex(enrolled.key)
-            return kinds(claim=kinds.Claim(peer_id=peer_id, invitation=number, key=key))
+            return kinds(claim=kinds.Claim(peer_id=peer_id, invitation=number, key=key, observer=enrolled.observer))
         case Offering(update):
             return kinds(offering=kinds.Offering(update=_update(update)))
+        case StateAsked(part, outer_steps):
+            return kinds(state_asked=kinds.StateAsked(part=part, outer_steps=outer_steps))
+        case StateDigest(part, outer_step, name, digest):
+            named, all_of_it = bytes.fromhex(name), bytes.fromhex(digest)
+            return kinds(state_digest=kinds.StateDigest(part=part, outer_step=outer_step, name=named, digest=all_of_it))
 
 
 def description_to_pb(description: SwarmDescription) -> pb.SwarmDescription:
@@ -398,6 +440,16 @@ def _release(message: pb.CouncilMessage) -> Release:
     return Release(message.release.part, message.release.grant, message.release.reason, message.release.away)
 
 
+def _claim(message: pb.CouncilMessage) -> Claim:
+    claim = message.claim
+    return Claim(claim.peer_id, Enrolled(claim.invitation.hex(), claim.key.hex(), claim.observer))
+
+
+def _state_digest(message: pb.CouncilMessage) -> StateDigest:
+    said = message.state_digest
+    return StateDigest(said.part, said.outer_step, said.name.hex(), said.digest.hex())
+
+
 _READERS: dict[str, Callable[[pb.CouncilMessage], Word]] = {
     "introduction": _introduction,
     "hello": _hello,
@@ -409,6 +461,8 @@ _READERS: dict[str, Callable[[pb.CouncilMessage], Word]] = {
     "release": _release,
     "ended": lambda message: Ended(message.ended.part, message.ended.grant),
     "leave": lambda message: Leave(),
-    "claim": lambda message: Claim(message.claim.peer_id, Enrolled(message.claim.invitation.hex(), message.claim.key.hex())),
+    "claim": _claim,
     "offering": lambda message: Offering(_update_from(message.offering.update)),
+    "state_asked": lambda message: StateAsked(message.state_asked.part, message.state_asked.outer_steps),
+    "state_digest": _state_digest,
 }

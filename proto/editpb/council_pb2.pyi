@@ -56,7 +56,7 @@ class Introduction(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class CouncilMessage(_message.Message):
-    __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering", "claim")
+    __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering", "claim", "state_asked", "state_digest")
     class Member(_message.Message):
         __slots__ = ("incarnation", "addresses", "maddr", "reachable", "authority")
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -148,19 +148,39 @@ class CouncilMessage(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
     class Claim(_message.Message):
-        __slots__ = ("peer_id", "invitation", "key")
+        __slots__ = ("peer_id", "invitation", "key", "observer")
         PEER_ID_FIELD_NUMBER: _ClassVar[int]
         INVITATION_FIELD_NUMBER: _ClassVar[int]
         KEY_FIELD_NUMBER: _ClassVar[int]
+        OBSERVER_FIELD_NUMBER: _ClassVar[int]
         peer_id: str
         invitation: bytes
         key: bytes
-        def __init__(self, peer_id: _Optional[str] = ..., invitation: _Optional[bytes] = ..., key: _Optional[bytes] = ...) -> None: ...
+        observer: bool
+        def __init__(self, peer_id: _Optional[str] = ..., invitation: _Optional[bytes] = ..., key: _Optional[bytes] = ..., observer: bool = ...) -> None: ...
     class Offering(_message.Message):
         __slots__ = ("update",)
         UPDATE_FIELD_NUMBER: _ClassVar[int]
         update: PartUpdate
         def __init__(self, update: _Optional[_Union[PartUpdate, _Mapping]] = ...) -> None: ...
+    class StateAsked(_message.Message):
+        __slots__ = ("part", "outer_steps")
+        PART_FIELD_NUMBER: _ClassVar[int]
+        OUTER_STEPS_FIELD_NUMBER: _ClassVar[int]
+        part: int
+        outer_steps: int
+        def __init__(self, part: _Optional[int] = ..., outer_steps: _Optional[int] = ...) -> None: ...
+    class StateDigest(_message.Message):
+        __slots__ = ("part", "outer_step", "name", "digest")
+        PART_FIELD_NUMBER: _ClassVar[int]
+        OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        DIGEST_FIELD_NUMBER: _ClassVar[int]
+        part: int
+        outer_step: int
+        name: bytes
+        digest: bytes
+        def __init__(self, part: _Optional[int] = ..., outer_step: _Optional[int] = ..., name: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
     INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +193,8 @@ class CouncilMessage(_message.Message):
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     OFFERING_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
+    STATE_ASKED_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     introduction: Introduction
     hello: CouncilMessage.Hello
     news: CouncilMessage.News
@@ -185,7 +207,9 @@ class CouncilMessage(_message.Message):
     leave: CouncilMessage.Leave
     offering: CouncilMessage.Offering
     claim: CouncilMessage.Claim
-    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., hello: _Optional[_Union[CouncilMessage.Hello, _Mapping]] = ..., news: _Optional[_Union[CouncilMessage.News, _Mapping]] = ..., ask: _Optional[_Union[CouncilMessage.Ask, _Mapping]] = ..., vote: _Optional[_Union[CouncilMessage.Vote, _Mapping]] = ..., append: _Optional[_Union[CouncilMessage.Append, _Mapping]] = ..., accepted: _Optional[_Union[CouncilMessage.Accepted, _Mapping]] = ..., release: _Optional[_Union[CouncilMessage.Release, _Mapping]] = ..., ended: _Optional[_Union[CouncilMessage.Ended, _Mapping]] = ..., leave: _Optional[_Union[CouncilMessage.Leave, _Mapping]] = ..., offering: _Optional[_Union[CouncilMessage.Offering, _Mapping]] = ..., claim: _Optional[_Union[CouncilMessage.Claim, _Mapping]] = ...) -> None: ...
+    state_asked: CouncilMessage.StateAsked
+    state_digest: CouncilMessage.StateDigest
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., hello: _Optional[_Union[CouncilMessage.Hello, _Mapping]] = ..., news: _Optional[_Union[CouncilMessage.News, _Mapping]] = ..., ask: _Optional[_Union[CouncilMessage.Ask, _Mapping]] = ..., vote: _Optional[_Union[CouncilMessage.Vote, _Mapping]] = ..., append: _Optional[_Union[CouncilMessage.Append, _Mapping]] = ..., accepted: _Optional[_Union[CouncilMessage.Accepted, _Mapping]] = ..., release: _Optional[_Union[CouncilMessage.Release, _Mapping]] = ..., ended: _Optional[_Union[CouncilMessage.Ended, _Mapping]] = ..., leave: _Optional[_Union[CouncilMessage.Leave, _Mapping]] = ..., offering: _Optional[_Union[CouncilMessage.Offering, _Mapping]] = ..., claim: _Optional[_Union[CouncilMessage.Claim, _Mapping]] = ..., state_asked: _Optional[_Union[CouncilMessage.StateAsked, _Mapping]] = ..., state_digest: _Optional[_Union[CouncilMessage.StateDigest, _Mapping]] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("outer_step", "id")

@@ -15,10 +15,13 @@ from edit.council.record import MOST_PARTS, Enrolled, Member, Part, PartState, R
 from edit.errors import RemoteProtocolError
 from editpb import council_pb2 as pb
 from editpb.council_messages import (
+    MOST_TOLD,
     Introduction,
     OfferHeader,
     Offering,
     PartOwner,
+    StateAsked,
+    StateDigest,
     StateHeader,
     Word,
     message_from_pb,
@@ -56,8 +59,12 @@ WORDS: list[Word] = [
     ev.Release(3, 9, "it was restarted", True),
     ev.Ended(3, 9),
     ev.Claim("p", Enrolled("0" * 31 + "7", "ab" * 32)),
+    ev.Claim("eye", Enrolled("0" * 31 + "7", "ab" * 32, observer=True)),
     ev.Leave(),
     Offering(UPDATE),
+    StateAsked(3, MOST_TOLD),
+    StateDigest(3, 5, "1" * 64, "2" * 64),
+    StateDigest(3, 0, "", ""),
 ]
 
 
@@ -101,6 +108,13 @@ def _record(**changes: object) -> bytes:
         pb.CouncilMessage(news=pb.CouncilMessage.News(record=_record(voters="[[]]"))),
         pb.CouncilMessage(release=pb.CouncilMessage.Release(reason="x" * 257)),
         pb.CouncilMessage(offering=pb.CouncilMessage.Offering(update=pb.PartUpdate(id=b"1"))),
+        pb.CouncilMessage(state_asked=pb.CouncilMessage.StateAsked(outer_steps=MOST_TOLD + 1)),
+        pb.CouncilMessage(state_asked=pb.CouncilMessage.StateAsked(part=MOST_PARTS)),
+        pb.CouncilMessage(state_digest=pb.CouncilMessage.StateDigest(name=b"1" * 32)),
+        pb.CouncilMessage(state_digest=pb.CouncilMessage.StateDigest(digest=b"1" * 32)),
+        pb.CouncilMessage(state_digest=pb.CouncilMessage.StateDigest(name=b"1" * 32, digest=b"1" * 33)),
+        pb.CouncilMessage(state_digest=pb.CouncilMessage.StateDigest(part=MOST_PARTS)),
+        pb.CouncilMessage(state_digest=pb.CouncilMessage.StateDigest(outer_step=2**63)),
         _accepted(pb.PartState(digest=b"1")),
         _accepted(*[pb.PartState()] * (MOST_PARTS + 1)),
     ],

@@ -6,7 +6,8 @@ starts again finds what it said that it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,10 +15,11 @@ from random import Random
 import torch
 
 from aggregator.swarm.offers import Offer
-from aggregator.swarm.replication import PartReplica, PartSnapshot, carry_out
+from aggregator.swarm.replication import Claimed, PartReplica, PartSnapshot, carry_out
 from edit.council import events as ev
 from edit.council.machine import Council
 from edit.council.record import Part, PartState, Record, Saved
+from edit.errors import GoneError, RemoteProtocolError
 from edit.lab.council.parts_on_disk import Killed, MemberDisk, merged_round, outer_state, small_run
 from edit.lab.council.plan import Plan
 from edit.lab.council.swarm import Host, Swarm
@@ -164,7 +166,7 @@ class ReplicatedSwarm(Swarm):
 
     def _fetched(self, host: Host, effect: ev.Fetch, source: Host, process: int, found: str) -> None:
         if self._reaches(host, source, process):
-            there = There(self._replicas[source.peer_id], self.fetched)
+            there = There(self._replicas[source.peer_id], self.fetched, self._replicas.values())
             self._do(host, effect.part, partial(carry_out, effect=effect, source=there))
         else:
             self.handle(host, ev.Failed(effect.part, effect, "the source does not answer"))
@@ -190,10 +192,10 @@ def same(one: PartSnapshot, other: PartSnapshot) -> bool:
 
 
 class There:
-    """A member that answers at once."""
+    """A member that answers at once. others: all members that confirm what it says."""
 
-    def __init__(self, replicas: list[PartReplica], fetched: dict[str, int]) -> None:
-        self._replicas, self._fetched = replicas, fetched
+    def __init__(self, replicas: list[PartReplica], fetched: dict[str, int], others: Iterable[list[PartReplica]] = ()) -> None:
+        self._replicas, self._fetched, self._others = replicas, fetched, others
 
     def kept(self, part: int, outer_step: int, update_id: str) -> Offer:
         offer = self._replicas[part].kept(outer_step, update_id)
@@ -204,3 +206,10 @@ class There:
         snapshot = self._replicas[part].snapshot()
         self._fetched["snapshot"] += 1
         return snapshot
+
+    def confirm(self, part: int, claimed: Claimed) -> None:
+        for other in self._others:
+            with suppress(GoneError):
+                found = other[part].claimed()
+                if found.outer_step == claimed.outer_step and found != claimed:
+                    raise RemoteProtocolError(f"outer step {found.outer_step} of part {part} is another at another member")

@@ -58,6 +58,7 @@ def test_an_observer_sees_the_whole_swarm_and_finds_it_when_who_invited_it_is_go
         home = await observer(swarm, tmp_path / "eye")
         await step(swarm, 1)
         assert swarm.record.enrolled.keys() == {*"abc", "eye"} and swarm.record.members.keys() == {*"abc"}
+        assert [peer_id for peer_id, enrolled in swarm.record.enrolled.items() if enrolled.observer] == ["eye"]
         async with aclosing(SwarmWatch(home, every_s=0.0).statuses()) as statuses:
             told = await first_that(statuses, lambda status: status.rounds and status.council.leader == "a")
         assert told.outer_step == 1 and {one.peer_id for one in told.council.members} == {*"abc"}

@@ -16,10 +16,10 @@ import torch
 from aggregator.storage.journal import Disk
 from aggregator.storage.store import Store
 from aggregator.swarm.offers import MOST_MANIFEST, Offer
-from aggregator.swarm.replication import PartReplica, PartSnapshot, carry_out
+from aggregator.swarm.replication import Claimed, PartReplica, PartSnapshot, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
-from edit.council.record import update_id
+from edit.council.record import MOST_COUNT, update_id
 from edit.errors import ConfigError, GoneError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.lab.council.parts_on_disk import RUN, merged_round, outer_state
 from edit.lab.council.replicated import same
@@ -66,10 +66,14 @@ def two(tmp_path: Path) -> tuple[Member, Member]:
 
 
 class From:
-    """A source."""
+    """A source, and whoever else can say what its state is: the same member, before it changes what it sends."""
 
     def __init__(self, replica: PartReplica, change: Callable[[PartSnapshot], PartSnapshot] = lambda found: found) -> None:
         self._replica, self._change = replica, change
+
+    def confirm(self, part: int, claimed: Claimed) -> None:
+        if claimed != self._replica.claimed():
+            raise RemoteProtocolError("it is another state")
 
     def kept(self, part: int, outer_step: int, update_id: str) -> Offer:
         return self._replica.kept(outer_step, update_id)
@@ -209,7 +213,9 @@ def lies() -> Iterator[tuple[str, Callable[[Offer], Offer]]]:
     yield "a round that is none", lambda offer: changed(offer, lambda manifest: manifest.update(round_id="one"))
     yield "more", lambda offer: changed(offer, lambda manifest: manifest.update(more=1))
     yield "fewer fragments", lambda offer: changed(offer, lambda manifest: manifest["fragments"].pop())
-    yield "tokens that go back", lambda offer: changed(offer, tokens=0)
+    yield "tokens that go back", lambda offer: changed(offer, lambda manifest: manifest.update(tokens=0), tokens=0)
+    yield "more tokens than its id", lambda offer: replace(offer, update=replace(offer.update, tokens=MOST_COUNT))
+    yield "tokens that are none", lambda offer: changed(offer, lambda manifest: manifest.update(tokens=True), tokens=1)
     yield (
         "a manifest that is too long",
         lambda offer: changed(offer, lambda manifest: manifest.update(reason="x" * MOST_MANIFEST)),
@@ -218,6 +224,7 @@ def lies() -> Iterator[tuple[str, Callable[[Offer], Offer]]]:
         "a manifest that is too deep",
         lambda offer: rehashed(offer, b'{"fragments":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     )
+    yield "other parameters", lambda offer: changed(offer, lambda manifest: manifest.update(theta="0" * 64))
     yield "another base", lambda offer: changed(offer, base="1" * 64)
 
 
@@ -280,6 +287,22 @@ def test_nothing_is_taken_of_updates_whose_chain_breaks(two: tuple[Member, Membe
     assert isinstance(answer, ev.Failed) and other.replica.state.outer_step == 0 and other.replica.state.held is None
 
 
+def test_a_source_that_counts_other_tokens_with_the_right_bytes_is_not_followed(two: tuple[Member, Member]) -> None:
+    """Else nothing that comes would be held: tokens never go back."""
+    one, other = two
+    one.step()
+
+    class Counts(From):
+        def kept(self, part: int, outer_step: int, update_id: str) -> Offer:
+            found = super().kept(part, outer_step, update_id)
+            return replace(found, update=replace(found.update, tokens=MOST_COUNT))
+
+    answer = carry_out(other.replica, fetch(one), source=Counts(one.replica))
+    assert isinstance(answer, ev.Failed) and "other tokens" in answer.reason and other.replica.state.outer_step == 0
+    assert isinstance(carry_out(other.replica, fetch(one), source=From(one.replica)), ev.Applied)
+    one.step(other, seed=2)
+
+
 def test_a_snapshot_that_is_damaged_changes_nothing(two: tuple[Member, Member]) -> None:
     one, other = two
     one.step()
@@ -304,21 +327,35 @@ def test_a_snapshot_that_is_damaged_changes_nothing(two: tuple[Member, Member]) 
     assert same(other.again().replica.snapshot(), before)
 
 
-def test_a_member_whose_parameters_are_damaged_notices_and_takes_a_snapshot(two: tuple[Member, Member]) -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_a_member_whose_parameters_are_damaged_notices_and_takes_a_snapshot(two: tuple[Member, Member], held: bool) -> None:
     one, other = two
     one.step(other)
     outer = outer_state(SETTINGS, 0)
     outer.commit(1, "all are in", merged_round(outer, 3, 99))  # other parameters than the state's name means
-    other.replica._outer = outer
     offer = one.offer(seed=5)
-    assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
-    answer = carry_out(other.replica, ev.Adopt(0, 2, offer.update.id, offer.update.digest))
-    assert isinstance(answer, ev.Applied) and (answer.outer_step, answer.digest) != (2, offer.update.id)
-    with pytest.raises(GoneError):
-        other.replica.snapshot()
+    if held:  # before it is damaged
+        assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
+    other.replica._outer = outer
+    if held:
+        answer = carry_out(other.replica, ev.Adopt(0, 2, offer.update.id, offer.update.digest))
+        assert isinstance(answer, ev.Applied) and (answer.outer_step, answer.digest) != (2, offer.update.id)
+    else:
+        answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
+        assert isinstance(answer, ev.Failed) and "is for other parameters" in answer.reason
     one.replica.hold(offer)
     one.replica.adopt(offer.update.id)
-    answer = carry_out(other.replica, fetch(one, snapshot=True), source=From(one.replica))
+
+    class Without(From):
+        def snapshot(self, part: int) -> PartSnapshot:
+            raise GoneError("not now")
+
+    for _ in range(2):
+        assert isinstance(carry_out(other.replica, fetch(one, snapshot=held), source=Without(one.replica)), ev.Failed)
+        for ask in (other.replica.snapshot, other.replica.claimed):
+            with pytest.raises(GoneError, match="is damaged"):
+                ask()
+    answer = carry_out(other.replica, fetch(one, snapshot=held), source=From(one.replica))
     assert answer == ev.Applied(0, 2, offer.update.id)
     assert same(one.replica.snapshot(), other.replica.snapshot())
     assert same(other.again().replica.snapshot(), one.replica.snapshot())

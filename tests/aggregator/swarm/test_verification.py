@@ -23,6 +23,7 @@ from aggregator.swarm.host import Host
 from aggregator.swarm.transfers import STALL_S, fetch_contributions
 from edit.codecs.residuals import Residual
 from edit.config.run import RunConfig
+from edit.council import events as ev
 from edit.council.record import Update
 from edit.errors import GoneError, RefusedError, RemoteProtocolError, TransportError
 from edit.merging.merge import Measured, measure
@@ -250,6 +251,7 @@ def is_found_out(tmp_path: Path, lie: Callable[..., Liar], why: str, **codec: st
     async def body() -> None:
         async with hosts(tmp_path, config=settings) as swarm:
             await grown(swarm, 1)
+            await swarm.until(lambda: swarm.owner() is not None)
             owner = swarm.record.parts[0].owner
             liar, earlier = swarm.running[owner], list[Source]()
             Liar(liar, shows=lambda sources: tuple(earlier.extend(sources) or sources))
@@ -279,6 +281,24 @@ def test_an_owner_that_lies_is_named_and_left_and_the_honest_update_counts(
 def test_an_owner_that_lies_about_what_it_left_out_is_found_out(tmp_path: Path) -> None:
     why = "is not what its contributions merge to: fragment 0: other bytes"
     is_found_out(tmp_path, has_left_out_something_else, why, record="int8")
+
+
+def test_what_an_observer_signs_is_no_contribution(tmp_path: Path) -> None:
+    """Its key is enrolled, too; an owner that merges what it sends is found out."""
+
+    async def body() -> None:
+        async with hosts(tmp_path, config=config(1)) as swarm:
+            await grown(swarm, 1)
+            await swarm.until(lambda: swarm.owner() is not None)
+            leader, owner = swarm.running[swarm.leader], swarm.record.parts[0].owner
+            leader.tell(ev.Claim("q", replace(swarm.record.enrolled["q"], invitation="2" * 32, observer=True)))
+            await swarm.until(lambda: all(host.council.committed.enrolled["q"].observer for host in swarm.running.values()))
+            await contribute(swarm, 1)
+            await swarm.until(lambda: swarm.record.parts[0].owner != owner)
+            said = [text for _, text in leader._notices]
+            assert any("is signed with a key that q is not enrolled for" in text for text in said), said
+
+    run_held(body())
 
 
 def test_what_was_merged_is_shown_to_nobody_but_those_who_verify_it(tmp_path: Path) -> None:

@@ -201,6 +201,21 @@ def test_damage_is_mended_by_a_snapshot() -> None:
     assert any("damaged" in notice.text for notice in table.done(ev.Noticed, "b"))
 
 
+def test_a_member_whose_shell_finds_it_damaged_takes_a_snapshot() -> None:
+    table = led()
+    table.make("a")
+    table.deliver()
+    table.handle("b", ev.Damaged(0, 0, start_digest(7)))  # it has gone on meanwhile
+    assert not table.done(ev.Fetch, "b")
+    table.works = False
+    table.handle("b", ev.Damaged(0, 1, start_digest(7)))
+    (fetch,) = table.done(ev.Fetch, "b")
+    assert fetch.snapshot and table.councils["b"].states[0] == PartState(1, start_digest(7))
+    table.handle("b", ev.Damaged(0, 1, start_digest(6)))  # while it is mended
+    table.handle("b", ev.Applied(0, 1, table.states["a"][0].digest))
+    assert table.councils["b"].states[0] == table.states["a"][0]
+
+
 def test_a_damaged_member_holds_no_update_of_the_others() -> None:
     table = led()
     table.kill("b")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from edit.council.record import (
     FORMAT,
@@ -72,7 +73,10 @@ def test_a_name_is_a_peer_in_one_of_its_lives() -> None:
 
 
 def test_json_and_back() -> None:
-    enrolled, roots = {"b": Enrolled("0" * 32, "ab" * 32)}, (Root("b2xk"), Root("bmV3", "c2lnbmVk"))
+    enrolled, roots = (
+        {"b": Enrolled("0" * 32, "ab" * 32), "eye": Enrolled("1" * 32, "cd" * 32, True)},
+        (Root("b2xk"), Root("bmV3", "c2lnbmVk")),
+    )
     full = record(
         evicted={"z": "lied"},
         phase=Phase.DRAINING,
@@ -171,6 +175,15 @@ def test_saved_bytes_and_back() -> None:
     saved = Saved(incarnation=7, term=4, vote="b#1", record=record())
     assert Saved.decode(saved.encode(), "council.json") == saved
     assert Saved.decode(Saved(incarnation=7).encode(), "council.json") == Saved(incarnation=7)
+
+
+def test_bytes_of_a_member_that_knew_no_observers_are_read() -> None:
+    saved = Saved(incarnation=7, term=4, record=record(enrolled={"a": Enrolled("0" * 32, "ab" * 32)}))
+    values = json.loads(saved.encode())
+    del values["record"]["enrolled"]["a"]["observer"], values["format"], values["check"]
+    written = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    older = json.dumps({"format": 4, "check": blake3(written).hexdigest(), **values}).encode()
+    assert Saved.decode(older, "council.json") == saved
 
 
 def test_damaged_bytes_are_named() -> None:

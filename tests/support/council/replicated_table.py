@@ -82,7 +82,9 @@ class ReplicatedTable(Table):
                 case ev.Adopt():
                     answer = carry_out(replica, effect)
                 case ev.Fetch() if effect.source in self.replicas and not {peer_id, effect.source} & self.cut:
-                    answer = carry_out(replica, effect, source=There([self.replicas[effect.source]], self.fetched))
+                    others = [[other] for other in self.replicas.values()]
+                    there = There([self.replicas[effect.source]], self.fetched, others)
+                    answer = carry_out(replica, effect, source=there)
                 case ev.Fetch():
                     answer = ev.Failed(effect.part, effect, "the source does not answer")
                 case ev.Cease(_, grant):
