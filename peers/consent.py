@@ -49,7 +49,7 @@ class Terms:
             f"configuration {self.digest}",
             "",
             "settings other than the defaults:",
-            *(f"  {change}" for change in changes(default, self.text, "default")),
+            *([f"  {change}" for change in changes(default, self.text, "default")] or ["  none"]),
         ]
         if self.consented:
             found += ["", "this site has consented to it"]
