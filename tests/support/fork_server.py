@@ -212,8 +212,11 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # as `edit-peer` does; read when grpc is first imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the tests end their processes themselves
+    gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # what is imported stays: a daemon that looked through it for garbage would copy all of it, too
+    gc.enable()
     sys.argv[:] = _serve(socket.socket(fileno=int(sys.argv[1])))
     if sys.argv[0] == "torch.distributed.run":
         handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
