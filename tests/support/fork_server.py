@@ -29,9 +29,13 @@ REPOSITORY = Path(__file__).parents[2]
 IMPORTED = (
     "aggregator.cli",
     "aggregator.server",
+    "aggregator.swarm.commands",
+    "aggregator.swarm.process",
+    "numba",
     "peers.cli",
     "peers.daemon",
     "peers.regions.daemon",
+    "peers.swarm.daemon",
     "torch._dynamo",  # the first call of an optimizer imports it
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -215,6 +219,7 @@ if __name__ == "__main__":
     gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)
+    sys.modules["numba"].njit("void(f4[::1])")(lambda x: None)  # what its first use loads, and half a second
     gc.freeze()  # what is imported stays: a daemon that looked through it for garbage would copy all of it, too
     gc.enable()
     sys.argv[:] = _serve(socket.socket(fileno=int(sys.argv[1])))
