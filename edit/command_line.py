@@ -1,4 +1,4 @@
-"""How every command logs and ends: one line for each message, one line and an exit code of its own for each error.
+"""How every command loads, logs and ends: one line for each message, one line and an exit code of its own for each error.
 
 A bug is a traceback and exit code 70. Whatever others wrote is printed without control characters (`edit.plain_text`).
 """
