@@ -18,7 +18,7 @@ from aggregator.audit_commands import audit
 from aggregator.run_template import template
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
-from edit.command_line import SHORT_HELP, exit_codes, log_to_stderr, run_command, with_version
+from edit.command_line import SHORT_HELP, exit_codes, loading, log_to_stderr, run_command, with_version
 from edit.config.overrides import with_settings
 from edit.config.presets import with_preset, without_ineffective
 from edit.errors import ConfigError, TransportError
@@ -199,8 +199,9 @@ def serve(
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # read when torch is imported: threads that wait leave the CPU to others
-    from aggregator.server import serve_run  # needs torch; the other commands answer at once without it
-    from edit.trackers.choose import TrackerChoice
+    with loading():
+        from aggregator.server import serve_run  # needs torch; the other commands answer at once without it
+        from edit.trackers.choose import TrackerChoice
 
     log_to_stderr()
     if settings:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
+from edit.command_line import SHORT_HELP, exit_codes, loading, run_command, with_version
 from edit.config.overrides import options_of
 from edit.config.plugins import is_entry
 from edit.errors import ConfigError
@@ -127,8 +127,9 @@ def run(
     One peer on eight GPUs, restarted when a rank dies:
     torchrun --nproc-per-node 8 --max-restarts 100 -m peers run --home my-peer --data ~/books
     """
-    from peers.daemon import run_peer
-    from peers.identity.known_members import read_members
+    with loading():
+        from peers.daemon import run_peer
+        from peers.identity.known_members import read_members
 
     nodes, known = tuple(dht_peers or ()), read_members(members) if members is not None else None
     run_peer(replace(options, serve_snapshots=serve_snapshots, advertise=advertise, dht_peers=nodes, members=known))
@@ -195,7 +196,8 @@ def region(
 
     Example: edit-peer region --home europe-above --below europe-below
     """
-    from peers.regions.daemon import run_region
+    with loading():
+        from peers.regions.daemon import run_region
 
     log_lines()
     in_hours(hours, lambda: run_region(home, below, max_mbit, frozenset(allow or ())))
@@ -303,13 +305,14 @@ def alone(
 
     Example: edit-peer alone --run run.toml --data ~/books --steps 1500 --out lone
     """
-    from edit.config.run import RunConfig
-    from peers.models.registry import build
-    from peers.training.alone import AlonePlan, train_alone
-    from peers.training.data import open_tokens
-    from peers.training.data_source import open_data
-    from peers.training.options import check_data, data_request
-    from peers.training.trainer import choose_device, use_threads
+    with loading():
+        from edit.config.run import RunConfig
+        from peers.models.registry import build
+        from peers.training.alone import AlonePlan, train_alone
+        from peers.training.data import open_tokens
+        from peers.training.data_source import open_data
+        from peers.training.options import check_data, data_request
+        from peers.training.trainer import choose_device, use_threads
 
     config = RunConfig.from_toml(run)
     use_threads(threads)

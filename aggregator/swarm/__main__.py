@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from edit.command_line import log_to_stderr, run_command
+from edit.command_line import loading, log_to_stderr, run_command
 
 _VERBS = (
     *(
@@ -43,7 +43,8 @@ def main() -> None:
     if sys.argv[1:] and sys.argv[1] not in _VERBS:
         _serve()
         return
-    from aggregator.swarm.commands import app
+    with loading():
+        from aggregator.swarm.commands import app  # imports torch and gRPC
 
     app(prog_name="python -m aggregator.swarm")
 
@@ -63,9 +64,10 @@ def _serve() -> None:
     parser.add_argument("--who", default="", help="begins each line of the log: it is beside a peer that trains")
     given = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, as by `edit-coordinator serve`
-    from aggregator.swarm.host_folder import seeds_of
-    from aggregator.swarm.process import serve_host, settle  # imports torch and gRPC
-    from editpb.hours import Hours, keep_hours
+    with loading():
+        from aggregator.swarm.host_folder import seeds_of
+        from aggregator.swarm.process import serve_host, settle  # imports torch and gRPC
+        from editpb.hours import Hours, keep_hours
 
     log_to_stderr(who=given.who)
     if given.who:  # the peer tells of each outer step

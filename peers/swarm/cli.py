@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edit.command_line import SHORT_HELP
+from edit.command_line import SHORT_HELP, loading
 from edit.errors import ConfigError
 from peers.command_options import AllowOption, DhtPeersOption, HomeOption, HoursOption, MaxMbitOption, log_lines, trains
 
@@ -102,8 +102,9 @@ def start(
     One member on eight GPUs, restarted when a rank dies:
     torchrun --nproc-per-node 8 --max-restarts 100 -m peers swarm start run.toml --data ~/books --home a
     """
-    from peers.swarm.daemon import run_member
-    from peers.swarm.membership import Founding, found, is_member
+    with loading():
+        from peers.swarm.daemon import run_member
+        from peers.swarm.membership import Founding, found, is_member
 
     home, new = options.home, []
     place = _place(options, listen, advertise, relay, dht_peers, metrics_listen)
@@ -186,8 +187,9 @@ def join(
     One member on eight GPUs, restarted when a rank dies:
     torchrun --nproc-per-node 8 --max-restarts 100 -m peers swarm join invitation.txt --data ~/books --home b
     """
-    from peers.swarm.daemon import run_member
-    from peers.swarm.membership import enter
+    with loading():
+        from peers.swarm.daemon import run_member
+        from peers.swarm.membership import enter
 
     place = _place(options, listen, advertise, relay, dht_peers, metrics_listen)
     text = _text_of(invitation)

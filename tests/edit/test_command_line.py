@@ -109,6 +109,25 @@ main()
     assert (done.stdout, done.stderr) == (f"{completed}\n[]\n", "")
 
 
+def test_a_command_is_loaded_without_garbage_collection_and_goes_on_with_it() -> None:
+    program = """
+import gc, sys
+from edit.command_line import loading
+try:
+    with loading():
+        assert not gc.isenabled() and not gc.get_freeze_count()
+        sys.modules["torch"] = sys
+        raise ImportError
+except ImportError:
+    assert gc.isenabled() and gc.get_freeze_count()
+gc.unfreeze()
+with loading():
+    assert gc.isenabled()
+assert not gc.get_freeze_count(), "torch was there already"
+"""
+    assert stderr_of(program) == [""]
+
+
 @pytest.mark.parametrize(
     ("module", "missing", "extra"), [("transformers", "transformers", "hf"), ("lightning", "lightning.pytorch", "lightning")]
 )

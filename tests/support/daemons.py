@@ -16,7 +16,7 @@ import aggregator.cli
 import peers.cli
 from edit.lab.link import Link, LinkShape
 from edit.lab.run_toml import Setting, Settings, to_toml
-from tests.support.fork_server import Forked
+from tests.support.fork_server import ZYGOTE, Forked
 
 SMALL: Settings = {
     "model": {"layers": 1, "width": 32, "heads": 2, "context": 32},
@@ -29,9 +29,10 @@ SMALL: Settings = {
 
 
 def children(pid: int) -> list[int]:
-    """The processes that this one started, in whichever thread."""
+    """The processes that this one started, in whichever thread; not the one that forks its hosts."""
     threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(pid) for started in threads for pid in started.read_text().split()]
+    started = [int(pid) for of_thread in threads for pid in of_thread.read_text().split()]
+    return [pid for pid in started if Path(f"/proc/{pid}/comm").read_text().strip() != ZYGOTE]
 
 
 def small(name: str, **tables: dict[str, Setting]) -> Settings:

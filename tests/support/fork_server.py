@@ -2,14 +2,17 @@
 
 Importing torch and the rest costs a daemon 2 to 3 seconds of CPU, and the tests start about a hundred. What is forked is a
 process like any other: it has its own pid, is killed alone, and ends as the interpreter ends. The ranks of a torchrun are
-forked from it likewise. That `python -m` starts all of them, too, is seen where edit-lab and the examples do so.
+forked from it likewise, and a member's host from a process beside the member. That `python -m` starts all of them, too, is
+seen where edit-lab and the examples do so.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -29,9 +32,13 @@ REPOSITORY = Path(__file__).parents[2]
 IMPORTED = (
     "aggregator.cli",
     "aggregator.server",
+    "aggregator.swarm.commands",
+    "aggregator.swarm.process",
+    "numba",
     "peers.cli",
     "peers.daemon",
     "peers.regions.daemon",
+    "peers.swarm.daemon",
     "torch._dynamo",  # the first call of an optimizer imports it
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -139,7 +146,7 @@ def _serve(connection: socket.socket) -> list[str]:
                 path = environment.get("PYTHONPATH", "").split(os.pathsep)
                 sys.path[1:1] = [each for each in path if each and each not in sys.path]  # as an interpreter does that starts
                 os.chdir(folder)
-                return list(arguments)
+                return _with_hosts(arguments)
             os.close(pipes[0])
             children[pid] = pipes[1]
             connection.sendall(pid.to_bytes(4, "big"))
@@ -191,7 +198,7 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv[:] = arguments
+        sys.argv[:] = _with_hosts(arguments)
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
@@ -209,11 +216,112 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         os._exit(code)
 
 
+ZYGOTE = "zygote"  # the name of a process that forks hosts
+_PR_SET_CHILD_SUBREAPER = 36
+_OF_A_CHILD = list(inspect.signature(subprocess.Popen._execute_child).parameters)[2:]  # type: ignore[attr-defined]
+
+
+class Host(subprocess.Popen):  # type: ignore[type-arg]
+    """`python -m aggregator.swarm ARGUMENTS`, forked: a child of this process, as any other that it starts.
+
+    This process has threads, so it cannot fork one itself. Its zygote, which does nothing else, forks twice, and what is forked
+    becomes this process's child when the one between ends.
+    """
+
+    zygote: socket.socket
+    _one_at_a_time = threading.Lock()
+
+    def _execute_child(self, args: Any, *more: Any) -> None:
+        words = [os.fspath(word) for word in args] if isinstance(args, (list, tuple)) else [args]
+        if words[:2] != [sys.executable, "-m"] or words[2:3] != ["aggregator.swarm"]:
+            super()._execute_child(args, *more)  # type: ignore[misc]
+            return
+        given = dict(zip(_OF_A_CHILD, more, strict=True))
+        pipes = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        environment = dict(os.environ if given["env"] is None else given["env"])
+        told = [words[2:], environment, os.fspath(given["cwd"] or Path.cwd()), given["process_group"]]
+        request = json.dumps(told).encode()
+        with self._one_at_a_time:
+            _adopt(True)
+            try:
+                socket.send_fds(
+                    self.zygote,
+                    [len(request).to_bytes(4, "big")],
+                    [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)],
+                )
+                self.zygote.sendall(request)
+                self.pid = int.from_bytes(_exactly(self.zygote, 4), "big")
+            finally:
+                _adopt(False)
+        self._child_created = True
+        of_pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in of_pipes))  # type: ignore[attr-defined]
+
+
+def _adopt(whether: bool) -> None:
+    """Have this process be the parent of whatever below it loses its own."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _with_hosts(arguments: Sequence[str]) -> list[str]:
+    """Return what this process is to run. A member of a swarm has a zygote from now on; return in each host, too."""
+    if list(arguments[:2]) != ["peers", "swarm"]:
+        return list(arguments)
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        return _fork_hosts(theirs)
+    theirs.close()
+    _exactly(ours, 1)
+    Host.zygote = ours
+    setattr(subprocess, "Popen", Host)  # noqa: B010
+    return list(arguments)
+
+
+def _fork_hosts(connection: socket.socket) -> list[str]:
+    """Fork until the connection ends; return in each host, with its arguments."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its member
+    Path("/proc/self/comm").write_text(ZYGOTE)
+    connection.sendall(b"!")
+    while True:
+        length, pipes, _, _ = socket.recv_fds(connection, 4, 3)
+        if not length:
+            os._exit(0)
+        arguments, environment, folder, group = json.loads(_exactly(connection, int.from_bytes(length, "big")))
+        reading, writing = os.pipe()
+        if (between := os.fork()) == 0:
+            if pid := os.fork():
+                os.write(writing, pid.to_bytes(4, "big"))
+                os._exit(0)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            Path("/proc/self/comm").write_text(Path(sys.executable).name)
+            if group is not None and group >= 0:
+                os.setpgid(0, group)
+            for number, pipe in enumerate(pipes):
+                os.dup2(pipe, number)
+            for descriptor in (reading, writing, *pipes):
+                os.close(descriptor)
+            connection.close()
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(folder)
+            return list(arguments)
+        os.waitpid(between, 0)
+        connection.sendall(os.read(reading, 4))
+        for descriptor in (reading, writing, *pipes):
+            os.close(descriptor)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # as `edit-peer` does; read when grpc is first imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the tests end their processes themselves
+    gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)
+    sys.modules["numba"].njit("void(f4[::1])")(lambda x: None)  # what its first use loads, and half a second
+    gc.freeze()  # what is imported stays: a daemon that looked through it for garbage would copy all of it, too
+    gc.enable()
     sys.argv[:] = _serve(socket.socket(fileno=int(sys.argv[1])))
     if sys.argv[0] == "torch.distributed.run":
         handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")

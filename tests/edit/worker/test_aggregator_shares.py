@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -142,14 +143,19 @@ def trained(
     return losses, digest([theta for run in runs for theta in run.state.theta]), seen, local
 
 
+@functools.cache
+def whole_of(kind: str, up: str, parts: int, strict: bool) -> tuple[list[float], str, list[str], list[Tensor]]:
+    """`trained` without an interruption, for all tests that compare with it."""
+    return trained(run_of(kind, up, strict=strict), parts, 18)
+
+
 @pytest.mark.parametrize(
     ("kind", "up", "aggregators"),
     [(kind, up, number) for kind in MODES for up in ("fp32", "int8") for number in (2, 5)]
     + [("delayed", up, 2) for up in LOSSY],
 )
 def test_several_aggregators_give_the_bits_of_one(kind: str, up: str, aggregators: int) -> None:
-    run_config = run_of(kind, up)
-    one, several = trained(run_config, 1, 18), trained(run_config, aggregators, 18)
+    one, several = whole_of(kind, up, 1, False), trained(run_of(kind, up), aggregators, 18)
     assert one[:3] == several[:3]
     assert set(several[2]) == {several[1]}  # the digest of all shares together is the model's
     assert all(torch.equal(a, b) for a, b in zip(one[3], several[3], strict=True))
@@ -158,8 +164,7 @@ def test_several_aggregators_give_the_bits_of_one(kind: str, up: str, aggregator
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize("save_after", [6, 8, 9])
 def test_a_checkpoint_holds_all_shares_and_going_on_changes_no_bit(kind: str, save_after: int) -> None:
-    run_config = run_of(kind, strict=True)
-    whole, broken = trained(run_config, 2, 18), trained(run_config, 2, 18, save_after)
+    whole, broken = whole_of(kind, "int8", 2, True), trained(run_of(kind, strict=True), 2, 18, save_after)
     assert whole[:3] == broken[:3]
     assert all(torch.equal(a, b) for a, b in zip(whole[3], broken[3], strict=True))
 

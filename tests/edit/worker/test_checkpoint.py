@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -114,11 +115,19 @@ def trained(
     return [losses[key] for key in sorted(losses)], theta_of(run), local
 
 
+@functools.cache
+def once(
+    kind: str, up: str, down: str, form: str, save_after: int = -1, die_after: int = -1
+) -> tuple[list[float], list[str], list[Tensor]]:
+    """`trained`, for all tests that compare with it."""
+    return trained(run_of(kind, CodecConfig(up=up, down=down, up_residual=form)), save_after, die_after)
+
+
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize(("save_after", "die_after"), [(6, 6), (8, 8), (9, 9), (4, 14), (9, 17), (13, 15)])
 def test_an_interrupted_training_gives_the_bits_of_one_that_was_not(kind: str, save_after: int, die_after: int) -> None:
     """Also with a contribution pending, and with contributions that a life which is forgotten had made."""
-    whole = trained(run_of(kind))
+    whole = once(kind, "int8", "bf16", "fp32")
     broken = trained(run_of(kind), save_after, die_after)
     assert whole[0] == broken[0] and whole[1] == broken[1]
     assert all(torch.equal(a, b) for a, b in zip(whole[2], broken[2], strict=True))
@@ -157,16 +166,15 @@ FORMS = [
 
 @pytest.mark.parametrize(("kind", "form"), FORMS)
 def test_an_interrupted_training_gives_the_same_bits_with_a_residual_of_another_form(kind: str, form: str) -> None:
-    run_config = run_of(kind, CodecConfig(up="int4", down="bf16", up_residual=form))
-    whole = trained(run_config)
-    assert equal(whole, trained(run_config, 9, 17))
-    assert not equal(whole, trained(run_of(kind, CodecConfig(up="int4", down="bf16")))), "the form counts"
+    whole = once(kind, "int4", "bf16", form)
+    assert equal(whole, once(kind, "int4", "bf16", form, 9, 17))
+    assert not equal(whole, once(kind, "int4", "bf16", "fp32")), "the form counts"
 
 
 @pytest.mark.parametrize(("kind", "form"), [*((kind, "fp32") for kind in MODES), *FORMS])
 def test_a_residual_that_is_computed_with_the_outcome_has_the_bits_of_one_that_was_kept(kind: str, form: str) -> None:
     run_config = run_of(kind, CodecConfig(up="int4", down="bf16", up_residual=form))
-    assert equal(trained(run_config, 9, 17), trained(run_config, 9, 17, only_steps_write=True))
+    assert equal(once(kind, "int4", "bf16", form, 9, 17), trained(run_config, 9, 17, only_steps_write=True))
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
