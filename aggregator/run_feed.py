@@ -8,6 +8,7 @@ MemberChanged        a member entered another state
 RankLost             the stream of a rank other than 0 broke; without it the replica cannot contribute
 PeerReported         a heartbeat came; at most one a second per stream
 ResyncChanged        a peer's digest began to differ from the run's, or agrees again
+Consented            a peer's site consents to the configuration
 RunFounded           the founder's parameters are on disk
 RoundChanged         the phase or the open round is another one
 ContributionRefused  a contribution that was taken is dropped, with the reason
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Advised",
     "CertificateRenewed",
+    "Consented",
     "ContributionRefused",
     "EventLines",
     "EventLog",
@@ -194,6 +196,14 @@ class OrderGiven:
 
 
 @dataclass(frozen=True, slots=True)
+class Consented:
+    """policy: the digest of the site's policy.toml; empty: it has none."""
+
+    peer_id: str
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
 class Advised:
     """peer_id: the member that is too slow; empty: it concerns the run."""
 
@@ -218,6 +228,7 @@ RunEvent = (
     | RoundReport
     | RunEnded
     | OrderGiven
+    | Consented
     | Advised
 )
 Subscriber = Callable[[RunEvent, float], None]  # the event, and when it was published (unix seconds)
@@ -301,7 +312,7 @@ def _limited(event: RunEvent) -> tuple[object, ...] | None:
             return MemberChanged, peer_id, state
         case ResyncChanged(peer_id, reason):
             return ResyncChanged, peer_id, bool(reason)
-        case RankLost(peer_id) | ContributionRefused(peer_id) | PeerFaulted(peer_id):
+        case Consented(peer_id) | RankLost(peer_id) | ContributionRefused(peer_id) | PeerFaulted(peer_id):
             return type(event), peer_id
         case RoundReport(committed=False):
             return (RoundReport,)
@@ -317,6 +328,9 @@ def _line(event: RunEvent) -> tuple[int, str] | None:
             return logging.INFO, f"{peer_id}: its certificate is renewed"
         case MemberChanged(peer_id, state, reason, live=False):
             return logging.INFO, f"{peer_id}: {state} ({reason})"
+        case Consented(peer_id, policy):
+            by = f" under a policy of its own, sha256:{policy}" if policy else ""
+            return logging.INFO, f"{peer_id}: its site consents to the configuration{by}"
         case RankLost(peer_id, reason):
             return logging.INFO, f"{peer_id}: lost to the round ({reason})"
         case ResyncChanged(peer_id, reason):

@@ -29,6 +29,7 @@ from aggregator.data.round_runner import RoundRunner
 from aggregator.resources import Resources
 from aggregator.run_feed import (
     Advised,
+    Consented,
     MemberChanged,
     MemberEnrolled,
     OrderGiven,
@@ -40,6 +41,7 @@ from aggregator.run_feed import (
     RunFounded,
     StepCommitted,
 )
+from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.high_water import Mark
 from edit.config.run import RunConfig
 from edit.errors import RefusedError, StaleError, StorageError
@@ -48,9 +50,11 @@ from edit.merging.outer_state import OuterState
 from edit.rounds import events
 from edit.rounds.deadlines import PeerPhase
 from edit.rounds.events import Phase
+from editpb.consents import check_consent
 from editpb.limits import one_line
-from editpb.messages import FoundHeader, Heartbeat, PeerState, View
+from editpb.messages import Consent, FoundHeader, Heartbeat, PeerState, View
 from editpb.run_status import KEPT_ROUNDS, Setting
+from editpb.signed_contributions import config_digest
 
 __all__ = ["Run"]
 
@@ -101,6 +105,7 @@ class Run:
         self.schemas = Schemas(config, resources.background, self.attendances, lambda: self._schema or self._builtin)
         self.recent_rounds: deque[RoundReport] = deque(maxlen=KEPT_ROUNDS)
         self.history = History(self._phase_of, lambda: self._rounds.machine.tokens if self._rounds is not None else 0)
+        self.consents: dict[str, str] = {}  # by peer, of this start: the digest of the policy.toml that its site consents under
         self.warnings: Sequence[str] = ()  # of its own certificates and its clock, for the status
         self._resources = resources
         self._given = outer
@@ -237,6 +242,22 @@ class Run:
         if peer_id not in self._told_misfits:
             self._told_misfits.add(peer_id)
             self.feed.publish(Advised(peer_id, one_line(fault)))
+
+    def consented(self, peer_id: str, consent: Consent) -> None:
+        """Take a site's consent to the configuration. Raises RemoteProtocolError unless it is one."""
+        check_consent(consent, self.run_id, peer_id, config_digest(self.config))
+        if self.consents.get(peer_id) == consent.policy_digest:
+            return
+        self.consents[peer_id] = consent.policy_digest
+        self.feed.publish(Consented(peer_id, consent.policy_digest))
+        if self._resources.store.audit is not None:
+            self._resources.background.spawn(self._log_consent(self._resources.store.audit, peer_id, consent))
+
+    async def _log_consent(self, audit: AuditLog, peer_id: str, consent: Consent) -> None:
+        try:
+            await self._resources.background.in_worker(audit.consent, peer_id, consent)
+        except StorageError as error:
+            _log.error("%s; it is tried again before the next commit", error)
 
     def leave(self, attendance: Attendance, reason: str, *, polite: bool) -> None:
         """Take the end of a rank's stream. See `Attendances.close`."""

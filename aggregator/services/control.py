@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 from aggregator.control.attendance import Attendance
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
+from aggregator.security.certificates import public_hash
 from aggregator.services.authorization import Authorizer
 from aggregator.services.readers import send
 from aggregator.services.watching import Watchers, fit
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
+from edit.trust.signatures import key_hash
 from editpb import control_pb2 as cpb
 from editpb.control_messages import coordinator_message_to_pb, evict_request_from_pb, peer_message_from_pb
 from editpb.identity import Identity
-from editpb.messages import Expel, Goodbye, Heartbeat, Hello, SchemaRequest, Welcome
+from editpb.messages import Consent, Expel, Goodbye, Heartbeat, Hello, SchemaRequest, Welcome
 from editpb.transport.abort_on_error import abort_on_error
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ class ControlService:
                 return
             yield coordinator_message_to_pb(self._welcome(identity))
             if attendance is not None:
-                async for message in self._converse(attendance, messages):
+                certified = public_hash(self._authorizer.certificate(context))
+                async for message in self._converse(attendance, messages, certified):
                     yield message
 
     async def _hello(self, identity: Identity, messages: AsyncIterator[cpb.PeerMessage]) -> Hello:
@@ -97,10 +100,13 @@ class ControlService:
         )
 
     async def _converse(
-        self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]
+        self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage], certified: str
     ) -> AsyncIterator[cpb.CoordinatorMessage]:
-        """Send a view whenever something changed, until the peer leaves, is expelled, or the coordinator stops."""
-        listening = asyncio.get_running_loop().create_task(self._listen(attendance, messages))
+        """Send a view whenever something changed, until the peer leaves, is expelled, or the coordinator stops.
+
+        certified: the hash of its certificate's key.
+        """
+        listening = asyncio.get_running_loop().create_task(self._listen(attendance, messages, certified))
         listening.add_done_callback(lambda _: attendance.changed.set())
         try:
             while attendance.expelled is None and not attendance.over and not listening.done():
@@ -121,7 +127,7 @@ class ControlService:
         if fault is not None:
             raise fault
 
-    async def _listen(self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage]) -> str:
+    async def _listen(self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage], certified: str) -> str:
         """Take heartbeats until the stream ends; return the reason of a goodbye, or ''. Raises RemoteProtocolError."""
         async for message in messages:
             match peer_message_from_pb(message):
@@ -129,6 +135,10 @@ class ControlService:
                     return reason or "goodbye"
                 case Heartbeat() as heartbeat:
                     self._run.heartbeat(attendance, heartbeat)
+                case Consent() as consent:
+                    if key_hash(consent.public_key) != certified:
+                        raise RemoteProtocolError("a consent is signed with another key than the certificate's")
+                    self._run.consented(attendance.peer_id, consent)
                 case Hello():
                     raise RemoteProtocolError("Hello is said once")
         return ""

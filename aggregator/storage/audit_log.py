@@ -25,13 +25,14 @@ from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.trust.canonical import MOST_LINE_BYTES, parse_canonical
 from edit.trust.checkpoints import LogSigner, open_note, parse_checkpoint
 from edit.trust.merkle import MerkleTree, leaf_hash
-from editpb.audit_log import commit_entry, config_entry, continued_entry, entry_line, genesis_entry
-from editpb.messages import ContributionHeader
+from editpb.audit_log import commit_entry, config_entry, consent_entry, continued_entry, entry_line, genesis_entry
+from editpb.messages import Consent, ContributionHeader
 from editpb.signed_contributions import config_digest
 
 __all__ = ["AuditLog"]
 
 _PRIVATE = "log.key"
+_MOST_CONSENTS = 16  # of one peer to one configuration: with as many policies
 
 
 class AuditLog:
@@ -55,6 +56,8 @@ class AuditLog:
         self._torn = False  # bytes behind it could not be cut off
         self._pending: list[bytes] = []  # lines that are still to be appended
         self._last = "", 0, ""  # configuration, outer step and digest by the last entry
+        self._consents: set[tuple[str, str, str]] = set()  # peer, configuration and policy of those in the log
+        self._early: list[tuple[str, Consent]] = []  # those that are still to be said
         self._signed = 0  # entries that the head on disk stands for
 
     @classmethod
@@ -122,7 +125,7 @@ class AuditLog:
         Raises StorageError while the log cannot be written, RefusedError for an entry that nobody could read: nothing is to be
         committed then.
         """
-        self.flush()
+        self._say_consents()
         entry = commit_entry(
             round_id=round_id,
             outer_step=outer_step,
@@ -161,6 +164,24 @@ class AuditLog:
             write_atomic(self._head, self._signer.sign(len(self._tree), self._tree.root()).encode())
             self._signed = len(self._tree)
 
+    def consent(self, peer_id: str, consent: Consent) -> None:
+        """Append a consent, unless the log has it, or `_MOST_CONSENTS` of this peer to this configuration.
+
+        Before the log has entries it is kept until then. Raises StorageError: it is tried again before the next commit.
+        """
+        named = (peer_id, consent.config_digest, consent.policy_digest)
+        if named in self._consents or sum(each[:2] == named[:2] for each in self._consents) >= _MOST_CONSENTS:
+            return
+        self._consents.add(named)
+        self._early.append((peer_id, consent))
+        if len(self._tree):
+            self._say_consents()
+
+    def _say_consents(self) -> None:
+        self.flush()
+        while self._early:
+            self._say(consent_entry(*self._early.pop(0)))
+
     def close(self) -> None:
         """Close the file."""
         if self._descriptor >= 0:
@@ -174,13 +195,12 @@ class AuditLog:
                 self._run_id, self._signer.key, self._config, outer.schema.schema_hash, outer.outer_step, outer.digest
             )
             self._say(genesis)
-            return
         config, outer_step, digest = self._last
         if config != self._digest:
             self._say(config_entry(self._config))
         if (outer_step, digest) != (outer.outer_step, outer.digest):
             self._say(continued_entry(outer.outer_step, outer.digest))
-        self.flush()
+        self._say_consents()
 
     def _say(self, entry: Mapping[str, object]) -> None:
         self._pending.append(entry_line(self._tree, self._now(), entry))
@@ -198,6 +218,7 @@ class AuditLog:
                     if not line.endswith(b"\n"):  # a killed process was writing it; the journal has it
                         break
                     self._last = _position(line[:-1], self._last)
+                    self._consents |= _consent_in(line)
                     self._tree.append(leaf_hash(line[:-1]))
                     self._end += len(line)
             os.ftruncate(self._descriptor, self._end)
@@ -257,6 +278,14 @@ def _index(line: bytes) -> int:
         raise StorageError(f"the journal: an entry of the audit log is damaged ({error!r})") from error
 
 
+def _consent_in(line: bytes) -> set[tuple[str, str, str]]:
+    """Return peer, configuration and policy of a consent's entry; of no other. The entry was read before."""
+    if b'"kind":"consent"' not in line:
+        return set()
+    entry = json.loads(line)
+    return {(str(entry["peer"]), str(entry["config_digest"]), str(entry["policy_digest"]))} if "peer" in entry else set()
+
+
 def _position(line: bytes, before: tuple[str, int, str]) -> tuple[str, int, str]:
     """Return configuration, outer step and digest after an entry. Raises ValueError for a damaged one."""
     entry = parse_canonical(line)
@@ -269,6 +298,8 @@ def _position(line: bytes, before: tuple[str, int, str]) -> tuple[str, int, str]
                 return entry["config_digest"], entry["outer_step"], entry["digest"]
             case "config":
                 return entry["config_digest"], outer_step, digest
+            case "consent":
+                return before
             case _:
                 return config, entry["outer_step"], entry["digest"]
     except (KeyError, TypeError) as error:

@@ -19,6 +19,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from edit.config.run import RunConfig
 from edit.config.validation import build, require
 from edit.durable_files import read_json, write_json
 from edit.errors import ConfigError
-from edit.trust.signatures import Signer, is_signed, statement
+from edit.trust.signatures import Signer, is_signed
+from editpb.consents import consent_statement, signed_consent
 from editpb.identity import Identity
+from editpb.messages import Consent as SaidConsent
 
 __all__ = ["NO_POLICY", "Consent", "Sections", "SitePolicy", "changes", "digest_of"]
 
 _FORMAT = 1  # of consent.json
-_PURPOSE = "edit-consent-v1"
 _DIGEST = "sha256:"
 _MOST_SHOWN = 12  # changed settings in a message
 
@@ -119,12 +121,8 @@ class Consent:
     @classmethod
     def give(cls, identity: Identity, config: str, policy: str, key: bytes) -> Consent:
         """Return the consent, signed. key: the peer's, in PEM. Raises ConfigError for another kind of key."""
-        signed = cls._statement(identity.run_id, identity.peer_id, config, policy)
-        return cls(identity.run_id, identity.peer_id, config, policy, Signer(key).sign(signed))
-
-    @staticmethod
-    def _statement(run_id: str, peer_id: str, config: str, policy: str) -> bytes:
-        return statement(_PURPOSE, (run_id, peer_id, digest_of(config), policy))
+        signed = signed_consent(identity.run_id, identity.peer_id, _hex(digest_of(config)), _hex(policy), Signer(key))
+        return cls(identity.run_id, identity.peer_id, config, policy, signed.signature)
 
     def save(self, home: Path) -> None:
         """Write consent.json. Raises StorageError."""
@@ -152,7 +150,8 @@ class Consent:
             found = cls(run_id, peer_id, config, policy, base64.b64decode(str(values["signature"]), validate=True))
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"{path}: is damaged ({error}); consent again: edit-peer consent --home {home}") from error
-        if not is_signed(public_key(), found.signature, cls._statement(run_id, peer_id, config, policy)):
+        signed = consent_statement(run_id, peer_id, _hex(digest_of(config)), _hex(policy))
+        if not is_signed(public_key(), found.signature, signed):
             raise ConfigError(f"{path}: is not signed with this peer's key; consent again: edit-peer consent --home {home}")
         return found
 
@@ -169,6 +168,8 @@ class SitePolicy:
     consent: Consent | None = None
     # `digest_of` policy.toml; empty: there is none.
     digest: str = ""
+    # Signs a consent to a configuration, given its text; None: nothing is said to anybody.
+    sign: Callable[[str], SaidConsent] | None = None
     # Unix seconds.
     now: Callable[[], float] = time.time
 
@@ -182,10 +183,14 @@ class SitePolicy:
         if consent is not None and consent.run_id != identity.run_id:
             consent = None  # to the run that this folder was enrolled in before
         path = home / "policy.toml"
+
+        def sign(text: str, policy: str = "") -> SaidConsent:
+            return signed_consent(identity.run_id, identity.peer_id, _hex(digest_of(text)), _hex(policy), Signer(key()))
+
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            return cls(home=home, consent=consent, now=now)
+            return cls(home=home, consent=consent, sign=sign, now=now)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
         try:
@@ -194,18 +199,25 @@ class SitePolicy:
             raise ConfigError(f"{path}: is not TOML: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        return cls(home, sections.accept, sections.limits, sections.require, consent, digest_of(data), now)
+        digest = digest_of(data)
+        signing = partial(sign, policy=digest)
+        return cls(home, sections.accept, sections.limits, sections.require, consent, digest, signing, now)
 
     @property
     def members(self) -> Path | None:
         """The file of the members with whom keys are shared; None: the policy names none."""
         return self.home / self.require.members if self.require.members else None
 
-    def check(self, text: str, config: RunConfig) -> None:
-        """Raise ConfigError in one line unless the site allows this configuration. text: as the aggregators sent it."""
+    def check(self, text: str, config: RunConfig) -> SaidConsent | None:
+        """Raise ConfigError in one line unless the site allows this configuration. text: as the aggregators sent it.
+
+        Returns the consent that is said to them; None: the site asks for none, and has given none.
+        """
         for fault in self.faults(config):
             raise ConfigError(f"{fault}; this peer does not take part")
         self._check_consent(text)
+        asked = self.accept is not None or self.consent is not None
+        return self.sign(text) if asked and self.sign is not None else None
 
     def check_parameters(self, count: int) -> None:
         """Raise ConfigError for a model of more parameters than the site allows."""
@@ -260,6 +272,10 @@ class SitePolicy:
 
 
 NO_POLICY = SitePolicy()
+
+
+def _hex(digest: str) -> str:
+    return digest.removeprefix(_DIGEST)
 
 
 def digest_of(text: str | bytes) -> str:

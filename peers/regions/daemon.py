@@ -21,7 +21,7 @@ from editpb.messages import InjectionState, RunPhase
 from editpb.transport.send_limit import UNLIMITED, SendLimit, send_limit
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
-from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.hub.control_stream import Check, ConfigParser
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted, leaving
 from peers.daemon import stopping
@@ -89,7 +89,7 @@ class _Regional:
         allowed: frozenset[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
         key: bytes = b"",
-        check: Callable[[str, RunConfig], None] = lambda text, config: None,
+        check: Check = lambda text, config: None,
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
         self._parser, self._allowed, self._key = ConfigParser(), allowed, key

@@ -6,6 +6,7 @@ before it (RFC 6962), its `kind` and the `time` (unix seconds) by the coordinato
     genesis    the first one: the run, the log's public key, the configuration, the outer parameters' digest
     config     the configuration is another one from here on
     continued  the log goes on from this outer step: commits between were not logged, or were lost
+    consent    a peer's site consents to this configuration, signed with the peer's key
     commit     one outer step: what was contributed, with signatures, the verdicts, and the digests before and after it
 """
 
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blake3 import blake3
 
 from edit.config.run import RunConfig
-from edit.errors import EditError
+from edit.errors import EditError, RemoteProtocolError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
 from edit.trust.merkle import MerkleTree, leaf_hash
 from edit.trust.signatures import is_signed
-from editpb.messages import ContributionHeader
+from editpb.consents import check_consent
+from editpb.messages import Consent, ContributionHeader
 from editpb.signed_contributions import boxes_digest, config_digest, contribution_statement
 
 if TYPE_CHECKING:  # torch, which whoever verifies need not load
@@ -98,6 +100,18 @@ def config_entry(config: RunConfig) -> _Entry:
 def continued_entry(outer_step: int, digest: str) -> _Entry:
     """Return the entry of a log that goes on elsewhere than after its last commit."""
     return {"kind": "continued", "outer_step": outer_step, "digest": digest}
+
+
+def consent_entry(peer_id: str, consent: Consent) -> _Entry:
+    """Return the entry of a site's consent to the configuration of the entries before."""
+    return {
+        "kind": "consent",
+        "peer": peer_id,
+        "config_digest": consent.config_digest,
+        "policy_digest": consent.policy_digest,
+        "key": base64.b64encode(consent.public_key).decode(),
+        "signature": base64.b64encode(consent.signature).decode(),
+    }
 
 
 def _config(config: RunConfig) -> _Entry:
@@ -288,6 +302,7 @@ class LogVerifier:
         self.run_id, self.outer_step, self.digest, self.commits, self.verified = "", 0, "", 0, 0
         self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
         self.usage: dict[str, Usage] = {}
+        self.consents: dict[str, Consent] = {}  # by peer: the last one
         self._config = self._schema_hash = ""
         self._merged: dict[str, dict[tuple[int, int], int]] = {}  # by peer: fragment, rank -> round of what was merged last
 
@@ -312,6 +327,8 @@ class LogVerifier:
                     self.continued.append(self.outer_step)
                 case "commit":
                     self._commit(entry)
+                case "consent":
+                    self._take_consent(entry)
                 case kind:
                     raise ValueError(f"is of an unknown kind {kind!r}; a later version wrote it")
         except LogFault:
@@ -360,6 +377,16 @@ class LogVerifier:
         self._config = str(entry["config_digest"])
         if hashlib.sha256(str(entry["config"]).encode()).hexdigest() != self._config:
             raise ValueError("config_digest is not that of the configuration")
+
+    def _take_consent(self, entry: _Entry) -> None:
+        key, signature = (base64.b64decode(str(entry[name]), validate=True) for name in ("key", "signature"))
+        peer_id = str(entry["peer"])
+        consent = Consent(str(entry["config_digest"]), str(entry["policy_digest"]), key, signature)
+        try:
+            check_consent(consent, self.run_id, peer_id, self._config)
+        except RemoteProtocolError as error:
+            raise ValueError(str(error)) from error
+        self.consents[peer_id] = consent
 
     def _commit(self, entry: _Entry) -> None:
         if entry["outer_step"] != self.outer_step + 1 or entry["before"] != self.digest:

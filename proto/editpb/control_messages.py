@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from edit.fragments.schema import Schema
+from edit.trust.signatures import MOST_KEY_BYTES, SIGNATURE_BYTES
 from editpb import control_pb2 as cpb
 from editpb import limits as lim
 from editpb import messages as msg
@@ -117,7 +118,29 @@ def schema_answer_to_pb(schema: Schema) -> cpb.PeerMessage:
     return cpb.PeerMessage(schema=schema_to_pb(schema).SerializeToString())
 
 
-def peer_message_to_pb(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> cpb.PeerMessage:
+def consent_to_pb(consent: msg.Consent) -> cpb.Consent:
+    """Encode a consent."""
+    return cpb.Consent(
+        config_digest=consent.config_digest,
+        policy_digest=consent.policy_digest,
+        public_key=consent.public_key,
+        signature=consent.signature,
+    )
+
+
+def consent_from_pb(message: cpb.Consent) -> msg.Consent:
+    """Decode a consent; whether it is signed is not looked at."""
+    if len(message.public_key) > MOST_KEY_BYTES or len(message.signature) != SIGNATURE_BYTES:
+        fail(f"a consent has a key of {len(message.public_key)} and a signature of {len(message.signature)} bytes")
+    return msg.Consent(
+        config_digest=check_digest("config_digest", message.config_digest),
+        policy_digest=check_digest("policy_digest", message.policy_digest, empty=True),
+        public_key=message.public_key,
+        signature=message.signature,
+    )
+
+
+def peer_message_to_pb(value: msg.Hello | msg.Heartbeat | msg.Goodbye | msg.Consent) -> cpb.PeerMessage:
     """Encode what a peer says on Attend."""
     match value:
         case msg.Hello():
@@ -126,9 +149,11 @@ def peer_message_to_pb(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> cpb.Pe
             return cpb.PeerMessage(heartbeat=heartbeat_to_pb(value))
         case msg.Goodbye():
             return cpb.PeerMessage(goodbye=cpb.Goodbye(reason=one_line(value.reason)))
+        case msg.Consent():
+            return cpb.PeerMessage(consent=consent_to_pb(value))
 
 
-def peer_message_from_pb(message: cpb.PeerMessage) -> msg.Hello | msg.Heartbeat | msg.Goodbye:
+def peer_message_from_pb(message: cpb.PeerMessage) -> msg.Hello | msg.Heartbeat | msg.Goodbye | msg.Consent:
     """Decode what a peer says on Attend, except a schema, which is long (see `schema_from_bytes`)."""
     if (size := message.ByteSize()) > lim.MAX_CONTROL_BYTES:
         fail(f"a peer's message has {size} bytes, more than {lim.MAX_CONTROL_BYTES}")
@@ -139,6 +164,8 @@ def peer_message_from_pb(message: cpb.PeerMessage) -> msg.Hello | msg.Heartbeat 
             return heartbeat_from_pb(message.heartbeat)
         case "goodbye":
             return msg.Goodbye(check_text("reason", message.goodbye.reason))
+        case "consent":
+            return consent_from_pb(message.consent)
         case "schema":
             fail("a schema that was not asked for")
         case _:

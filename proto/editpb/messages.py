@@ -82,6 +82,16 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Consent:
+    """A site's consent to a run's configuration, signed by its peer; see `editpb.consents`."""
+
+    config_digest: str  # SHA-256 of the configuration as it is sent, hex
+    policy_digest: str  # of the site's policy.toml, likewise; empty: it has none
+    public_key: bytes  # of the peer's certificate, DER
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Serving:
     """Where a peer serves the snapshot of its outer parameters."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,11 +15,18 @@ from typer.testing import CliRunner
 from aggregator.storage.state_folder import StateFolder
 from edit import EditWorker, WorkerConfig
 from edit.errors import ConfigError, EditError, RefusedError
+from edit.trust.signatures import Signer
+from editpb.audit_log import LogVerifier
+from editpb.consents import signed_consent
+from editpb.control_messages import peer_message_to_pb
 from peers.cli import app
 from peers.connection import connect
+from peers.identity.policy import digest_of
 from tests.integration.test_readme import run
+from tests.support.keys import member_key
+from tests.support.loops import on_a_loop
 from tests.support.running import address, running
-from tests.support.served import new_folder
+from tests.support.served import new_folder, served
 
 TOML = """
 name = "consented"
@@ -120,6 +128,49 @@ def test_what_a_policy_asks_for_a_run_without_it_does_not_get(tmp_path: Path) ->
         for attempt in (lambda: training(home).__enter__(), lambda: consent(home, "--accept", _digest(home))):
             with pytest.raises(ConfigError, match=r"require\.secagg = true: the run has secagg.enabled = false"):
                 attempt()
+
+
+def test_a_consent_stands_in_the_audit_log_and_who_lies_about_it_is_refused(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML + "[audit]\nenabled = true\n")
+    with running(folder) as here:
+        home = joined(folder, tmp_path / "a")
+        (home / "policy.toml").write_text("[limits]\nuntil = 2999-01-01\n")
+        consent(home, "--accept", _digest(home))
+        for _ in range(2):
+            with training(home) as worker:
+                while worker.outer_step < 1:
+                    worker.step()  # type: ignore[attr-defined]
+            assert here.run.consents == {"a": digest_of((home / "policy.toml").read_bytes()).removeprefix("sha256:")}
+    log = LogVerifier()
+    for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines():
+        log.take(line)
+    assert {*log.consents} == {"a"} and log.consents["a"].policy_digest == here.run.consents["a"]
+    kinds = [json.loads(line)["kind"] for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines()]
+    assert kinds.count("consent") == 1
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ("configuration", "a consents to another configuration than it was told"),
+        ("name", "the consent of a is not signed with the key that it names"),
+        ("key", "a consent is signed with another key than the certificate's"),
+    ],
+)
+def test_a_consent_that_is_none_is_refused(tmp_path: Path, lie: str, why: str) -> None:
+    folder = new_folder(tmp_path / "run")
+
+    @on_a_loop
+    async def scenario() -> None:
+        async with served(folder) as run, run.signing_peer("a") as (a, sign):
+            welcome = await a.attend()
+            digest = digest_of(welcome.config_json).removeprefix("sha256:") if lie != "configuration" else "0" * 64
+            signer = Signer(member_key()) if lie == "key" else sign._signer
+            said = signed_consent(folder.run_id, "b" if lie == "name" else "a", digest, "", signer)
+            await a._call.write(peer_message_to_pb(said))
+            assert why in await a._call.details() and not run.coordinator.run.consents
+
+    scenario()
 
 
 def _digest(home: Path) -> str:

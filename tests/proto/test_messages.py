@@ -229,9 +229,11 @@ def test_a_wrong_schema_is_refused(message: tpb.Schema, reason: str) -> None:
         dataclasses.replace(HEARTBEAT, state=msg.PeerState.STARTING, digest="", loss=math.inf),
         dataclasses.replace(HEARTBEAT, serving=msg.Serving("[::1]:7801", "t-1")),
         msg.Goodbye("stopped by the user"),
+        msg.Consent("a" * 64, "b" * 64, b"key", b"s" * 64),
+        msg.Consent("a" * 64, "", b"key", b"s" * 64),
     ],
 )
-def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
+def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodbye | msg.Consent) -> None:
     raw = peer_message_to_pb(value).SerializeToString()
     assert peer_message_from_pb(parse(cpb.PeerMessage, raw)) == value  # type: ignore[arg-type]
 
@@ -248,6 +250,21 @@ def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodby
 def test_what_the_coordinator_says_survives(value: msg.Welcome | msg.View | msg.Expel) -> None:
     raw = coordinator_message_to_pb(value).SerializeToString()
     assert coordinator_message_from_pb(parse(cpb.CoordinatorMessage, raw)) == value  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"config_digest": "A" * 64}, "config_digest"),
+        ({"config_digest": ""}, "config_digest"),
+        ({"policy_digest": "b" * 63}, "policy_digest"),
+        ({"public_key": b"k" * 257}, "a key of 257"),
+        ({"signature": b"s" * 63}, "a signature of 63 bytes"),
+    ],
+)
+def test_a_wrong_consent_is_refused(changes: dict[str, object], reason: str) -> None:
+    said = {"config_digest": "a" * 64, "policy_digest": "", "public_key": b"key", "signature": b"s" * 64} | changes
+    assert reason in expect_refusal(peer_message_from_pb, cpb.PeerMessage(consent=cpb.Consent(**said)))  # type: ignore[arg-type]
 
 
 def test_a_heartbeat_without_a_loss_yet_survives_and_its_json_has_null() -> None:

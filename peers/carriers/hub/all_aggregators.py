@@ -16,7 +16,7 @@ from edit.replica.replica import Outer
 from editpb.identity import Identity
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
-from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.hub.control_stream import Check, ConfigParser
 from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
@@ -37,7 +37,7 @@ def connect_hub(
     *,
     key: bytes = b"",
     masks: MaskFolder | None = None,
-    check: Callable[[str, RunConfig], None] = lambda text, config: None,
+    check: Check = lambda text, config: None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:

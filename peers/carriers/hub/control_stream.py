@@ -22,7 +22,7 @@ from edit.errors import ConfigError, EditError, EvictedError, RefusedError, Remo
 from edit.fragments.schema import Schema
 from editpb import control_pb2, control_pb2_grpc
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
-from editpb.messages import Expel, Goodbye, Heartbeat, Hello, SchemaRequest, View, Welcome
+from editpb.messages import Consent, Expel, Goodbye, Heartbeat, Hello, SchemaRequest, View, Welcome
 from editpb.transport.status import from_rpc, handshake_refusal
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.session import Session
@@ -30,7 +30,7 @@ from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Traffic
 
-__all__ = ["Attendance", "ConfigParser", "Report"]
+__all__ = ["Attendance", "Check", "ConfigParser", "Report"]
 
 _CLOSED = " (in the handshake this means: the coordinator is full, or by its clock this peer's certificate is not valid)"
 ANSWER_S = 10.0  # for the Welcome
@@ -38,29 +38,32 @@ GOODBYE_S = 0.5  # for the stream to end after a Goodbye
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Call: TypeAlias = grpc.aio.StreamStreamCall[control_pb2.PeerMessage, control_pb2.CoordinatorMessage]
+Check: TypeAlias = Callable[[str, RunConfig], Consent | None]
 
 
 class ConfigParser:
     """Parses the configuration that aggregators send; a text that came before is not parsed again. On the loop's thread.
 
-    check: raises ConfigError for a configuration that this peer's site does not allow; it takes the text, too.
+    check: raises ConfigError for a configuration that this peer's site does not allow; it takes the text, too, and returns the
+        consent that is to be said, if any.
     """
 
-    def __init__(self, check: Callable[[str, RunConfig], None] = lambda text, config: None) -> None:
+    def __init__(self, check: Check = lambda text, config: None) -> None:
         self._check, self._text = check, ""
+        self.consent: Consent | None = None  # to what was parsed last
         self._config: RunConfig | ConfigError = ConfigError("nothing was parsed yet")
 
     def parse(self, config_json: str) -> RunConfig | ConfigError:
         """Return the configuration, or why this software does not understand it, or the site does not allow it."""
         if config_json != self._text:
-            self._text = config_json
+            self._text, self.consent = config_json, None
             try:
                 self._config = RunConfig.from_json(config_json)
             except ConfigError as error:
                 self._config = ConfigError(f"the run's configuration does not fit this version of the software: {error}")
                 return self._config
             try:
-                self._check(config_json, self._config)
+                self.consent = self._check(config_json, self._config)
             except ConfigError as error:
                 self._config = error
         return self._config
@@ -221,6 +224,8 @@ class Attendance:
     async def _speak(self, call: _Call) -> None:
         """Send heartbeats until the stream breaks (the reader hears of it, too); when leaving, send Goodbye."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            if self._parser.consent is not None and self._hello.rank == 0:
+                await call.write(peer_message_to_pb(self._parser.consent))
             while not self._leaving.is_set():
                 self._nudge.clear()
                 await call.write(peer_message_to_pb(self._report.current()))

@@ -15,7 +15,7 @@ from editpb.transport.send_limit import UNLIMITED, SendLimit
 from peers.carriers.hub.all_aggregators import AllAggregators
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import read_configuration
-from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.hub.control_stream import Check, ConfigParser
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import leaving
 from peers.carriers.swarm.channels import PartChannels
@@ -35,7 +35,7 @@ def connect_swarm(
     limit: SendLimit = UNLIMITED,
     *,
     key: bytes = b"",
-    check: Callable[[str, RunConfig], None] = lambda text, config: None,
+    check: Check = lambda text, config: None,
     keep: Callable[[Channels], Coroutine[Any, Any, None]] | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",

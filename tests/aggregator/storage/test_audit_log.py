@@ -22,9 +22,11 @@ from edit.errors import ConfigError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
-from editpb.audit_log import LogVerifier
-from editpb.messages import ContributionHeader
-from editpb.signed_contributions import ContributionSigner
+from edit.trust.signatures import Signer
+from editpb.audit_log import LogFault, LogVerifier
+from editpb.consents import signed_consent
+from editpb.messages import Consent, ContributionHeader
+from editpb.signed_contributions import ContributionSigner, config_digest
 from tests.support.encoded import encode
 from tests.support.keys import member_key
 
@@ -40,7 +42,8 @@ CONFIG = RunConfig(
     storage=StorageConfig(checkpoint_every=100),
     audit=AuditConfig(enabled=True),
 )
-SIGN = ContributionSigner(member_key(), CONFIG)
+PEER = member_key()
+SIGN = ContributionSigner(PEER, CONFIG)
 
 
 class Killed(BaseException):
@@ -127,6 +130,82 @@ def log_of(folder: Path) -> tuple[LogVerifier, list[tuple[int, str]]]:
             commits.append((entry["outer_step"], line.decode()))
     assert log.check_head((folder / "audit-log.head").read_bytes()) == len(log.tree)
     return log, commits
+
+
+def said(peer_id: str, policy: str = "", key: bytes = PEER) -> Consent:
+    return signed_consent("run", peer_id, config_digest(CONFIG), policy, Signer(key))
+
+
+def test_consents_are_in_the_log_once_over_restarts_and_before_the_run_is_founded(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    assert store.audit is not None
+    store.audit.consent("a", said("a"))
+    outer = founded(store)
+    append(store, outer, 1)
+    for _ in range(2):
+        store.audit.consent("a", said("a"))
+        store.audit.consent("b", said("b", "c" * 64))
+    append(store, outer, 2)
+    store.close()
+    store = opened(tmp_path)
+    outer = store.recover()
+    assert outer is not None and store.audit is not None
+    store.audit.consent("b", said("b", "c" * 64))
+    store.audit.consent("b", said("b", "d" * 64))
+    append(store, outer, 3)
+    store.close()
+    log, commits = log_of(tmp_path)
+    assert [step for step, _ in commits] == [1, 2, 3] and len(log.tree) == 1 + 3 + 3
+    assert log.consents == {"a": said_in(log, "a", ""), "b": said_in(log, "b", "d" * 64)}
+
+
+def said_in(log: LogVerifier, peer_id: str, policy: str) -> Consent:
+    found = log.consents[peer_id]
+    assert (found.config_digest, found.policy_digest) == (config_digest(CONFIG), policy)
+    return found
+
+
+def test_one_member_cannot_fill_the_log_with_consents(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    founded(store)
+    assert store.audit is not None
+    for number in range(100):
+        store.audit.consent("a", said("a", f"{number:064x}"))
+    store.audit.consent("b", said("b"))
+    store.close()
+    assert len(log_of(tmp_path)[0].tree) == 1 + 16 + 1
+
+
+def test_a_consent_that_is_not_signed_as_it_says_is_found(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    founded(store)
+    assert store.audit is not None
+    store.audit.consent("a", said("b"))
+    store.close()
+    with pytest.raises(LogFault, match=r"entry 1: .*the consent of a is not signed with the key that it names"):
+        log_of(tmp_path)
+
+
+def test_a_consent_that_cannot_be_written_is_written_before_the_next_commit(tmp_path: Path) -> None:
+    full = [False]
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+    disk = Disk(write=write)
+    audit = AuditLog.open(tmp_path, "run", CONFIG, lambda: 1.7e9, disk)
+    store = Store(tmp_path / "outer", CONFIG, "run", audit=audit)
+    outer = founded(store)
+    full[0] = True
+    for peer_id in "ab":
+        with pytest.raises(StorageError, match="cannot be written"):
+            audit.consent(peer_id, said(peer_id))
+    full[0] = False
+    append(store, outer, 1)
+    store.close()
+    assert {*log_of(tmp_path)[0].consents} == {"a", "b"}
 
 
 def journal_of(folder: Path) -> list[tuple[int, str]]:
