@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,15 +43,15 @@ class Terms:
     def lines(self) -> list[str]:
         """Return what is shown."""
         identity, before = self.enrolled.identity, self.policy.consent
-        swarm = RunConfig.from_json(self.text).swarm is not None
-        default = RunConfig.from_mapping({"swarm": {}} if swarm else {}).to_json()
+        config = RunConfig.from_json(self.text)
+        default = RunConfig.from_mapping({"swarm": {}} if config.swarm is not None else {})
         found = [
             f"run {identity.run_id}, in which this peer is {identity.peer_id}",
             f"coordinator {', '.join(self.enrolled.endpoints)}",
             f"configuration {self.digest}",
             "",
             "settings other than the defaults:",
-            *([f"  {change}" for change in changes(default, self.text, "default")] or ["  none"]),
+            *([f"  {change}" for change in changes(_all(default), _all(config), "default")] or ["  none"]),
         ]
         if self.consented:
             found += ["", "this site has consented to it"]
@@ -58,6 +60,11 @@ class Terms:
         if self.policy.digest:
             found += ["", self.refused or f"{self.policy.home / 'policy.toml'} allows it"]
         return found
+
+
+def _all(config: RunConfig) -> str:
+    """Return every setting as JSON; also the sections that the text leaves out where they are off."""
+    return json.dumps(dataclasses.asdict(config), default=str)
 
 
 def ask_terms(home: Path, now: float) -> Terms:

@@ -135,6 +135,7 @@ def test_a_consent_stands_in_the_audit_log_and_who_lies_about_it_is_refused(tmp_
     with running(folder) as here:
         home = joined(folder, tmp_path / "a")
         (home / "policy.toml").write_text("[limits]\nuntil = 2999-01-01\n")
+        assert "audit.enabled = true (default false)" in CliRunner().invoke(app, ["consent", "--home", str(home)]).stdout
         consent(home, "--accept", _digest(home))
         for _ in range(2):
             with training(home) as worker:
