@@ -8,8 +8,12 @@ import importlib
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
+# Nothing here says how fast something is, and the machine may be busy with other tests.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is first imported
