@@ -17,6 +17,7 @@ from aggregator.metrics import MetricsLog
 from aggregator.run_feed import (
     Advised,
     CertificateRenewed,
+    Consented,
     ContributionRefused,
     EventLog,
     FragmentMerged,
@@ -62,6 +63,8 @@ LINES: list[tuple[RunEvent, str]] = [
     (CertificateRenewed("a"), "INFO a: its certificate is renewed"),
     (MemberChanged("a", "lost", "no heartbeat for 9 s", live=False), "INFO a: lost (no heartbeat for 9 s)"),
     (MemberChanged("a", "training", "heartbeat", live=True), ""),
+    (Consented("a", ""), "INFO a: its site consents to the configuration"),
+    (Consented("a", "ab12"), "INFO a: its site consents to the configuration under a policy of its own, sha256:ab12"),
     (RankLost("a", "rank 1: the connection broke"), "INFO a: lost to the round (rank 1: the connection broke)"),
     (PeerReported("a", BEAT), ""),
     (ResyncChanged("a", "digest x"), "WARNING a: digest x"),
