@@ -58,10 +58,8 @@ def connect(
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; training needs an invitation with role peer")
     policy = SitePolicy.load(Path(home), enrolled.identity, folder.key)
-    if policy.members is not None and members is not None:
-        raise ConfigError(f"members: {Path(home) / 'policy.toml'} names them (require.members); leave it out")
-    listed = Path(members) if members is not None else policy.members
-    known = MaskFolder(folder.revealed, read_members(listed) if listed is not None else None)
+    listed = read_members(Path(members)) if members is not None else None
+    known = MaskFolder(folder.revealed, policy.members(listed, "members"))
     ranks = _world() if ranks is None else ranks
     channels = Channels(enrolled.endpoints, enrolled.credentials, send_limit(max_mbit, Path(home)))
     renewal = Renewal(folder, enrolled, channels, asks=launched().local_rank == 0)

@@ -34,7 +34,6 @@ from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
-from peers.identity.known_members import read_members
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
@@ -80,11 +79,7 @@ def run_peer(options: PeerOptions) -> None:
 def with_policy(options: PeerOptions, identity: Identity) -> PeerOptions:
     """Return the options with what the peer's site allows. Raises ConfigError where policy.toml and --members contradict."""
     policy = SitePolicy.load(options.home, identity, PeerFolder(options.home).key)
-    if policy.members is None:
-        return dataclasses.replace(options, policy=policy)
-    if options.members is not None:
-        raise ConfigError(f"--members: {options.home / 'policy.toml'} names the members (require.members); leave it out")
-    return dataclasses.replace(options, policy=policy, members=read_members(policy.members))
+    return dataclasses.replace(options, policy=policy, members=policy.members(options.members, "--members"))
 
 
 def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch, limit: SendLimit = UNLIMITED) -> SnapshotServer | None:

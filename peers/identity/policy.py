@@ -31,6 +31,7 @@ from edit.trust.signatures import Signer, is_signed
 from editpb.consents import consent_statement, signed_consent
 from editpb.identity import Identity
 from editpb.messages import Consent as SaidConsent
+from peers.identity.known_members import read_members
 
 __all__ = ["NO_POLICY", "Consent", "Sections", "SitePolicy", "changes", "digest_of"]
 
@@ -203,10 +204,16 @@ class SitePolicy:
         signing = partial(sign, policy=digest)
         return cls(home, sections.accept, sections.limits, sections.require, consent, digest, signing, now)
 
-    @property
-    def members(self) -> Path | None:
-        """The file of the members with whom keys are shared; None: the policy names none."""
-        return self.home / self.require.members if self.require.members else None
+    def members(self, given: Mapping[str, str] | None, option: str) -> Mapping[str, str] | None:
+        """Return the key hashes of the members with whom keys are shared, by name; None: all.
+
+        given: what the `option` said. Raises ConfigError where the policy names a file, and there is the option, too.
+        """
+        if not self.require.members:
+            return given
+        if given is not None:
+            raise ConfigError(f"{option}: {self.home / 'policy.toml'} names the members (require.members); leave it out")
+        return read_members(self.home / self.require.members)
 
     def check(self, text: str, config: RunConfig) -> SaidConsent | None:
         """Raise ConfigError in one line unless the site allows this configuration. text: as the aggregators sent it.

@@ -193,8 +193,8 @@ def test_threads_that_load_at_once_compile_once(fake: FakeNumba, monkeypatch: py
     calls: list[object] = []
 
     def compiled(*arguments: Any) -> Any:
+        assert kernels._loading.locked(), "another thread could compile at the same time"
         calls.append(arguments)
-        threading.Event().wait(0.01)  # time in which another would compile, too
         return made(*arguments)
 
     monkeypatch.setattr(kernels, "_compile", compiled)
