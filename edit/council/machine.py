@@ -377,7 +377,8 @@ class Council:
         if self._wants_hello:
             times.append(self._hello_at)
         if self.role is Role.LEADER:
-            times += [since + self._timing.verify_s for _, since in self._unverified.values()]
+            if self._committed is self.record:  # else what it would change waits for that version
+                times += [since + self._timing.verify_s for _, since in self._unverified.values()]
             times += [self._beat_at, *(heard.at + self._lease_s for heard in self._heard.values() if self._is_fresh(heard))]
         elif self._may_stand:
             times.append(self._election_at)

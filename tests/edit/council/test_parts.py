@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from edit.council import events as ev
+from edit.council.machine import Role
 from edit.council.record import PartState
 from edit.errors import LocalProtocolError
 from tests.support.council.table import LEASE_S, VERIFY_S, Table, start_digest, update
@@ -386,6 +387,28 @@ def test_one_that_should_verify_and_does_not_is_not_waited_for_longer_than_verif
     table.make(after.owner)
     table.run(LEASE_S)
     assert table.record.parts[0].outer_step == 1
+
+
+def test_a_leader_whose_version_is_on_its_way_does_not_look_at_the_verifiers_again_and_again() -> None:
+    """What it would change has to wait for the version: waking up for it is a busy loop."""
+    table = Table("abcde", verify=1)
+    table.elect("d")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    table.idle = {*part.verifiers}
+    table.make(part.owner)
+    table.run(VERIFY_S - LEASE_S / 2)
+    (evicted, *_) = set("abce") - {part.owner, *part.verifiers}
+    table.handle("d", ev.Evict(evicted, "bad manners"))
+    leader, kept = table.councils["d"], list(table.mail)
+    assert leader.committed is not leader.record, "nobody has heard of it"
+    table.now += LEASE_S / 2 + 0.01
+    table.handle("d", ev.Tick())
+    assert leader.role is Role.LEADER and leader.committed is not leader.record
+    assert leader.next_wakeup() > table.now
+    table.mail += kept
+    table.run(LEASE_S / 4)
+    assert table.record.parts[0].grant > part.grant, "it looks when the version is agreed on"
 
 
 def test_only_the_owner_and_the_verifiers_release_a_part() -> None:
