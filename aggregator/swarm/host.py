@@ -878,10 +878,14 @@ class Host:
 
     async def _pull(self, part: _HostedPart, sender: str, update: Update) -> Offer:
         stub, sizes = self.links.stub(peer_of(sender)), body_sizes(part.replica.outer)
-        offer = await fetch_offer(stub, part.number, update.outer_step, update.id, sizes)
-        if offer.update != update:
-            raise RemoteProtocolError(f"part {part.number}: the update is described otherwise than it was announced")
-        await part.do(offer.check, self.run_id)
+        try:
+            offer = await fetch_offer(stub, part.number, update.outer_step, update.id, sizes)
+            if offer.update != update:
+                raise RemoteProtocolError(f"part {part.number}: the update is described otherwise than it was announced")
+            await part.do(offer.check, self.run_id)
+        except RemoteProtocolError as error:
+            self._dispute(part, sender, update, error)
+            raise
         records = await self._verified(part, sender, offer) if self._is_to_verify(update) else ()
         part.pulled, part.verified = offer, records
         self.tell(ev.Offered(sender, update))
@@ -905,13 +909,17 @@ class Host:
             lies = isinstance(error, RemoteProtocolError)
             if self.council.why_refused(sender, update) or not (lies or part.unverified[1] >= VERIFY_TRIES):
                 raise
-            part.disputed = update.id
-            reason = one_line(f"{owner} is not believed: {error}", MOST_TEXT)
-            self._note(f"part {part.number}: {reason}")
-            self.tell(ev.Disputed(part.number, update.grant, reason))
+            self._dispute(part, sender, update, error)
             raise
         _log.info("part %d: outer step %d is verified", part.number, update.outer_step)
         return records
+
+    def _dispute(self, part: _HostedPart, sender: str, update: Update, error: EditError) -> None:
+        """Tell the leader that an owner's update is wrong. It is not fetched again."""
+        part.disputed = update.id
+        reason = one_line(f"{peer_of(sender)} is not believed: {error}", MOST_TEXT)
+        self._note(f"part {part.number}: {reason}")
+        self.tell(ev.Disputed(part.number, update.grant, reason))
 
     async def _merged_again(self, part: _HostedPart, owner: str, offer: Offer) -> tuple[MergeRecord, ...]:
         verification = Verification(
@@ -965,6 +973,8 @@ class Host:
             self._say_news(part.complaint)
         self.tell(answer)
         update = effect.update
+        if isinstance(answer, ev.Failed) and answer.is_wrong:
+            part.disputed = update.id
         if part.replica.contested and part.looked != (update.outer_step, update.grant) and part.witnesses is None:
             part.looked = update.outer_step, update.grant
             self._background.spawn(self._look_at_own(part))

@@ -516,7 +516,10 @@ def _came_to_nothing(
 ) -> Applied | Failed:
     """Return the answer to what raised."""
     if isinstance(effect, Hold):
-        return Failed(effect.update.part, effect, str(error))
+        update = effect.update
+        continues = (update.outer_step, update.base) == (before.outer_step + 1, before.digest)
+        wrong = continues and isinstance(error, RemoteProtocolError) and not isinstance(error, _OthersError)
+        return Failed(update.part, effect, str(error), wrong)
     if replica.state.outer_step == before.outer_step:
         return Failed(effect.part, effect, str(error))
     _log.warning("part %d: %s", effect.part, error)  # some of the steps were taken

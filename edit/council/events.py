@@ -156,7 +156,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """From the owner: I do not serve this grant. From a verifier: what its owner offers is wrong. Another grant is needed."""
+    """From the owner: I do not serve this grant. From others: what its owner offers is wrong. Another grant is needed."""
 
     part: int
     grant: int
@@ -265,6 +265,7 @@ class Failed:
     part: int
     work: Hold | Adopt | Fetch
     reason: str
+    is_wrong: bool = False  # of a Hold: no member can hold this update, and its owner is to blame
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +279,7 @@ class Damaged:
 
 @dataclass(frozen=True, slots=True)
 class Disputed:
-    """This member verifies the part, and computed something else than its owner."""
+    """The owner's update is not what this member computed, who verifies the part, or is no update at all."""
 
     part: int
     grant: int

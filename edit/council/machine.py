@@ -58,6 +58,8 @@ Owners
     fewest parts that is up to date on it, with the next grant. A new leader gives the one that it replaces no fresh lease. The
     owner may Release a grant: when it was restarted, because the engine before may have offered something, and when its disk
     fails. A verifier may Release what it disputes, or when it was restarted; then others get the part, if there are others.
+    So they do when so many voters Release an update that is none that those who are left are no quorum: it could never be a
+    step, and who refuses it without a reason could as well have said nothing.
     Whom two others disagreed with owns and verifies nothing, if others can. Disputes are in the record, until one of the two is
     evicted or enrolled anew; who did not verify in time (rule 13), only the leader knows that waited for it. Where loads differ
     by two or more, one part moves to a voter that has been live for 5 leases.
@@ -293,6 +295,7 @@ class Council:
         self._accepted = set[str]()  # names that have the present version on disk
         self._heard: dict[str, _Heard] = {}  # by peer_id
         self._moved: dict[int, set[str]] = {}  # parts that change hands with the next version, and who should not get them
+        self._cannot_hold: dict[int, tuple[int, set[str]]] = {}  # by part: a grant, and the voters to whom its update is none
         self._unverified: dict[int, tuple[Update, float]] = {}  # by part: what a quorum holds, since when
         self._against: dict[str, set[str]] = {}  # by peer: with whom an update was not verified in time
         self._ended: dict[int, int] = {}  # the grants of the parts whose engine ended
@@ -545,7 +548,7 @@ class Council:
         self.role, self._leader, self._led_term, self._draft = Role.LEADER, self._peer_id, self.term, None
         self._heard = {p: _Heard("", self._now, self._now, p == replaced) for p in (*record.members, *self._electors)}
         self._moved, self._ended, self._leavers, self._former = {}, {}, {}, frozenset()
-        self._unverified, self._against = {}, {}
+        self._cannot_hold, self._unverified, self._against = {}, {}, {}
         self._publish(record)
 
     def _replaced(self) -> str:
@@ -860,8 +863,26 @@ class Council:
             if message.away and peer_id != part.owner:
                 self._draft = record.disputed(part.owner, peer_id)
             self._effects.append(Noticed(f"part {message.part}, owned by {part.owner}: {peer_id} says: {message.reason}"))
+        elif isinstance(message, Release) and message.away and sender in record.electors:
+            self._refuse(sender, message, record, part)
         elif isinstance(message, Ended) and peer_id == part.owner:
             self._ended[message.part] = message.grant
+
+    def _refuse(self, sender: str, release: Release, record: Record, part: Part) -> None:
+        """Rule 11: count the voters that cannot hold an owner's update; when the others are no quorum, the part moves."""
+        grant, names = self._cannot_hold.get(release.part, (part.grant, set()))
+        names = names if grant == part.grant else set()
+        if sender not in names:
+            self._cannot_hold[release.part] = part.grant, {*names, sender}
+            text = f"part {release.part}, owned by {part.owner}: {peer_of(sender)} says: {release.reason}"
+            self._effects.append(Noticed(text))
+        names = {*names, sender}
+        if record.agreed({*record.electors} - names):
+            return
+        self._moved[release.part] = {part.owner}
+        for name in names:
+            record = record.disputed(part.owner, peer_of(name))
+        self._draft = record
 
     def _claim(self, holder: str, claim: Claim) -> None:
         """Rule 16. Who claims hears of it by the committed record."""

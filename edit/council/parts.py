@@ -166,6 +166,8 @@ class Parts:
             if mine.own == event.work.update:
                 mine.own, mine.to_release = None, Release(event.part, event.work.update.grant, event.reason, away=True)
                 self._tell_leader(mine.to_release)
+            elif event.is_wrong:
+                self.dispute(Release(event.part, event.work.update.grant, event.reason, away=True))
             return
         mine.moving = None
         if isinstance(event.work, Adopt):  # what is held is of no use
@@ -242,7 +244,7 @@ class Parts:
         self._tell_leader(event)
 
     def dispute(self, release: Release) -> None:
-        """The owner's update is not what this verifier computed."""
+        """The owner's update is not what this member computed, or is none."""
         self._parts[release.part].to_release = release
         self._tell_leader(release)
 

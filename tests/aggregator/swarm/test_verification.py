@@ -18,8 +18,10 @@ from torch import Tensor
 from aggregator.data.contributions import ShardUpload
 from aggregator.data.round_runner import Source
 from aggregator.security.certificates import key_pem, new_key
+from aggregator.swarm import host as host_module
 from aggregator.swarm import transfers
 from aggregator.swarm.host import Host
+from aggregator.swarm.offers import Offer
 from aggregator.swarm.transfers import STALL_S, fetch_contributions
 from edit.codecs.residuals import Residual
 from edit.config.run import RunConfig
@@ -281,6 +283,36 @@ def test_an_owner_that_lies_is_named_and_left_and_the_honest_update_counts(
 def test_an_owner_that_lies_about_what_it_left_out_is_found_out(tmp_path: Path) -> None:
     why = "is not what its contributions merge to: fragment 0: other bytes"
     is_found_out(tmp_path, has_left_out_something_else, why, record="int8")
+
+
+def test_an_owner_whose_update_nobody_can_hold_is_left_though_nobody_verifies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds its update, and sends everybody other bytes, again and again."""
+
+    async def body() -> None:
+        async with hosts(tmp_path, config=config(0)) as swarm:
+            await grown(swarm, 0)
+            await swarm.until(lambda: swarm.owner() is not None)
+            owner, grant = swarm.record.parts[0].owner, swarm.record.parts[0].grant
+            sent = host_module.offer_parts
+
+            def lie(offer: Offer, chunk_bytes: int) -> Any:
+                first, *others = offer.bodies
+                changed = bytes([first[0] ^ 1, *first[1:]])
+                lies = offer.update.grant == grant
+                return sent(replace(offer, bodies=(changed, *others)) if lies else offer, chunk_bytes)
+
+            monkeypatch.setattr(host_module, "offer_parts", lie)
+            await contribute(swarm, 1)
+            await swarm.until(lambda: swarm.record.parts[0].owner != owner)
+            assert set(swarm.record.disputes[owner]) == set("abc") - {owner}
+            said = [text for _, text in swarm.running[swarm.leader]._notices]
+            assert any(f"part 0, owned by {owner}: " in text and "are not those of its id" in text for text in said), said
+            await take_step(swarm, 1)
+            assert swarm.taken[0, 1] == {honest(config(0), 1, anew=1)}
+
+    run_held(body())
 
 
 def test_what_an_observer_signs_is_no_contribution(tmp_path: Path) -> None:

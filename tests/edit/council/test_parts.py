@@ -411,6 +411,41 @@ def test_a_leader_whose_version_is_on_its_way_does_not_look_at_the_verifiers_aga
     assert table.record.parts[0].grant > part.grant, "it looks when the version is agreed on"
 
 
+def test_a_part_moves_when_those_who_can_hold_its_owners_update_are_no_quorum() -> None:
+    table = Table("abcde")
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    table.idle = set("bde")
+    before, made = table.record.parts[0], table.make("a")
+    for peer_id, moves in (("b", False), ("d", False), ("e", True)):
+        table.works = False
+        table.handle(peer_id, ev.Offered("a#1", made))
+        held = table.done(ev.Hold, peer_id)[-1]
+        table.handle(peer_id, ev.Failed(0, held, "a value is not finite", True))
+        table.works = True
+        table.run(LEASE_S / 2)
+        assert (table.record.parts[0].grant > before.grant) is moves, peer_id
+    part = table.record.parts[0]
+    assert part.owner != "a" and set(table.record.disputes["a"]) == set("bde") and "a" in table.record.distrusted
+    said = [notice.text for notice in table.done(ev.Noticed)]
+    assert said.count("part 0, owned by a: b says: a value is not finite") == 1, "and is not told each time that it is said"
+    table.idle = set()
+    table.make(part.owner)
+    table.run(LEASE_S)
+    assert table.steps() == dict.fromkeys("abcde", 1)
+
+
+def test_who_cannot_write_an_update_does_not_blame_its_owner() -> None:
+    table = led()
+    table.idle = {"b"}
+    made, table.works = table.make("a"), False
+    table.mail.clear()
+    table.handle("b", ev.Offered("a#1", made))
+    (held,) = table.done(ev.Hold, "b")
+    table.handle("b", ev.Failed(0, held, "the disk is full"))
+    assert not [mail for mail in table.mail if isinstance(mail[2], ev.Release)]
+
+
 def test_only_the_owner_and_the_verifiers_release_a_part() -> None:
     table = led()
     before = table.record.parts
