@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
 
-__all__ = ["Clock", "Resources", "raise_file_limit"]
+__all__ = ["Clock", "Resources"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +39,3 @@ class Resources:
     mark: HighWaterMark | None = None  # below which a restart does not go on; None keeps none
     deadlines: Path | None = None  # the file of the peers' measured times; None keeps none
     clock: Clock = field(default_factory=Clock)
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may: each connection is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # where the system has a lower limit than it says, the present one stays
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -18,9 +18,10 @@ import torch
 
 from aggregator.control.farewell import Farewell
 from aggregator.control.run import Run
+from aggregator.file_limit import raise_file_limit
 from aggregator.metrics import MetricsLog
 from aggregator.past import PAST_BYTES, Past
-from aggregator.resources import Clock, Resources, raise_file_limit
+from aggregator.resources import Clock, Resources
 from aggregator.run_feed import Advised, EventLog, RunFeed, Subscriber
 from aggregator.security.authority import Authority, check_equipped
 from aggregator.security.expiry import ExpiryWatch, text_of, watched_files, watched_members

@@ -44,7 +44,7 @@ def main() -> None:
         _serve()
         return
     with loading():
-        from aggregator.swarm.commands import app  # imports torch and gRPC
+        from aggregator.swarm.commands import app  # imports gRPC; what must, torch
 
     app(prog_name="python -m aggregator.swarm")
 

@@ -21,7 +21,6 @@ import grpc
 from blake3 import blake3
 from cryptography import x509
 
-from aggregator.control.schemas import builtin_schema
 from aggregator.security.members import Members
 from edit.config.run import RunConfig, SwarmConfig
 from edit.council.machine import Timing
@@ -167,6 +166,8 @@ class Settings:
 
     def schemas(self, config: RunConfig) -> tuple[tuple[range, Schema], ...]:
         """Return the fragments of each part, and their schema. Raises ConfigError."""
+        from aggregator.control.schemas import builtin_schema  # imports torch, which most commands can do without
+
         schema, parts = builtin_schema(config), self.swarm(config).parts
         if schema is None:
             try:

@@ -28,12 +28,10 @@ from aggregator.security.authority import COORDINATOR_ID, load_issuer
 from aggregator.security.certificates import CA_LIFETIME_S, key_pem, make_ca, new_key
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import lock_folder
-from aggregator.storage.store import Store
 from aggregator.swarm.admission import Trust, addresses_of, root_of
 from aggregator.swarm.host_folder import HostFolder, Settings, authority_folder, check_dht, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.relay import relay_identity
-from aggregator.swarm.replication import PartReplica
 from aggregator.swarm.standing import Report, Standing, report
 from edit.config.run import RunConfig
 from edit.council.record import Record, Root, Saved
@@ -542,6 +540,9 @@ def recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
 
 
 def _recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
+    from aggregator.storage.store import Store  # imports torch, which the other commands do without
+    from aggregator.swarm.replication import PartReplica
+
     folder, config = _Folder(path), RunConfig.from_toml(path / "run.toml")
     if folder.saved is None or (record := folder.saved.record) is None:
         raise ConfigError(f"{path}: this member was never let in; there is nothing to recover from")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aggregator.resources import raise_file_limit
+from aggregator.file_limit import raise_file_limit
 from aggregator.storage.state_folder import lock_folder
 from aggregator.swarm.admission import OwnCertificate, open_authority, take_settings
 from aggregator.swarm.host import Host, Place

@@ -37,7 +37,7 @@ from typing import Any
 
 from cryptography import x509
 
-from aggregator.resources import raise_file_limit
+from aggregator.file_limit import raise_file_limit
 from edit.errors import ConfigError, EditError, RefusedError
 from editpb.identity import Identity, from_certificate
 

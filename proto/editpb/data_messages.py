@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 
-from edit.codecs import codec
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Shard
 from edit.records import Commit, EncodedTensor, FragmentCommit
@@ -203,6 +202,8 @@ def _fragment_update_to_pb(fragment: FragmentCommit, shard: Shard | None) -> dpb
     verdicts, payload = fragment_verdicts_to_pb(fragment), fragment.payload
     if payload is None:
         return dpb.FragmentUpdate(fragment_id=fragment.fragment_id, rollback=True, verdicts=verdicts)
+    from edit.codecs import codec  # imports torch, which who only asks for a status does without
+
     numel = payload.numel if shard is None else codec(payload.codec).cut_numel(shard)
     return dpb.FragmentUpdate(
         fragment_id=fragment.fragment_id,
@@ -256,6 +257,8 @@ def _fragment_update_from_pb(message: dpb.FragmentUpdate, shard: Shard) -> msg.F
         if message.codec or message.numel or message.total_bytes:
             fail(f"fragment {fragment.name} was rolled back and yet has bytes")
         return msg.FragmentUpdate(commit=commit, codec=None, numel=0, total_bytes=0)
+    from edit.codecs import codec
+
     name = codec_from_pb(message.codec)
     expected = codec(name).cut_numel(shard)
     _check_numel(shard, expected, message.numel)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import DecodeError
 
-from edit.codecs import codec
 from edit.errors import ConfigError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
@@ -31,6 +30,8 @@ __all__ = [
 
 def codec_from_pb(text: str) -> str:
     """Decode a codec: the text of a CodecSpec that `edit.codecs` knows, written as `str` writes it."""
+    from edit.codecs import codec  # imports torch, which who only asks for a status does without
+
     lim.check_codec_text(text)
     try:
         known = codec(text)
@@ -112,6 +113,8 @@ def shard_from_pb(boxes: Sequence[tpb.Box], fragment: FragmentSpec) -> Shard:
 
 def check_encoded_size(codec_name: str, numel: int, total_bytes: int, what: str) -> int:
     """Return total_bytes when it is exactly what the codec makes of numel elements."""
+    from edit.codecs import codec
+
     expected = codec(codec_name).encoded_size(numel)
     if total_bytes != expected:
         fail(f"{what}: {total_bytes} bytes announced, {codec_name} makes {expected} of {numel} elements")

@@ -1,12 +1,17 @@
-"""`edit-lab --help` answers at once: nothing heavy is imported before a command runs."""
+"""`edit-lab --help` answers at once, and so does whatever only asks: nothing heavy is imported before a command needs it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
 
-def test_help_of_every_command_needs_no_torch() -> None:
-    code = "import sys, edit.lab.cli, aggregator.cli, peers.cli; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+
+@pytest.mark.parametrize(
+    "modules", ["edit.lab.cli, aggregator.cli, peers.cli", "aggregator.swarm.commands, aggregator.swarm.relay"]
+)
+def test_a_command_that_only_asks_needs_no_torch(modules: str) -> None:
+    code = f"import sys, {modules}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
