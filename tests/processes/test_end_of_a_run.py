@@ -22,7 +22,7 @@ def test_a_waiting_peer_says_for_whom_and_serve_ends_with_the_run(tmp_path: Path
         assert site.status()["waiting_for"] == "1 of 2 peers (rounds.start_peers = 2)"
         b = site.peer("b")
         assert coordinator.finish() == 0
-        assert "the run has finished; every peer has left" in coordinator.last("finished")
+        assert "the run has finished; every peer has left" in coordinator.last("the run has finished")
         assert (a.finish(), b.finish()) == (0, 0)
         ends = {peer.last("the run has finished").partition("digest")[2] for peer in (a, b)}
         assert len(ends) == 1, "both have the last update"
