@@ -19,7 +19,7 @@ from edit.fragments.digest import digest
 from editpb.messages import Expel
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.loops import run_held
-from tests.support.served import theta
+from tests.support.served import TOML, theta
 
 ONES = [torch.ones(size) for size in SIZES]
 
@@ -144,6 +144,30 @@ def test_a_member_that_was_away_fetches_what_it_missed(tmp_path: Path) -> None:
             await swarm.until(lambda: swarm.steps()["c"] == 2, passes=1.0)
             assert swarm.same()
             await step(swarm, 3)
+
+    run_held(body())
+
+
+def test_all_keep_one_average_those_who_joined_later_and_the_next_owner_too(tmp_path: Path) -> None:
+    """Of section [average]: it is a part of the state that replay and a fetched state bring."""
+
+    async def body() -> None:
+        async with hosts(tmp_path, toml=TOML + '\n[average]\nkind = "ema"\ndecay = 0.5\n') as swarm:
+            await swarm.grow("a", "b")
+            for outer_step in (1, 2):
+                await step(swarm, outer_step)
+            await swarm.start("c")
+            await swarm.until(lambda: swarm.settled("abc"), passes=1.0)
+            await step(swarm, 3)
+            await swarm.stop("a")
+            await swarm.until(lambda: swarm.owner() is not None, passes=1.0)
+            await step(swarm, 4)
+            begin = theta(0, schema_of(0))
+            kept = [0.5 ** (5 - t) for t in (1, 2, 3, 4)]
+            behind = sum(t * share for t, share in zip((1, 2, 3, 4), kept, strict=True)) / sum(kept)
+            for each in swarm.running.values():
+                for average, part in zip(each.parts[0].replica.outer.averaged, begin, strict=True):
+                    torch.testing.assert_close(average, part - behind)
 
     run_held(body())
 
