@@ -39,7 +39,7 @@ class Watchers:
         self._run = run
         self._of_member: Counter[str] = Counter()
         self._others = 0  # who are no operators
-        self._read = (-math.inf, None)  # type: tuple[float, RunStatus | None]
+        self._read = dict[bool, tuple[float, RunStatus]]()  # without curves and settings, or whole: when, and what was read
 
     def __len__(self) -> int:
         return self._of_member.total()
@@ -71,22 +71,20 @@ class Watchers:
         time = asyncio.get_running_loop().time
         last, drawn = None, -math.inf  # the status that was sent before, and when curves were
         while True:
-            status = self.shown_to(authorize())
-            news = status if last is None else _since(status, last)
-            if last is not None and (time() - drawn < CURVES_S or status.outer_step == last.outer_step == 0):
-                news = replace(news, curves=())
-            else:
-                drawn = time()
-            last = status
+            brief = last is not None and (time() - drawn < CURVES_S or last.outer_step == 0)
+            drawn = drawn if brief else time()
+            status = self.shown_to(authorize(), brief=brief)
+            news, last = status if last is None else _since(status, last), status
             yield fit(news)
             await asyncio.sleep(pause)
 
-    def shown_to(self, identity: Identity) -> RunStatus:
-        """Return the run's status as this member may see it."""
-        now, (at, status) = asyncio.get_running_loop().time(), self._read
+    def shown_to(self, identity: Identity, *, brief: bool = False) -> RunStatus:
+        """Return the run's status as this member may see it. brief: without curves and settings."""
+        now = asyncio.get_running_loop().time()
+        at, status = self._read.get(brief, (-math.inf, None))
         if status is None or now - at >= _FRESH_S:
-            status = run_status(self._run)
-            self._read = (now, status)
+            status = run_status(self._run, brief=brief)
+            self._read[brief] = now, status
         return status.shown_to(identity.role, identity.peer_id, self._run.config.membership.share_losses)
 
 
