@@ -11,6 +11,7 @@ from aggregator.run_feed import RunFeed
 from aggregator.security.members import Members
 from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.operator_flags import OperatorFlags
+from aggregator.storage.privacy_budget import PrivacyBudget
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
@@ -38,4 +39,5 @@ class Resources:
     feed: RunFeed  # the run's events, for every subscriber
     mark: HighWaterMark | None = None  # below which a restart does not go on; None keeps none
     deadlines: Path | None = None  # the file of the peers' measured times; None keeps none
+    privacy: PrivacyBudget | None = None  # with privacy.level = "organisation"
     clock: Clock = field(default_factory=Clock)

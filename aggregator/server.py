@@ -37,6 +37,7 @@ from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.journal import Disk
 from aggregator.storage.operator_flags import OperatorFlags
+from aggregator.storage.privacy_budget import PrivacyBudget
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
@@ -143,6 +144,7 @@ class Coordinator:
             feed=feed,
             mark=mark,
             deadlines=folder.deadlines,
+            privacy=PrivacyBudget(folder.privacy_ledger, config) if config.privacy.of_organisations else None,
             clock=clock,
         )
         first_round_id = folder.first_round_id()

@@ -135,6 +135,8 @@ class LocalRun:
     ) -> None:
         if not peers or len(set(peers)) != len(peers):
             raise LocalProtocolError(f"LocalRun needs distinct peers, not {list(peers)}")
+        rule = "needs a coordinator, which counts what is spent; there is none in one process"
+        require(not config.privacy.of_organisations, "privacy.level", config.privacy.level, rule)
         self._config = config
         self._policy = policy or admission(config)
         self._named = tuple(peers)

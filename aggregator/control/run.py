@@ -43,10 +43,12 @@ from aggregator.run_feed import (
 )
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.high_water import Mark
+from aggregator.storage.privacy_budget import PrivacyBudget
 from edit.config.run import RunConfig
 from edit.errors import RefusedError, StaleError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
+from edit.merging.private import noise_line
 from edit.rounds import events
 from edit.rounds.deadlines import PeerPhase
 from edit.rounds.events import Phase
@@ -144,9 +146,24 @@ class Run:
             _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])
         if (mark := self._resources.mark) is not None:
             mark.check(Mark(recovered.outer_step, recovered.digest) if recovered is not None else None)
+        if (schema := recovered.schema if recovered is not None else self._builtin) is not None:
+            self._say_noise(schema)
         if recovered is not None:
             self._adopt(recovered)
         background.spawn(self._watch_the_clock())
+
+    def _say_noise(self, schema: Schema) -> None:
+        """Log what the noise and the budget allow. Raises ConfigError where the noise would drown everything."""
+        if (budget := self.privacy) is None:
+            return
+        line, much = noise_line(self.config, schema)
+        _log.log(logging.WARNING if much else logging.INFO, "privacy: %s", line)
+        _log.info("privacy: %s; %d more fit", budget.text, budget.left)
+
+    @property
+    def privacy(self) -> PrivacyBudget | None:
+        """The budget, with privacy.level = "organisation"."""
+        return self._resources.privacy
 
     async def close(self, *, checkpoint: bool = True) -> None:
         """Stop watching the clock, write a checkpoint of what is committed, close the files.
@@ -159,6 +176,8 @@ class Run:
             await self._rounds.checkpoint()
         resources.store.close()
         resources.uploads.close()
+        if resources.privacy is not None:
+            resources.privacy.close()
 
     async def _watch_the_clock(self) -> None:
         while True:
@@ -327,6 +346,8 @@ class Run:
     def held_up(self) -> str:
         """Return why no round comes, or ''."""
         if self._rounds is not None:  # before, peers are still to come
+            if self._rounds.machine.ended and self.finished:
+                return self._rounds.machine.ended
             joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())
             reason = impossible(self.config.rounds, self._rounds.published.outer_step, joined)
             if reason and self.members.knows_all:  # elsewhere the status says what is waited for
@@ -403,6 +424,8 @@ class Run:
             return
         differences = await self.schemas.differences(outer.schema, self.attendances.other_models(outer.schema))
         self.feed.publish(RunFounded(peer_id, outer.schema.numel, len(outer.schema.fragments)))
+        if self._builtin is None:
+            self._say_noise(outer.schema)
         self._adopt(outer)
         self.attendances.expel_other_models(outer.schema, differences)
         self._show_change()

@@ -20,6 +20,7 @@ from edit.fragments.assignment import assign
 from edit.fragments.gpt import gpt_schema
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
+from edit.merging.private import noise_line
 from editpb.tensor_messages import schema_from_bytes
 
 __all__ = ["Schemas", "builtin_schema", "physical_memory_bytes"]
@@ -65,7 +66,7 @@ class Schemas:
         required: Callable[[], Schema | None],
         memory_bytes: int | None = None,
     ) -> None:
-        self._sync, self._background, self._attendances, self._required = config.sync, background, attendances, required
+        self._config, self._background, self._attendances, self._required = config, background, attendances, required
         self._model = config.model.name
         self._memory_bytes = physical_memory_bytes() if memory_bytes is None else memory_bytes
         self._learning: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer_id, all of them members
@@ -115,7 +116,10 @@ class Schemas:
             have = f"this machine has {self._memory_bytes / 1e9:.3g} GB"
             raise RefusedError(f"a model of {schema.numel} parameters needs {needed / 1e9:.3g} GB with its momentum; {have}")
         try:
-            fragments_due(0, len(schema.fragments), self._sync.groups, self._sync.pattern)
+            sync = self._config.sync
+            fragments_due(0, len(schema.fragments), sync.groups, sync.pattern)
+            if self._config.privacy.of_organisations:
+                noise_line(self._config, schema)
         except ConfigError as error:
             raise RefusedError(str(error)) from error
         return schema

@@ -62,6 +62,8 @@ def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief:
         events=run.history.events(events_after),
         settings=() if brief else run.settings,
         masks=_masks(rounds),
+        privacy=run.privacy.text if run.privacy is not None else "",
+        epsilon=run.privacy.epsilon if run.privacy is not None else None,
     )
 
 

@@ -4,6 +4,7 @@
     its bytes           receive   checked and buffered; the machine hears how far the contribution is
     the last of them    arrived   measured; with the last shard of a fragment the machine hears that the fragment is in
     with masks          _unmask   before the first Reduce of a round: claims are judged, and what opens the sum is learned
+    with noise          _begin_private   likewise: the attempt is counted in the ledger, then contributions are clipped
     effect Reduce       _reduce   admitted, merged, encoded, begun to be written to the journal; its outer step is staged
     effect Commit       _commit   the commit in the journal, durable; then applied in memory, in place; then published
     effect RoundClosed  _close    contributions that are not carried over are dropped, the round is reported
@@ -38,9 +39,10 @@ from aggregator.run_feed import (
     StepCommitted,
 )
 from aggregator.storage.pending_injection import check_bytes
+from aggregator.storage.privacy_budget import PrivacyBudget
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
-from edit.errors import PluginError, RefusedError, RemoteProtocolError, StaleError, StorageError
+from edit.errors import LocalProtocolError, PluginError, RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection, check_order, check_run
@@ -48,12 +50,14 @@ from edit.merging.masked import JudgedClaims, merge_nothing, sum_of
 from edit.merging.merge import Measured, Merged, measure
 from edit.merging.mergers import Admission, Screened, admission, screen
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
+from edit.merging.private import Clipped
 from edit.records import Commit, round_number
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.masking import Opening
+from edit.trust.noise import SecretNoise
 from editpb.messages import ContributionHeader
 from editpb.signed_contributions import check_payload, verified_by_others
 
@@ -95,6 +99,7 @@ class _Round:
     injection: Injection | None = None  # what its commit brings of a run above
     injection_fixed: bool = False  # its first fragment has been reduced: the others bring the same injection
     unmasked: asyncio.Task[tuple[JudgedClaims, Opening | None]] | None = None  # with masks, once it is closed
+    private: asyncio.Task[tuple[Clipped, SecretNoise]] | None = None  # with privacy of organisations, once it is closed
 
 
 class RoundRunner:
@@ -126,6 +131,12 @@ class RoundRunner:
         self._run_feed, self._clock = resources.feed, resources.clock
         self._deadlines_file = resources.deadlines
         self._policy = policy or admission(config)
+        # With privacy.level = "organisation"; None: there is no noise.
+        self._budget = resources.privacy
+        if config.privacy.of_organisations:
+            if self._budget is None:
+                raise LocalProtocolError("a run with differential privacy of organisations needs a ledger")
+            self._budget.check(outer.outer_step)
         # Others merge the same contributions once more: they are kept until the round closes.
         self._verified = verified_by_others(config)
         self._uploads = resources.uploads
@@ -159,7 +170,8 @@ class RoundRunner:
             overlap=config.sync.overlap,
             awaited=awaited[0],
             awaits_until=self._clock.monotonic() + awaited[1],
-            whole=self.masked is not None,
+            whole=self.masked is not None or self._budget is not None,
+            ended=self._budget.used_up if self._budget is not None else "",
         )
         self._load_deadlines()
 
@@ -321,7 +333,11 @@ class RoundRunner:
             signed = self._headers(fragment_id, measured) if self._store.audit is not None else ()
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
-            if self.masked is None:
+            if self._budget is not None:
+                if current.private is None:
+                    current.private = asyncio.ensure_future(self._begin_private(effect, self._budget))
+                merge = partial(self._merge_private, effect, measured, current.injection, *await current.private)
+            elif self.masked is None:
                 merge = partial(self._merge, effect, measured, current.injection)
             else:
                 if current.unmasked is None:
@@ -391,6 +407,44 @@ class RoundRunner:
     def _begin(self, effect: events.Reduce, merged: Merged, injection: Injection | None) -> tuple[MergeRecord, Future[None]]:
         record = self.outer.record(merged)
         return record, self._store.begin_fragment(effect.round_id, record, injection)
+
+    # ---- with noise ----------------------------------------------------------------------------------------------------
+
+    async def _begin_private(self, effect: events.Reduce, budget: PrivacyBudget) -> tuple[Clipped, SecretNoise]:
+        """Count the attempt at this outer step, on disk; then return what counts of each contribution, and new noise.
+
+        The run ends with this round where no other attempt may follow. Raises RefusedError, StorageError.
+        """
+        held = [one for one in map(self._contributions.of_peer, effect.peers) if one is not None]
+        step = self.machine.outer_step
+        claims = {i: [one.whole(i, step) for one in held] for i in self._due(step)}
+
+        def work() -> tuple[Clipped, SecretNoise]:
+            rejected = set[str]()
+            for i, claimed in claims.items():
+                screened = screen(self._policy, self.outer.schema.fragments[i], claimed)
+                self._refuse_too_few(effect, screened)
+                rejected |= {verdict.peer_id for verdict in screened.rejected}
+            clipped = self.outer.clip(claims, rejected)
+            budget.reserve()
+            return clipped, SecretNoise()
+
+        try:
+            return await self._background.in_worker(work)
+        finally:
+            if reason := budget.used_up:
+                self.feed(events.EndRun(reason))
+
+    def _merge_private(
+        self,
+        effect: events.Reduce,
+        measured: Sequence[Measured],
+        injection: Injection | None,
+        clipped: Clipped,
+        noise: SecretNoise,
+    ) -> tuple[MergeRecord, Future[None]]:
+        """As `_merge`, with noise in it before it is written anywhere."""
+        return self._begin(effect, self.outer.reduce_private(effect.fragment_id, measured, clipped, noise.normal), injection)
 
     # ---- with masks ----------------------------------------------------------------------------------------------------
 
@@ -524,6 +578,7 @@ class RoundRunner:
             reason=effect.reason,
             missing=effect.missing,
             injected=brings,
+            privacy=self._budget.said() if self._budget is not None else None,
         )
 
     def _tokens(self, current: _Round) -> int:

@@ -71,6 +71,7 @@ def run_metrics(status: RunStatus, committed: int, aborted: int, traffic: tuple[
         ("warnings", "Warnings about its certificates and clock", len(status.warnings)),
         ("peak_memory_bytes", "The largest resident size of this process", status.peak_memory_bytes),
         ("round_seconds", "Of the last committed round", last.seconds if last else None),
+        ("epsilon", "Spent so far, with differential privacy of organisations", status.epsilon),
         ("merged_norm", "Of the pseudo-gradient that was merged last, before the clip", last.norm if last else None),
         (
             "cosine",

@@ -119,6 +119,7 @@ class AuditLog:
         reason: str,
         missing: Sequence[str],
         injected: Injected | None,
+        privacy: Mapping[str, object] | None = None,
     ) -> str:
         """Return the entry of a commit that is about to be journalled; `append` it once that is done.
 
@@ -137,6 +138,7 @@ class AuditLog:
             contributions=contributions,
             missing=missing,
             injected=injected,
+            privacy=privacy or self._claimed(),
         )
         line = entry_line(self._tree, self._now(), entry)
         if len(line) > MOST_LINE_BYTES:  # honest ones have a few hundred bytes for each shard of a fragment
@@ -146,6 +148,14 @@ class AuditLog:
                 f"the entry of the audit log would be too long: {most} contributes {parts[most]} shards; evict it"
             )
         return line.decode()
+
+    def _claimed(self) -> dict[str, object] | None:
+        """Return the bound that each peer keeps for itself, where there is one."""
+        privacy = self._config.privacy
+        if not privacy.of_examples:
+            return None
+        most = {"epsilon_max": privacy.epsilon_max, "delta": privacy.delta}
+        return {"level": privacy.level, "unit": privacy.unit, **most}
 
     def append(self, entry: str) -> None:
         """Append the entry of a commit that is journalled. Raises StorageError; then `flush` tries again."""

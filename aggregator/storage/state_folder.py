@@ -78,6 +78,7 @@ class StateFolder:
         self.high_water = path / "high-water.json"  # the last committed outer step, beside the journal
         self.incarnation = path / "incarnation"  # how often `serve` was started: no two starts use the same round ids
         self.metrics = path / "metrics.jsonl"
+        self.privacy_ledger = path / "privacy-ledger.jsonl"  # attempts at outer steps with noise
         self.outer = path / "outer"  # checkpoints and journals of the outer state
         self.spill = path / "spill"  # uploads above the memory bound
         try:

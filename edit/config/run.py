@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from edit.config.audit import AuditConfig
 from edit.config.auto import choose_outer
 from edit.config.average import AverageConfig
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
+from edit.config.gaussian import gaussian_multiplier
 from edit.config.overrides import with_settings
 from edit.config.plugins import check_pins, is_entry
 from edit.config.privacy import PrivacyConfig
@@ -316,6 +318,7 @@ class RunConfig:
         require(self.outer.algorithm == "mean" or self.average.kind == "none", "average.kind", self.average.kind, rule)
         self._check_audit()
         self._check_secagg()
+        self._check_privacy()
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
@@ -381,6 +384,47 @@ class RunConfig:
         require(self.rounds.quorum >= least, "rounds.quorum", self.rounds.quorum, fewest)
         most = f"must not exceed secagg.max_peers ({self.secagg.max_peers})"
         require(self.rounds.quorum <= self.secagg.max_peers, "rounds.quorum", self.rounds.quorum, most)
+
+    def _check_privacy(self) -> None:
+        """Raise ConfigError where organisations cannot be protected: everything that leaves must be computed from the noisy sum."""
+        privacy = self.privacy
+        if not privacy.of_organisations:
+            return
+        on = 'with privacy.level = "organisation"'
+        for key, value, wanted, why in (
+            ("swarm", "" if self.swarm is None else "[swarm]", "", "there is no coordinator that is trusted to add the noise"),
+            ("aggregators.addresses", self.aggregators.addresses, (), "the norm of a contribution is of all its fragments"),
+            ("secagg.enabled", self.secagg.enabled, False, "nobody can clip a masked contribution"),
+            ("robust.rule", self.robust.rule, "none", "its coefficients depend on all contributions, without a bound"),
+            ("penalty.enabled", self.penalty.enabled, False, "verdicts and weights depend on the others' contributions"),
+            ("penalty.weighting", self.penalty.weighting, "uniform", "no contribution may count for more than the clip"),
+            ("outer.algorithm", self.outer.algorithm, "mean", "a swap shows each partner the other's parameters"),
+            ("outer.direction", self.outer.direction, "mean", "only a sum has a bounded change"),
+            ("outer.correct", self.outer.correct, "none", "a corrected contribution is another one"),
+            ("outer.merger", self.outer.merger, "mean", "only a sum has a bounded change"),
+            ("rounds.merging", self.rounds.merging, "rounds", "an arrival would need all the noise for itself"),
+            ("rounds.max_staleness", self.rounds.max_staleness, 0, "each organisation counts once in an outer step"),
+            ("membership.share_losses", self.membership.share_losses, False, "losses have no noise"),
+        ):
+            shown = f"must be {toml_value(wanted) if isinstance(wanted, str | int) and wanted != '' else 'absent'}"
+            require(value == wanted, key, value, f"{shown} {on}: {why}")
+        require(self.sync.mode != "eager", "sync.mode", self.sync.mode, f"must not be eager {on}: a step depends on all peers")
+        n0, which = self.denominator, "privacy.denominator" if privacy.denominator else "rounds.start_peers"
+        rule = f"must be below {n0**-1.1:.3g} = {n0} ** -1.1 ({which} = {n0}) {on}: else it may give one of them away entirely"
+        require(privacy.delta < n0**-1.1, "privacy.delta", privacy.delta, rule)
+        if not privacy.noise_multiplier:
+            steps = self.sync.outer_steps
+            fits = gaussian_multiplier(privacy.epsilon_max, privacy.delta, steps)
+            rule = (
+                f"must be given {on}: {max(math.ceil(fits * 100) / 100, 0.3):g} fits sync.outer_steps = {steps} and "
+                f"privacy.epsilon_max = {privacy.epsilon_max:g}; an attempt that is aborted counts, too"
+            )
+            raise ConfigError(f"privacy.noise_multiplier = 0: {rule}")
+
+    @property
+    def denominator(self) -> int:
+        """n0: by what the noisy sum of organisations' contributions is divided."""
+        return self.privacy.denominator or self.rounds.start_peers
 
     def _check_robust(self) -> None:
         """Raise ConfigError where a robust rule cannot be kept with the other settings."""
@@ -488,7 +532,8 @@ class RunConfig:
         values = dataclasses.asdict(self)
         del values["server"]
         for section, key, default in _LATER:  # where they are not used, it is what it was before there were any
-            if (table := values[section] if section else values)[key] == default:
+            table = values.get(section, {}) if section else values
+            if key in table and table[key] == default:
                 del table[key]
         return json.dumps(values, sort_keys=True)
 
@@ -513,6 +558,8 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("outer", "merger", "mean"),
     ("outer", "merger_options", {}),
     ("penalty", "options", {}),
+    ("privacy", "denominator", 0),
+    ("privacy", "accept_noise", False),
 )
 
 
@@ -613,6 +660,8 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
     NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES[1:] if rule != "centered_clip")),
     NoEffect("privacy", _keys(PrivacyConfig, "level"), "privacy.level", ("none",)),
+    NoEffect("privacy", {"denominator", "accept_noise"}, "privacy.level", ("example",)),
+    NoEffect("privacy", {"sampling", "unit"}, "privacy.level", ("organisation",)),
     NoEffect("secagg", _keys(SecaggConfig, "enabled"), "secagg.enabled", (False,)),
     NoEffect("codec", {"up"}, "secagg.enabled", (True,), note=", which has a grid of its own"),
     NoEffect("average", {"decay"}, "average.kind", ("none", "last")),

@@ -43,6 +43,7 @@ from edit.merging.merge import Measured, Merged, MergeRule
 from edit.merging.mergers import merger
 from edit.merging.outer_optimizers import OuterOptimizer, Slots, outer_optimizer
 from edit.merging.penalty import NormStatistics
+from edit.merging.private import Clipped, Noise, clip_contributions, merge_private
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
 from edit.trust.mask_grid import BLOCK, first_exponent, grid_exponents, largest
 from edit.trust.mask_plan import FragmentPlan
@@ -127,7 +128,8 @@ class OuterState:
     theta: one flat fp32 CPU tensor per fragment of `schema`, taken over and written into. slots: the outer optimizer's state of
     each, likewise; None: as before its first step. config: its sections penalty, outer, average,
     codec (all but up), rounds.merging and the groups of sync matter. Raises LocalProtocolError when theta does not fit the
-    schema, ConfigError when there are more groups than fragments, with outer.algorithm = "gossip", and for buffers with masks.
+    schema, ConfigError when there are more groups than fragments, with outer.algorithm = "gossip", and for buffers with masks or
+    noise.
     """
 
     def __init__(
@@ -145,7 +147,10 @@ class OuterState:
         require(config.outer.algorithm == "mean", "outer.algorithm", config.outer.algorithm, rule)
         fragments_due(0, len(schema.fragments), config.sync.groups, config.sync.pattern)
         rule = "must be false for a model whose buffers are averaged: they fit no grid"
-        require(not config.secagg.enabled or not any(f.buffers for f in schema.fragments), "secagg.enabled", True, rule)
+        buffers = any(fragment.buffers for fragment in schema.fragments)
+        require(not config.secagg.enabled or not buffers, "secagg.enabled", True, rule)
+        rule = "must not be organisation for a model whose buffers are averaged: noise has no place in them"
+        require(not config.privacy.of_organisations or not buffers, "privacy.level", config.privacy.level, rule)
         self.schema = schema
         self.config = config
         self._codecs = tuple(codec_of(fragment, config.codec.downlink) for fragment in schema.fragments)
@@ -234,7 +239,12 @@ class OuterState:
             fragment.unrecorded = None
 
     def reduce(self, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
-        """Merge the contributions to one fragment. Changes nothing. Raises as `edit.merging.mergers.Merger.merge`."""
+        """Merge the contributions to one fragment. Changes nothing. Raises as `edit.merging.mergers.Merger.merge`.
+
+        Raises LocalProtocolError where privacy.level = "organisation": `reduce_private` is to be used.
+        """
+        if self.config.privacy.of_organisations:
+            raise LocalProtocolError("a merge without noise in a run with differential privacy of organisations")
         fragment, statistics = self.schema.fragments[fragment_id], self._fragments[fragment_id].statistics
         return self._merger.merge(fragment, contributions, statistics, self._rule(fragment_id))
 
@@ -267,6 +277,18 @@ class OuterState:
         """Merge an opened sum of masked contributions to one fragment. Changes nothing. Raises as `merge_sum`."""
         fragment = self.schema.fragments[plan.fragment_id]
         return merge_sum(fragment, plan, total, contributions, judged, survivors, self.config.penalty)
+
+    def clip(self, contributions: Mapping[int, Sequence[Measured]], rejected: Collection[str] = ()) -> Clipped:
+        """Return by how much each contribution to the next outer step is shortened; see `clip_contributions`."""
+        return clip_contributions(contributions, self.config.privacy.clip, self.config.denominator, rejected)
+
+    def reduce_private(
+        self, fragment_id: int, contributions: Sequence[Measured], clipped: Clipped, noise: Noise
+    ) -> Merged:
+        """Merge the contributions to one fragment, with noise. Changes nothing. Raises as `merge_private`."""
+        privacy, fragment = self.config.privacy, self.schema.fragments[fragment_id]
+        deviation = privacy.noise_multiplier * privacy.clip
+        return merge_private(fragment, contributions, clipped, deviation, self.config.denominator, noise)
 
     def _rule(self, fragment_id: int) -> MergeRule:
         outer, spec = self.config.outer, self.schema.fragments[fragment_id]

@@ -12,6 +12,7 @@ __all__ = [
     "CommitSucceeded",
     "Drain",
     "Effect",
+    "EndRun",
     "Event",
     "Faulted",
     "MemberLost",
@@ -171,6 +172,13 @@ class Drain:
     """The operator wants the run to end with the open round."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """The shell can merge nothing more after the round that is being merged, if there is one: the run is over for good."""
+
+    reason: str
+
+
 Event = (
     MemberReady
     | MemberLost
@@ -188,6 +196,7 @@ Event = (
     | Pause
     | Resume
     | Drain
+    | EndRun
 )
 
 
@@ -260,7 +269,7 @@ class RoundClosed:
 
 @dataclass(frozen=True, slots=True)
 class RunFinished:
-    """The run is over: the last outer step or token is merged, or the operator drained it."""
+    """The run is over: the last outer step or token is merged, the operator drained it, or the shell has ended it."""
 
     outer_step: int
 

@@ -88,6 +88,10 @@ Masks
     opens the sum when it is asked for the first Reduce, or fails the round. Once the peers have shared the keys of the round,
     it is RESTRICTED to them: nobody waits for another one, which would have nothing to mask with.
 
+The end
+21. A run that can merge no more (a budget of privacy is used up) is ENDED: an open collection is aborted, a round that is being
+    merged comes to its end, committed or not. Then the run is FINISHED, and no Resume opens another round.
+
 phase       event                             condition                      effects                      next
 ----------  --------------------------------  -----------------------------  ---------------------------  ----------
 GATHERING   MemberReady, Resume               enough are ready               RoundOpened                  COLLECTING
@@ -112,6 +116,8 @@ COLL, GATH  Pause                                                            Rou
 PAUSED      Resume                                                                                        opens
 COLL, COMM  Drain                                                                                         same
 GATH, PAUS  Drain                                                            RoundClosed, RunFinished     FINISHED
+COMMITTING  EndRun                            rule 21                                                     same
+any         EndRun                            rule 21                        RoundClosed, RunFinished     FINISHED
 FINISHED    Resume                            it was drained                                              opens
 any         Offered, Arrived                  not taken (rules 5, 11 to 13)  Refused                      same
 any         Faulted                           S > 0: it was not in a merge   Refused                      as above
@@ -139,6 +145,7 @@ from edit.rounds.events import (
     CommitSucceeded,
     Drain,
     Effect,
+    EndRun,
     Event,
     Faulted,
     MemberLost,
@@ -184,6 +191,7 @@ class RoundMachine:
         awaited: the peers without which the first round does not open before `awaits_until` (rule 3).
         backs_off: whether a round waits after several that came to nothing (rule 18); not where the clock stands still.
         whole: nothing of a contribution is reduced before the close (rule 20).
+        ended: why the run was ended before (rule 21); empty: it was not.
     """
 
     def __init__(
@@ -203,6 +211,7 @@ class RoundMachine:
         awaits_until: float = -math.inf,
         backs_off: bool = True,
         whole: bool = False,
+        ended: str = "",
     ) -> None:
         if first_round_id < 1:
             raise LocalProtocolError(f"first_round_id = {first_round_id}: must be at least 1")
@@ -214,6 +223,7 @@ class RoundMachine:
         self._next_round_id = first_round_id
         self._round: OpenRound | None = None
         self._pausing = self._draining = False
+        self._ended = ended
         self._waits = config.merging == "rounds"  # whether a round waits for anybody (rule 15)
         self._book = ContributionBook(config.max_staleness, first_round_id)
         self._peers = ReadyPeers(outer_step, 1 + config.max_staleness)
@@ -240,7 +250,7 @@ class RoundMachine:
                 return Phase.COMMITTING
             return Phase.GATHERING if self._abandoned(current) else Phase.COLLECTING
         reached = self._outer_step >= self._outer_steps or 0 < self._stop_tokens <= self._tokens
-        if reached or self._draining:
+        if reached or self._draining or self._ended:
             return Phase.FINISHED
         return Phase.PAUSED if self._pausing else Phase.GATHERING
 
@@ -263,6 +273,11 @@ class RoundMachine:
     def draining(self) -> bool:
         """Whether the operator asked for the end; it has come when the phase is FINISHED."""
         return self._draining
+
+    @property
+    def ended(self) -> str:
+        """Why the run ends, or has ended, before its last outer step, though no operator asked for it; '': it does not."""
+        return self._ended
 
     @property
     def expected(self) -> frozenset[str]:
@@ -385,6 +400,8 @@ class RoundMachine:
                 return self._pause(now)
             case Drain():
                 return self._drain(now)
+            case EndRun():
+                return self._end_run(event.reason, now)
             case Resume():
                 self._pausing = self._draining = False
                 self._faults.pardon()
@@ -486,6 +503,14 @@ class RoundMachine:
         if current.close_reason or (self._waits and not self._abandoned(current)):
             return []
         return self._end_round(current, now, committed=False, reason="drained")
+
+    def _end_run(self, reason: str, now: float) -> list[Effect]:
+        if self._ended:
+            return []
+        over, current, self._ended = self.phase is Phase.FINISHED, self._round, reason
+        if current is None:
+            return [] if over else self._finish()
+        return [] if current.close_reason else self._end_round(current, now, committed=False, reason=reason)
 
     # -- contributions ----------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class PrivacyLedger:
 
     @property
     def count(self) -> int:
-        """The number of all steps and passes."""
+        """The number of all steps, passes and attempts."""
         return sum(self._spent.values())
 
     def reserve(self, spent: Spent) -> None:
@@ -91,7 +91,7 @@ class PrivacyLedger:
     def _append(self, line: dict[str, object]) -> None:
         rest = memoryview(json.dumps(line).encode() + b"\n")
         if self._failed:
-            raise StorageError(f"{self._path}: a write failed before; start this peer again")
+            raise StorageError(f"{self._path}: a write failed before; it must be opened again")
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -145,6 +145,6 @@ def _number(text: Any) -> float:
 
 def _count(values: Any) -> int:
     count = values["count"]
-    if values["sampling"] not in ("poisson", "shuffle") or type(count) is not int or not 0 < count <= MOST_STEPS:
+    if values["sampling"] not in ("poisson", "shuffle", "all") or type(count) is not int or not 0 < count <= MOST_STEPS:
         raise ValueError("no number of steps")
     return count

@@ -82,7 +82,9 @@ def _chosen(run: RunStatus) -> str:
 
 
 def _privacy(run: RunStatus) -> str:
-    """Return the run's differential privacy, and what each member says that it has spent where that may be seen."""
+    """Return the run's differential privacy, and what it has spent, or each member says that it has where that may be seen."""
+    if run.privacy:
+        return f"privacy: {run.privacy}"
     said = {
         each.name.removeprefix("privacy."): each.value.strip('"') for each in run.settings if each.name.startswith("privacy.")
     }

@@ -162,7 +162,7 @@ def overview(status: RunStatus, problem: str = "") -> Overview:
         phase=status.phase if status.phase in PHASES else "founding",
         headline=words or printable(status.phase),
         waiting_for=printable(status.waiting_for),
-        notes=tuple(printable(note) for note in (*problems, status.reason, *_masks(status), *status.warnings) if note),
+        notes=tuple(printable(note) for note in (*problems, status.reason, *_masks(status), *_privacy(status), *status.warnings) if note),
         outer_step=min(status.outer_step, status.outer_steps),
         outer_steps=max(1, status.outer_steps),
         left=_left(status),
@@ -172,6 +172,10 @@ def overview(status: RunStatus, problem: str = "") -> Overview:
 
 def _masks(status: RunStatus) -> tuple[str, ...]:
     return (f"secure aggregation: {status.masks}",) if status.masks else ()
+
+
+def _privacy(status: RunStatus) -> tuple[str, ...]:
+    return (f"privacy: {status.privacy}",) if status.privacy else ()
 
 
 def _left(status: RunStatus) -> str:
@@ -351,7 +355,7 @@ def _cell(name: str, report: RoundReport, found: PeerRound | None, fair: float) 
         return Cell(who, report.round_id, kind, 1, f"{who}, {_round(report)}: {words}")
     title = f"{who}, {_round(report)}: {_verdict(found)}"
     if found.fragments:
-        title += f", weight {found.weight:.3f}, norm {found.norm:.3g}"
+        title += f", weight {found.weight:.3f}" + ("" if math.isnan(found.norm) else f", norm {found.norm:.3g}")
     kind = found.verdict if found.verdict in VERDICTS else "rejected"
     strength = 1 + sum(found.weight >= share * fair for share in (0.5, 0.8, 1.5)) if kind == "ok" else 4
     return Cell(who, report.round_id, kind, strength, title)

@@ -43,7 +43,8 @@ def log_values(worker: EditWorker, peer_id: str, carrier: object) -> dict[str, f
     commit = worker.last_commit
     own = [each for fragment in commit.fragments if (each := fragment.verdict_of(peer_id))] if commit is not None else []
     if commit is not None and own:
-        values["edit/norm"] = math.hypot(*(each.norm for each in own))
+        if not math.isnan(norm := math.hypot(*(each.norm for each in own))):  # it may be nobody's to see
+            values["edit/norm"] = norm
         values["edit/merged_norm"] = math.hypot(*(fragment.merged_norm for fragment in commit.fragments))
         values["edit/weight"] = sum(each.weight for each in own) / len(own)
     if isinstance(carrier, _Counting):

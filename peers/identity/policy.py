@@ -83,16 +83,17 @@ class Require:
     members: str = ""
     # Whether the run must keep an audit log (`audit.enabled`).
     audit: bool = False
-    # `example`: the run must have differential privacy of examples; empty: it need not.
+    # `example` or `organisation`: the run must have that level of differential privacy; empty: it need not.
     privacy: str = ""
     # The largest epsilon (`privacy.epsilon_max`) that the run may have; 0: any. Needs privacy.
     epsilon_max: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.min_peers >= 0, "require.min_peers", self.min_peers, "must not be negative")
-        require(self.privacy in ("", "example"), "require.privacy", self.privacy, 'must be "example", or absent')
+        rule = 'must be "example" or "organisation", or absent'
+        require(self.privacy in ("", "example", "organisation"), "require.privacy", self.privacy, rule)
         require(self.epsilon_max >= 0, "require.epsilon_max", self.epsilon_max, "must not be negative")
-        rule = 'has no effect without require.privacy = "example"; set that, too'
+        rule = "has no effect without require.privacy; set that, too"
         require(not self.epsilon_max or bool(self.privacy), "require.epsilon_max", self.epsilon_max, rule)
         rule = "has no effect without require.secagg = true; set that, too"
         require(not self.members or self.secagg, "require.members", self.members, rule)

@@ -94,7 +94,7 @@ class Training:
         config, place = self._config, self._place
         if self._options.max_epsilon is not None and not config.privacy.of_examples:
             raise ConfigError(
-                f"--max-epsilon {self._options.max_epsilon:g}: the run has no differential privacy "
+                f"--max-epsilon {self._options.max_epsilon:g}: the run has no differential privacy of examples "
                 f'(privacy.level = "{config.privacy.level}"); nothing of the data was sent'
             )
         batches = self._batches()

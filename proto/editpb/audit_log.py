@@ -130,6 +130,7 @@ def commit_entry(
     contributions: Mapping[int, Sequence[ContributionHeader]],
     missing: Sequence[str] = (),
     injected: Injected | None = None,
+    privacy: Mapping[str, object] | None = None,
 ) -> _Entry:
     """Return the entry of a commit to `outer_step`.
 
@@ -140,6 +141,7 @@ def commit_entry(
         contributions: the signed headers of all that was in hand, by fragment.
         missing: peers that were awaited in vain.
         injected: what of a run above came in with it.
+        privacy: what differential privacy the run has, and has spent; None: it has none, and the entry does not speak of it.
     """
     headers = [header for i in sorted(contributions) for header in contributions[i]]
     peers = sorted({header.peer_id for header in headers})
@@ -157,6 +159,7 @@ def commit_entry(
         "contributions": {
             peer: _of_peer([header for header in headers if header.peer_id == peer]) for peer in peers
         },
+        **({} if privacy is None else {"privacy": dict(privacy)}),
     }  # fmt: skip
 
 

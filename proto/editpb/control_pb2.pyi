@@ -365,7 +365,7 @@ class WatchRequest(_message.Message):
     def __init__(self, every_s: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings", "t", "eta_s", "curves", "events", "settings", "masks")
+    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings", "t", "eta_s", "curves", "events", "settings", "masks", "privacy", "epsilon")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +386,8 @@ class StatusReply(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     MASKS_FIELD_NUMBER: _ClassVar[int]
+    PRIVACY_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     view: View
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
@@ -406,7 +408,9 @@ class StatusReply(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[StatusEvent]
     settings: _containers.RepeatedCompositeFieldContainer[Setting]
     masks: str
-    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ..., eta_s: _Optional[float] = ..., curves: _Optional[_Iterable[_Union[Curve, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[StatusEvent, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., masks: _Optional[str] = ...) -> None: ...
+    privacy: str
+    epsilon: float
+    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ..., eta_s: _Optional[float] = ..., curves: _Optional[_Iterable[_Union[Curve, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[StatusEvent, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., masks: _Optional[str] = ..., privacy: _Optional[str] = ..., epsilon: _Optional[float] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("peer_id", "reason")

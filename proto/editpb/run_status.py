@@ -368,6 +368,8 @@ class RunStatus:
     aggregator: int = 0  # which one this is; 0 is the coordinator
     aggregators: tuple[RunStatus, ...] = ()  # the further ones, as far as they were asked and answered
     masks: str = ""  # with secure aggregation: how far the masked round is, in words
+    privacy: str = ""  # with differential privacy of organisations: what has been spent, in words
+    epsilon: float | None = None  # likewise, as a number; None: there is none
     council: CouncilStatus | None = None  # of a whole swarm; None: there is a coordinator, or it is one part's status
 
     def as_json(self) -> dict[str, object]:
@@ -400,6 +402,10 @@ class RunStatus:
         }
         if self.masks:
             status["masks"] = self.masks
+        if self.privacy:
+            status["privacy"] = self.privacy
+        if self.epsilon is not None:
+            status["epsilon"] = self.epsilon
         if self.aggregator:
             return {"aggregator": self.aggregator, **status}
         if self.council is not None:
@@ -427,6 +433,7 @@ class RunStatus:
         for name in ("deadline_in_s", "eta_s"):
             seconds = _number(values.get(name, -1.0))
             plain[name] = seconds if seconds >= 0 else None
+        plain["epsilon"] = _number(values["epsilon"]) if values.get("epsilon") is not None else None
         council = CouncilStatus.from_json(values["council"]) if values.get("council") is not None else None
         return cls(**plain, **found, council=council)
 

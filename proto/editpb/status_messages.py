@@ -46,6 +46,8 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
         events=[cpb.StatusEvent(**one.as_json()) for one in status.events],  # type: ignore[arg-type]
         settings=[cpb.Setting(name=one.name, value=one.value, default=one.default) for one in status.settings],
         masks=status.masks,
+        privacy=status.privacy,
+        epsilon=status.epsilon,
     )
 
 
@@ -82,6 +84,8 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
         ),
         settings=tuple(Setting(name=row.name, value=row.value, default=row.default) for row in reply.settings),
         masks=reply.masks,
+        privacy=reply.privacy,
+        epsilon=_norm("epsilon", reply.epsilon) if reply.HasField("epsilon") else None,
         aggregator=aggregator,
     )
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edit.config.gaussian import gaussian_delta, gaussian_epsilon, gaussian_multiplier
 from edit.errors import ConfigError
-from edit.trust.privacy import Accountant, Spent, gaussian_delta, gaussian_epsilon, gaussian_multiplier, most_steps
+from edit.trust.privacy import Accountant, Spent, most_steps
 
 # Sampled examples: number of them, batch, steps, delta; epsilon for each noise multiplier, by a run of dp-accounting 0.6.0.
 EXAMPLES = [

@@ -1,0 +1,145 @@
+"""Differential privacy of organisations at a real coordinator: what peers see has noise, is counted first, and ends in time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from aggregator.control.status import run_status
+from aggregator.data import round_runner
+from aggregator.storage.store import load_outer
+from edit.codecs import decode
+from edit.config.gaussian import gaussian_epsilon
+from edit.errors import ConfigError
+from edit.records import Commit, Verdict
+from edit.rounds.events import Resume
+from edit.trust.noise import SecretNoise
+from editpb.audit_log import LogVerifier
+from tests.support.loops import on_a_loop, until
+from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served
+
+ATTEMPTS = 3  # that the budget below allows
+MOST = 0.5 * (gaussian_epsilon(1e-5, ATTEMPTS, 8.0) + gaussian_epsilon(1e-5, ATTEMPTS + 1, 8.0))
+PRIVATE = f"""[privacy]
+level = "organisation"
+delta = 1e-5
+epsilon_max = {MOST}
+noise_multiplier = 8.0
+clip = 2.0
+denominator = 50
+"""
+
+
+def deltas(value: float) -> list[Tensor]:
+    return [torch.full((fragment.numel,), value) for fragment in SCHEMA.fragments]
+
+
+def flat(commit: Commit) -> Tensor:
+    """The whole update of a commit: with SGD and lr 1, D."""
+    payloads = [fragment.payload for fragment in commit.fragments]
+    return torch.cat([decode(payload) for payload in payloads if payload is not None])
+
+
+def counted(folder: Path) -> int:
+    """Attempts in the ledger, as a reader of the file sees it."""
+    lines = (folder / "privacy-ledger.jsonl").read_text().splitlines()[1:]
+    return sum(json.loads(line)["count"] for line in lines)
+
+
+class Watched(SecretNoise):
+    """Notes what was counted on disk when noise was made, and all that was drawn."""
+
+    folder: Path
+    made: list[int]
+    drawn: list[npt.NDArray[np.float64]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made.append(counted(self.folder))
+
+    def normal(self, count: int) -> npt.NDArray[np.float64]:
+        self.drawn.append(super().normal(count))
+        return self.drawn[-1].copy()
+
+
+@pytest.fixture
+def noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
+    watched = type("Noise", (Watched,), {"folder": tmp_path / "run", "made": [], "drawn": []})
+    monkeypatch.setattr(round_runner, "SecretNoise", watched)
+    return watched
+
+
+async def attempt(run: Served, peers: Sequence[BarePeer], step: int, *values: float) -> None:
+    view = await peers[0].view(lambda v: v.outer_step == step and v.round_id > 0)
+    for peer, value in zip(peers, values, strict=True):
+        await peer.contribute(view.round_id, step, deltas(value))
+
+
+async def commit(run: Served, peers: Sequence[BarePeer], step: int, *values: float) -> Commit:
+    await attempt(run, peers, step, *values)
+    for peer in peers:
+        await peer.view(lambda v: v.outer_step == step + 1)
+        await peer.report(step + 1)
+    return await peers[0].fetch(step + 1)
+
+
+@on_a_loop
+async def test_what_is_published_is_the_clipped_sum_with_noise_and_the_run_ends_within_its_budget(
+    tmp_path: Path, noise: type[Watched], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = new_folder(tmp_path / "run", start=2, toml=TOML + PRIVATE)
+    async with served(folder) as run, run.peer("a") as a, run.peer("b") as b:
+        await found_run(a, b)
+        length = math.sqrt(305)
+        for step in range(ATTEMPTS):
+            found = await commit(run, (a, b), step, 0.01, 50.0)  # 0.17 and 873 long; S is 2
+            expected = torch.full((305,), 0.01 + 2.0 / length).double()
+            drawn = torch.from_numpy(np.concatenate(noise.drawn[-2:]))
+            assert torch.allclose(flat(found).double(), (expected + 16.0 * drawn) / 50, rtol=1e-5, atol=1e-7)
+            for fragment in found.fragments:
+                said = [(each.peer_id, each.verdict, each.weight) for each in fragment.verdicts]
+                assert said == [("a", Verdict.OK, 0.02), ("b", Verdict.OK, 0.02)]
+                assert all(math.isnan(each.norm) for each in fragment.verdicts), "a norm has no noise"
+        assert noise.made == [1, 2, 3], "each attempt was counted before its noise was made"
+        assert len(np.unique(np.concatenate(noise.drawn))) == 305 * ATTEMPTS, "no noise is used twice"
+        await until(lambda: run.coordinator.run.finished)
+        status = run_status(run.coordinator.run)
+        assert (status.phase, status.outer_step) == ("finished", ATTEMPTS)
+        assert status.epsilon == pytest.approx(gaussian_epsilon(1e-5, ATTEMPTS, 8.0)) and status.epsilon <= MOST
+        said = f"organisation-level, eps {status.epsilon:.4g} of at most {MOST:g} at delta 1e-05 (exact; 3 attempts counted)"
+        assert status.privacy == said
+        assert status.reason == f"privacy.epsilon_max = {MOST:g}: one more outer step would exceed it: {said}"
+        assert status.reason in caplog.messages
+        rounds = run.coordinator.run.rounds
+        rounds.feed(Resume())
+        assert run.coordinator.run.finished and rounds.machine.round_id == 0, "no operator makes it go on"
+    assert counted(folder.path) == ATTEMPTS
+    async with served(folder) as run:
+        assert run.coordinator.run.finished and run_status(run.coordinator.run).reason.startswith("privacy.epsilon_max")
+
+
+@on_a_loop
+async def test_a_contribution_that_is_not_finite_counts_for_nothing_and_not_even_in_part(
+    tmp_path: Path, noise: type[Watched]
+) -> None:
+    async with served(new_folder(tmp_path / "run", start=2, toml=TOML + PRIVATE)) as run, run.peer("a") as a, run.peer("b") as b:
+        view = await found_run(a, b)
+        await a.contribute(view.round_id, 0, deltas(0.01))
+        await b.contribute(view.round_id, 0, [deltas(0.01)[0], deltas(math.nan)[1]])
+        await a.view(lambda v: v.outer_step == 1)
+        found = await a.fetch(1)
+        drawn = torch.from_numpy(np.concatenate(noise.drawn))
+        assert torch.allclose(flat(found).double(), (0.01 + 16.0 * drawn) / 50, rtol=1e-5, atol=1e-7)
+        for fragment in found.fragments:
+            assert [(v.verdict, v.weight) for v in fragment.verdicts] == [(Verdict.OK, 0.02), (Verdict.NONFINITE, 0.0)]
