@@ -19,11 +19,14 @@ from aggregator.run_template import template
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder, address_of
 from edit.command_line import SHORT_HELP, exit_codes, loading, log_to_stderr, run_command, with_version
+from edit.config.gaussian import gaussian_epsilon
 from edit.config.overrides import with_settings
 from edit.config.presets import with_preset, without_ineffective
+from edit.config.run import RunConfig
 from edit.errors import ConfigError, TransportError
 from edit.plain_text import json_text
 from edit.plugins import pin
+from edit.trust.privacy import most_steps
 from edit.view.status import print_members, print_status
 from edit.web import check_installed
 from editpb.invitation import endpoint_of, is_loopback
@@ -118,14 +121,34 @@ def init(
         raise ConfigError(f"{config}: cannot be read ({error})") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{config}: is not TOML: {error}") from error
-    folder = StateFolder.create(state, pin(text, allow or ()))
+    text = pin(text, allow or ())
+    noise = "" if StateFolder.exists(state) else _noise(RunConfig.from_text(text.encode(), state / "run.toml"))
+    folder = StateFolder.create(state, text)
     authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
     typer.echo(f"run {folder.run_id} in {state}")
     typer.echo(f"settings    {folder.run_toml}")
     typer.echo(f"authority   {authority.fingerprint}")
     if chosen := folder.config().outer.chosen:
         typer.echo(f"outer       {chosen}")
+    if noise:
+        typer.echo(f"privacy     {noise}")
     typer.echo(f"next        edit-coordinator serve --state {state}")
+
+
+def _noise(config: RunConfig) -> str:
+    """Return what noise and budget of a private run mean, or ''. Raises ConfigError where the noise would drown everything."""
+    privacy, planned = config.privacy, config.sync.outer_steps
+    if not privacy.of_organisations:
+        return ""
+    with loading():
+        from aggregator.control.schemas import builtin_schema  # needs torch
+        from edit.merging.private import noise_line
+    left = most_steps(
+        lambda steps: gaussian_epsilon(privacy.delta, steps, privacy.noise_multiplier), privacy.epsilon_max, planned
+    )
+    said = f"eps {privacy.epsilon_max:g} at delta {privacy.delta:g} allows {left} of {planned} outer steps"
+    schema = builtin_schema(config)
+    return f"{said}; {noise_line(config, schema)[0]}" if schema is not None else said
 
 
 def _on_a_terminal() -> bool:

@@ -79,13 +79,15 @@ enabled = true                  # false: a plain mean of all contributions that 
 #max_peers = 16                 # No round has more peers; the grid leaves room for so many.
 
 [privacy]                       # Differential privacy: docs/privacy.md.
-#level = "none"                 # example: each peer clips each example's gradient and adds noise (DP-SGD).
-#delta = 0.0                    # The probability with which the bound may fail; below 1 / examples of each peer.
-#epsilon_max = 0.0              # A peer stops before its epsilon, over all its starts, exceeds this.
-#noise_multiplier = 0.0         # The noise's standard deviation over clip; around 1.
-#clip = 1.0                     # The largest norm of one example's gradient.
+#level = "none"                 # example: DP-SGD at each peer; organisation: the coordinator adds noise to the sum.
+#delta = 0.0                    # The probability with which the bound may fail; below 1 / examples, or n0 ** -1.1.
+#epsilon_max = 0.0              # A peer, or the whole run, stops before its epsilon exceeds this.
+#noise_multiplier = 0.0         # The noise's standard deviation over clip.
+#clip = 1.0                     # The largest norm of one example's gradient, or of an organisation's contribution.
 #sampling = "poisson"           # poisson: each example is in a step by chance; shuffle: each once in a pass.
 #unit = "sequence"              # What an example is: sequence or document.
+#denominator = 0                # organisation: n0, by what their sum is divided; 0: rounds.start_peers.
+#accept_noise = false           # organisation: true: train though the noise is over 10 times a contribution's length.
 
 [robust]                        # For runs in which some peers may be hostile: docs/robust-merging.md.
 #rule = "none"                  # geometric_median, centered_clip, multi_krum, clip, median, trimmed_mean; none: weighted mean.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median, median_low
+from statistics import NormalDist, median, median_low
 
 import torch
 from blake3 import blake3
@@ -26,6 +26,7 @@ __all__ = [
     "e3m0",
     "equalised",
     "feedback",
+    "gaussian_privacy",
     "geometric_median",
     "gossip_pairs",
     "heloco",
@@ -36,6 +37,7 @@ __all__ = [
     "multi_krum",
     "nearest_neighbour_mixing",
     "nesterov",
+    "private_mean",
     "rda",
     "sdd",
     "sign",
@@ -141,6 +143,21 @@ def multi_krum(rows: Tensor, f: int) -> Tensor:
     squares = (rows[:, None] - rows[None]).square().sum(dim=2)
     scores = squares.sort(dim=1).values[:, 1 : len(rows) - f - 1].sum(dim=1)
     return rows[scores.argsort(stable=True)[: len(rows) - f]].mean(dim=0)
+
+
+def private_mean(contributions: Sequence[Tensor], clip: float, noise: Tensor, denominator: int) -> Tensor:
+    """Return the mean with privacy of organisations: no contribution longer than `clip`, a denominator that nobody changes.
+
+    noise: N(0, z^2 S^2 I), with S = clip.
+    """
+    total = torch.stack([delta * min(1.0, clip / float(delta.norm())) for delta in contributions]).sum(dim=0)
+    return (total + noise) / denominator
+
+
+def gaussian_privacy(epsilon: float, steps: int, z: float) -> float:
+    """Return delta at this epsilon of `steps` sums with noise of z times what one party can change (arXiv 1905.02383)."""
+    mu, phi = steps**0.5 / z, NormalDist().cdf
+    return phi(mu / 2 - epsilon / mu) - math.exp(epsilon) * phi(-mu / 2 - epsilon / mu)
 
 
 def heloco(delta: Tensor, m: Tensor, c_ok: float = 0.2) -> Tensor:

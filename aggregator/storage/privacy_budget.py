@@ -1,7 +1,7 @@
 """What a run with differential privacy of organisations has spent: a ledger of attempts, and the bound that ends the run.
 
-An attempt at an outer step is counted, on disk, before anything is computed with its noise. So one that was aborted, or cut off by
-a kill, counts as well, and what is made after a restart counts again: the ledger says too much, never too little.
+An attempt at an outer step is counted, on disk, before anything is computed with its noise. So one that was aborted, or cut off
+by a kill, counts as well, and what is made after a restart counts again: the ledger says too much, never too little.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PrivacyBudget:
         """Raise ConfigError unless every outer step up to this one was counted."""
         if self.attempts < outer_step:
             raise ConfigError(
-                f"{self._path}: counts {self.attempts} attempts, and the run has {outer_step} outer steps: restore the file; a run "
-                'that began without privacy.level = "organisation" cannot have it later'
+                f"{self._path}: counts {self.attempts} attempts, and the run has {outer_step} outer steps: restore the file; a "
+                'run that began without privacy.level = "organisation" cannot have it later'
             )
 
     @property
@@ -84,7 +84,7 @@ class PrivacyBudget:
     def reserve(self) -> None:
         """Count one attempt, on disk when this returns.
 
-        Raises RefusedError when it would exceed the budget, StorageError; the attempt must not be made then, and may be counted.
+        Raises RefusedError when it would exceed the budget, StorageError; the attempt must not be made then, and may count.
         """
         ledger = self._ledger or self._open()
         if reason := self.used_up:

@@ -1,7 +1,7 @@
 """What sums with Gaussian noise cost: epsilon at a given delta, the noise that fits, and how long it is.
 
-Exact, whatever depends on the sums before: delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu), mu = sqrt(steps) / z, with z the
-noise's standard deviation over the most that one party can change a sum. A figure errs upwards only.
+Exact, whatever depends on the sums before: delta = Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu), mu = sqrt(steps) / z, with z
+the noise's standard deviation over the most that one party can change a sum. A figure errs upwards only.
 
 Source: Balle and Wang 2018 (arXiv 1805.06530).
 """

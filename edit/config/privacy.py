@@ -12,11 +12,11 @@ __all__ = ["PrivacyConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyConfig:
-    """The section [privacy]: noise that bounds what the model tells of one example, or of one organisation (docs/privacy.md)."""
+    """The section [privacy]: noise that bounds what the model tells of one example, or organisation (docs/privacy.md)."""
 
     # `example`: each peer trains by DP-SGD (arXiv 1607.00133): the gradient of each example is clipped, and noise is added,
-    # before anything is computed from it; it needs the extra `dp`. `organisation`: the coordinator, which is trusted, clips each
-    # organisation's contribution and adds noise to their sum, before anybody else sees it. `none`: no noise.
+    # before anything is computed from it; it needs the extra `dp`. `organisation`: the coordinator, which is trusted, clips
+    # each organisation's contribution and adds noise to their sum, before anybody else sees it. `none`: no noise.
     level: Annotated[str, OneOf("none", "example", "organisation")] = "none"
     # The probability with which the bound by epsilon may fail; below 1 / examples of each peer, or below n0 ** -1.1 (see
     # `denominator`). It must be given.
@@ -26,7 +26,8 @@ class PrivacyConfig:
     epsilon_max: Annotated[float, Between(0, 1000)] = 0.0
     # z: the standard deviation of the noise over `clip`. It must be given.
     noise_multiplier: Annotated[float, Between(0, 1e6)] = 0.0
-    # The largest norm of one example's gradient; S, that of one organisation's contribution, over all fragments of an outer step.
+    # The largest norm of one example's gradient; or S, that of one organisation's contribution to an outer step, over all
+    # fragments.
     clip: Annotated[float, Between(1e-6, 1e6)] = 1.0
     # `poisson`: each example is in each step by chance, independently, on average inner.batch_size * inner.accumulation of
     # them; which ones, stays secret. `shuffle`: every pass takes each example once; the noise then counts once for each pass.

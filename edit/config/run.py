@@ -27,7 +27,7 @@ from edit.config.audit import AuditConfig
 from edit.config.auto import choose_outer
 from edit.config.average import AverageConfig
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
-from edit.config.gaussian import gaussian_multiplier
+from edit.config.gaussian import gaussian_epsilon, gaussian_multiplier
 from edit.config.overrides import with_settings
 from edit.config.plugins import check_pins, is_entry
 from edit.config.privacy import PrivacyConfig
@@ -386,7 +386,7 @@ class RunConfig:
         require(self.rounds.quorum <= self.secagg.max_peers, "rounds.quorum", self.rounds.quorum, most)
 
     def _check_privacy(self) -> None:
-        """Raise ConfigError where organisations cannot be protected: everything that leaves must be computed from the noisy sum."""
+        """Raise ConfigError where organisations cannot be protected: all that leaves must follow from the noisy sum."""
         privacy = self.privacy
         if not privacy.of_organisations:
             return
@@ -420,6 +420,9 @@ class RunConfig:
                 f"privacy.epsilon_max = {privacy.epsilon_max:g}; an attempt that is aborted counts, too"
             )
             raise ConfigError(f"privacy.noise_multiplier = 0: {rule}")
+        once = gaussian_epsilon(privacy.delta, 1, privacy.noise_multiplier)
+        rule = f"is below {once:.4g}, which one outer step costs with privacy.noise_multiplier = {privacy.noise_multiplier:g}"
+        require(once <= privacy.epsilon_max, "privacy.epsilon_max", privacy.epsilon_max, rule)
 
     @property
     def denominator(self) -> int:

@@ -126,10 +126,10 @@ class OuterState:
     """theta and all that moves it.
 
     theta: one flat fp32 CPU tensor per fragment of `schema`, taken over and written into. slots: the outer optimizer's state of
-    each, likewise; None: as before its first step. config: its sections penalty, outer, average,
+    each, likewise; None: as before its first step. config: its sections penalty, outer, average, privacy,
     codec (all but up), rounds.merging and the groups of sync matter. Raises LocalProtocolError when theta does not fit the
-    schema, ConfigError when there are more groups than fragments, with outer.algorithm = "gossip", and for buffers with masks or
-    noise.
+    schema, ConfigError when there are more groups than fragments, with outer.algorithm = "gossip", and for buffers with masks
+    or noise.
     """
 
     def __init__(
@@ -282,9 +282,7 @@ class OuterState:
         """Return by how much each contribution to the next outer step is shortened; see `clip_contributions`."""
         return clip_contributions(contributions, self.config.privacy.clip, self.config.denominator, rejected)
 
-    def reduce_private(
-        self, fragment_id: int, contributions: Sequence[Measured], clipped: Clipped, noise: Noise
-    ) -> Merged:
+    def reduce_private(self, fragment_id: int, contributions: Sequence[Measured], clipped: Clipped, noise: Noise) -> Merged:
         """Merge the contributions to one fragment, with noise. Changes nothing. Raises as `merge_private`."""
         privacy, fragment = self.config.privacy, self.schema.fragments[fragment_id]
         deviation = privacy.noise_multiplier * privacy.clip

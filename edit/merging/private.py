@@ -2,10 +2,10 @@
 
     D = (sum_m Delta_m min(1, S / ||Delta_m||) + N(0, z^2 S^2 I)) / n0
 
-||Delta_m|| is the norm of what was decoded, over all fragments of the outer step; the contributions of one organisation count as
-their mean. So one organisation more or less changes the sum by at most S. The sum and its noise are fp64; rounding to fp32 comes
-after the noise, and tells no more than it. Nothing that is published says how long a contribution was: the norm of a verdict
-is NaN, and its weight, 1 / n0, does not follow the clip.
+||Delta_m|| is the norm of what was decoded, over all fragments of the outer step; the contributions of one organisation count
+as their mean. So one organisation more or less changes the sum by at most S. The sum and its noise are fp64; rounding to fp32
+comes after the noise, and tells no more than it. Nothing that is published says how long a contribution was: the norm of a
+verdict is NaN, and its weight, 1 / n0, does not follow the clip.
 
 Source: McMahan et al. 2018 (arXiv 1710.06963), without sampling: who takes part is seen.
 """
@@ -104,9 +104,7 @@ def merge_private(
             total.add_(next(piece).double(), alpha=factor)
         mean[part] = total.div_(denominator)
     verdicts = tuple(
-        replace(
-            one.judged(clipped.verdicts.get(one.peer_id, Verdict.OK), clipped.weights.get(one.peer_id, 0.0)), norm=math.nan
-        )
+        replace(one.judged(clipped.verdicts.get(one.peer_id, Verdict.OK), clipped.weights.get(one.peer_id, 0.0)), norm=math.nan)
         for one in ordered
     )
     return Merged(fragment.fragment_id, mean, verdicts, {}, norm(mean), 1.0)
@@ -127,8 +125,8 @@ def noise_line(config: RunConfig, schema: Schema) -> tuple[str, bool]:
     )
     if length > _TOO_MUCH and not privacy.accept_noise:
         raise ConfigError(
-            f"privacy.noise_multiplier = {privacy.noise_multiplier:g}: {said}: nothing would be learned; train fewer parameters "
-            "with more organisations, or set privacy.accept_noise = true"
+            f"privacy.noise_multiplier = {privacy.noise_multiplier:g}: {said}: nothing would be learned; train fewer "
+            "parameters with more organisations, or set privacy.accept_noise = true"
         )
     if length > _MUCH:
         return f"{said}: expect to learn little unless many organisations agree", True

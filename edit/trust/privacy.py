@@ -26,8 +26,8 @@ MOST_STEPS = 1 << 40
 class Spent:
     """Noise of one kind that was added `count` times."""
 
-    # "poisson": a step on examples that were each drawn with probability `rate`; "shuffle": a pass over all; "all": an attempt at
-    # an outer step, in which every organisation may take part.
+    # "poisson": a step on examples that were each drawn with probability `rate`; "shuffle": a pass over all; "all": an attempt
+    # at an outer step, in which every organisation may take part.
     sampling: str
     rate: float  # 1 with "shuffle" and "all"
     noise_multiplier: float  # the noise's standard deviation over the clipping norm

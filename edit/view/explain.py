@@ -104,21 +104,23 @@ def _contribution(status: RunStatus, settings: Mapping[str, object], coordinator
     if settings.get("sync.schedule") == "time":
         often = f"each fragment once in {_said(settings, 'sync.time_s')} seconds"
     codec = f"codec {_said(settings, 'codec.up')}{', other codecs for some fragments' if fragments else ''}"
-    masked = settings.get("secagg.enabled") is True
+    masked, private = settings.get("secagg.enabled") is True, settings.get("privacy.level") == "organisation"
+    others = "verdicts" if private else "norms, weights and verdicts"
     if masked:
         codec = f"masked integers of {_said(settings, 'secagg.bits')} bits"
     return Leaving(
         what="contributions: how far its parameters moved from the common ones (pseudo-gradients), its inner steps and tokens"
         + (", the norm of each fragment" if masked else ""),
         to=to,
-        form=f"{codec}, over mutual TLS; {_mask(settings) if masked else 'not masked' + _noise(settings)}",
+        form=f"{codec}, over mutual TLS; {_mask(settings) if masked else 'not masked' + _noise(status, settings)}",
         how_often=f"{often}; again when a round is aborted",
         size=_size(status),
         seen_by=(
             "the operator sees the norms, and the sum of all peers; other members see norms, weights and verdicts, and the "
             "merged result"
             if masked
-            else "the operator of each aggregator; other members see norms, weights and verdicts, and the merged result"
+            else f"the operator of each aggregator; other members see {others}, and the merged result"
+            + (", which has noise" if private else "")
         ),
         kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only what was merged "
         f"of all peers is kept, in the journal and {_said(settings, 'storage.keep_checkpoints')} checkpoints",
@@ -133,8 +135,19 @@ def _mask(settings: Mapping[str, object]) -> str:
     )
 
 
-def _noise(settings: Mapping[str, object]) -> str:
+def _spent(status: RunStatus) -> str:
+    return f" (so far eps {status.epsilon:.4g})" if status.epsilon is not None else ""
+
+
+def _noise(status: RunStatus, settings: Mapping[str, object]) -> str:
     """Return what the contribution can tell of the data."""
+    if settings.get("privacy.level") == "organisation":
+        return (
+            f" and without noise, so it can tell of the data to the operator; the coordinator shortens it to at most "
+            f"{_said(settings, 'privacy.clip')} and adds noise before anybody else sees what becomes of it: of all data of one "
+            f"organisation that tells no more than eps {_said(settings, 'privacy.epsilon_max')} at delta "
+            f"{_said(settings, 'privacy.delta')} allows{_spent(status)}"
+        )
     if settings.get("privacy.level") != "example":
         return " and without noise, so it can tell of the data to who reads it"
     return (

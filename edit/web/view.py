@@ -162,7 +162,9 @@ def overview(status: RunStatus, problem: str = "") -> Overview:
         phase=status.phase if status.phase in PHASES else "founding",
         headline=words or printable(status.phase),
         waiting_for=printable(status.waiting_for),
-        notes=tuple(printable(note) for note in (*problems, status.reason, *_masks(status), *_privacy(status), *status.warnings) if note),
+        notes=tuple(
+            printable(note) for note in (*problems, status.reason, *_masks(status), *_privacy(status), *status.warnings) if note
+        ),
         outer_step=min(status.outer_step, status.outer_steps),
         outer_steps=max(1, status.outer_steps),
         left=_left(status),

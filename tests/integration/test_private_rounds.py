@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -20,11 +21,9 @@ from aggregator.data import round_runner
 from aggregator.storage.store import load_outer
 from edit.codecs import decode
 from edit.config.gaussian import gaussian_epsilon
-from edit.errors import ConfigError
 from edit.records import Commit, Verdict
 from edit.rounds.events import Resume
 from edit.trust.noise import SecretNoise
-from editpb.audit_log import LogVerifier
 from tests.support.loops import on_a_loop, until
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served
 
@@ -133,7 +132,11 @@ async def test_what_is_published_is_the_clipped_sum_with_noise_and_the_run_ends_
 async def test_a_contribution_that_is_not_finite_counts_for_nothing_and_not_even_in_part(
     tmp_path: Path, noise: type[Watched]
 ) -> None:
-    async with served(new_folder(tmp_path / "run", start=2, toml=TOML + PRIVATE)) as run, run.peer("a") as a, run.peer("b") as b:
+    async with (
+        served(new_folder(tmp_path / "run", start=2, toml=TOML + PRIVATE)) as run,
+        run.peer("a") as a,
+        run.peer("b") as b,
+    ):
         view = await found_run(a, b)
         await a.contribute(view.round_id, 0, deltas(0.01))
         await b.contribute(view.round_id, 0, [deltas(0.01)[0], deltas(math.nan)[1]])
@@ -143,3 +146,74 @@ async def test_a_contribution_that_is_not_finite_counts_for_nothing_and_not_even
         assert torch.allclose(flat(found).double(), (0.01 + 16.0 * drawn) / 50, rtol=1e-5, atol=1e-7)
         for fragment in found.fragments:
             assert [(v.verdict, v.weight) for v in fragment.verdicts] == [(Verdict.OK, 0.02), (Verdict.NONFINITE, 0.0)]
+
+
+@on_a_loop
+async def test_an_attempt_that_is_aborted_counts_is_sealed_and_is_made_again_with_other_noise(
+    tmp_path: Path, noise: type[Watched]
+) -> None:
+    """The first fragment is staged for peers that ask ahead of the commit; then the disk is full."""
+    folder = new_folder(tmp_path / "run", start=2, toml=TOML + PRIVATE)
+    async with served(folder) as run, run.peer("a") as a, run.peer("b") as b:
+        view = await found_run(a, b)
+        run.disk.full = True
+        for peer in (a, b):
+            await peer.contribute(view.round_id, 0, deltas(0.01))
+        await a.view(lambda v: v.round_id > view.round_id)
+        assert run_status(run.coordinator.run).rounds[-1].committed is False
+        assert noise.made == [1] and counted(folder.path) == 1
+        run.disk.full = False
+        found = await commit(run, (a, b), 0, 0.01, 0.01)
+        assert noise.made == [1, 2]
+        drawn = torch.from_numpy(np.concatenate(noise.drawn[-2:]))
+        assert torch.allclose(flat(found).double(), (0.02 + 16.0 * drawn) / 50, rtol=1e-5, atol=1e-7)
+        assert not np.array_equal(noise.drawn[0][:5], noise.drawn[-2][:5])
+        first = await a.view(lambda v: v.outer_step == 1 and v.round_id > 0)
+        run.disk.full = True
+        for peer in (a, b):
+            await peer.contribute(first.round_id, 1, deltas(0.01))
+        await until(lambda: run.coordinator.run.finished)
+        assert (counted(folder.path), run_status(run.coordinator.run).outer_step) == (ATTEMPTS, 1)
+
+
+@pytest.mark.parametrize("at", range(12))
+@on_a_loop
+async def test_wherever_a_start_is_killed_no_less_is_counted_than_noise_was_made(
+    at: int, tmp_path: Path, noise: type[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the `at`-th write or fsync of the ledger and the journal on, none is carried out; then another start goes on."""
+    folder, calls = new_folder(tmp_path / "run", start=2, toml=TOML + PRIVATE), 0
+    watched = folder.privacy_ledger
+
+    def dying(really: object) -> object:
+        def call(descriptor: int, *arguments: object) -> object:
+            nonlocal calls
+            name = Path(f"/proc/self/fd/{descriptor}").readlink()
+            if name == watched or name.suffix == ".journal":
+                calls += 1
+                if calls > at:
+                    raise OSError(errno.EIO, "the machine is gone")
+            return really(descriptor, *arguments)  # type: ignore[operator]
+
+        return call
+
+    async with served(folder, kill=True) as run, run.peer("a") as a, run.peer("b") as b:
+        view = await found_run(a, b)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", dying(os.write))
+            patched.setattr(os, "fsync", dying(os.fsync))
+            for peer in (a, b):
+                await peer.contribute(view.round_id, 0, deltas(0.01))
+            await until(lambda: run.coordinator.run.rounds.last_closed[0] == view.round_id)
+            committed = run.coordinator.run.rounds.last_closed[1]
+    before, made = counted(folder.path), len(noise.made)
+    assert made <= before, "what was never made may be counted, but not the other way round"
+    async with served(folder) as run, run.peer("a") as a, run.peer("b") as b:
+        step = run.coordinator.run.rounds.published.outer_step
+        assert step >= committed and run.coordinator.run.privacy.attempts == before
+        for peer in (a, b):
+            await peer.attend()
+            await peer.report(step)
+        await commit(run, (a, b), step, 0.01, 0.01)
+        assert noise.made[-1] == before + 1 == counted(folder.path)
+    assert load_outer(folder).outer_step == step + 1, "the journal has what was published, with its noise"
