@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,12 @@ from aggregator.data import round_runner
 from aggregator.storage.store import load_outer
 from edit.codecs import decode
 from edit.config.gaussian import gaussian_epsilon
+from edit.errors import ConfigError
 from edit.records import Commit, Verdict
 from edit.rounds.events import Resume
 from edit.trust.noise import SecretNoise
+from editpb.audit_log import LogVerifier
+from editpb.messages import Expel
 from tests.support.loops import on_a_loop, until
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served
 
@@ -176,7 +180,7 @@ async def test_an_attempt_that_is_aborted_counts_is_sealed_and_is_made_again_wit
         assert (counted(folder.path), run_status(run.coordinator.run).outer_step) == (ATTEMPTS, 1)
 
 
-@pytest.mark.parametrize("at", range(12))
+@pytest.mark.parametrize("at", [0, 1, 2, 6, 8])  # the ledger's write, its fsync, a fragment, the commit, never
 @on_a_loop
 async def test_wherever_a_start_is_killed_no_less_is_counted_than_noise_was_made(
     at: int, tmp_path: Path, noise: type[Watched], monkeypatch: pytest.MonkeyPatch
@@ -217,3 +221,53 @@ async def test_wherever_a_start_is_killed_no_less_is_counted_than_noise_was_made
         await commit(run, (a, b), step, 0.01, 0.01)
         assert noise.made[-1] == before + 1 == counted(folder.path)
     assert load_outer(folder).outer_step == step + 1, "the journal has what was published, with its noise"
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    """The audit log of a run, verified."""
+    log, lines = LogVerifier(), (folder / "audit-log.jsonl").read_bytes().splitlines()
+    return [log.take(line) for line in lines]
+
+
+@on_a_loop
+async def test_the_log_says_what_each_commit_has_cost_and_no_norm(tmp_path: Path, noise: type[Watched]) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML + PRIVATE.replace("50", "200") + "[audit]\nenabled = true\n")
+    async with served(folder) as run, run.signing_peer("a") as (a, sign):
+        await found_run(a)
+        for step in range(2):
+            view = await a.view(lambda v, step=step: v.outer_step == step and v.round_id > 0)
+            await a.contribute_signed(sign, view.round_id, step, deltas(0.01))
+            await a.view(lambda v, step=step: v.outer_step == step + 1)
+            await a.report(step + 1)
+    commits = [entry for entry in entries(folder.path) if entry["kind"] == "commit"]
+    for attempts, entry in enumerate(commits, start=1):
+        said = entry["privacy"]
+        assert (said["level"], said["attempts"], float.fromhex(said["delta"])) == ("organisation", attempts, 1e-5)
+        assert float.fromhex(said["epsilon"]) == pytest.approx(gaussian_epsilon(1e-5, attempts, 8.0))
+        for fragment in entry["fragments"]:
+            assert [(v[0], math.isnan(float.fromhex(v[1]))) for v in fragment["verdicts"].values()] == [("ok", True)]
+    assert len(commits) == 2
+
+
+@on_a_loop
+async def test_a_run_whose_ledger_is_missing_or_too_short_does_not_go_on(tmp_path: Path, noise: type[Watched]) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML + PRIVATE)
+    async with served(folder) as run, run.peer("a") as a:
+        await found_run(a)
+        await commit(run, [a], 0, 0.01)
+    folder.privacy_ledger.unlink()
+    with pytest.raises(ConfigError, match=r"privacy-ledger\.jsonl: counts 0 attempts, and the run has 1 outer steps: restore"):
+        async with served(folder):
+            pass
+
+
+@on_a_loop
+async def test_noise_that_drowns_everything_is_refused_before_the_founder_sends_anything(tmp_path: Path) -> None:
+    """A model of the peers' own is known when they announce it."""
+    folder = new_folder(tmp_path / "run", toml=TOML + PRIVATE.replace("denominator = 50", "denominator = 5"))
+    async with served(folder) as run, run.peer("a") as a:
+        await a.open_stream()
+        said = await a.receive(Expel)
+    assert isinstance(said, Expel) and not said.evicted
+    assert "the noise of an outer step is 27.9 times as long as the longest contribution" in said.reason
+    assert said.reason.endswith("or set privacy.accept_noise = true")
