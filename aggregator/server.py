@@ -122,6 +122,7 @@ class Coordinator:
         Raises ConfigError, StorageError.
         """
         config = folder.config()
+        _check_still_private(folder, config)
         plugins.admit(config, plugins.pinned(config), AGREED)
         clock = clock or Clock()
         authority = _authority(folder, config, clock.unix())
@@ -271,6 +272,15 @@ class Coordinator:
         await self.run.close(checkpoint=checkpoint)
         for thread in self._threads:
             thread.shutdown()  # after what it was given
+
+
+def _check_still_private(folder: StateFolder, config: RunConfig) -> None:
+    """Raise ConfigError where outer steps without noise would follow those with noise."""
+    if folder.privacy_ledger.exists() and not config.privacy.of_organisations:
+        raise ConfigError(
+            f'privacy.level = "{config.privacy.level}": the run had "organisation" until now, and {folder.privacy_ledger} says '
+            "what that has spent; set it back, or remove the file: then it cannot be claimed any more"
+        )
 
 
 def _authority(folder: StateFolder, config: RunConfig, now: float) -> Authority | None:

@@ -49,3 +49,34 @@ def test_what_contradicts_is_refused(tmp_path: Path) -> None:
     assert isinstance(above, ConfigError)
     assert "rounds.quorum = 2: must not exceed rounds.start_peers (1)" in str(above)
     assert init(tmp_path / "c", "--peers", "0").exit_code == 2
+
+
+PRIVATE = (
+    "penalty.enabled=false",
+    "privacy.level=organisation",
+    "privacy.delta=1e-5",
+    "privacy.epsilon_max=4",
+    "sync.outer_steps=100",
+)
+
+
+def private(path: Path, *settings: str) -> Result:
+    return init(path, "--peers", "16", *(word for setting in (*PRIVATE, *settings) for word in ("--set", setting)))
+
+
+def test_a_run_with_noise_says_what_noise_and_budget_mean_or_is_not_made(tmp_path: Path) -> None:
+    unsaid = private(tmp_path / "run").exception
+    assert isinstance(unsaid, ConfigError) and "10.82 fits sync.outer_steps = 100 and privacy.epsilon_max = 4" in str(unsaid)
+    drowned = private(tmp_path / "run", "privacy.noise_multiplier=10.82").exception
+    assert isinstance(drowned, ConfigError)
+    assert "the noise of an outer step is 613 times as long as the longest contribution" in str(drowned)
+    assert "d = 820352, n0 = 16" in str(drowned) and str(drowned).endswith("or set privacy.accept_noise = true")
+    assert not StateFolder.exists(tmp_path / "run")
+    made = private(tmp_path / "run", "privacy.noise_multiplier=10.82", "privacy.accept_noise=true")
+    assert made.exit_code == 0
+    assert (
+        "privacy     eps 4 at delta 1e-05 allows 100 of 100 outer steps; the noise of an outer step is 613 times" in made.output
+    )
+    few = private(tmp_path / "few", "privacy.noise_multiplier=8", "privacy.denominator=20000")
+    assert "allows 54 of 100 outer steps; the noise of an outer step is 0.362 times as long" in few.output
+    assert "privacy  " not in init(tmp_path / "none").output

@@ -250,11 +250,17 @@ async def test_the_log_says_what_each_commit_has_cost_and_no_norm(tmp_path: Path
 
 
 @on_a_loop
-async def test_a_run_whose_ledger_is_missing_or_too_short_does_not_go_on(tmp_path: Path, noise: type[Watched]) -> None:
+async def test_a_run_goes_on_neither_without_its_ledger_nor_without_noise(tmp_path: Path, noise: type[Watched]) -> None:
     folder = new_folder(tmp_path / "run", toml=TOML + PRIVATE)
     async with served(folder) as run, run.peer("a") as a:
         await found_run(a)
         await commit(run, [a], 0, 0.01)
+    toml = folder.run_toml.read_text()
+    folder.run_toml.write_text(toml.replace(PRIVATE, ""))
+    with pytest.raises(ConfigError, match=r'privacy.level = "none": the run had "organisation" until now, .*privacy-ledger'):
+        async with served(folder):
+            pass
+    folder.run_toml.write_text(toml)
     folder.privacy_ledger.unlink()
     with pytest.raises(ConfigError, match=r"privacy-ledger\.jsonl: counts 0 attempts, and the run has 1 outer steps: restore"):
         async with served(folder):

@@ -94,6 +94,8 @@ STATUS = RunStatus(
     events=(Event(number=7, t=1.7e9, kind="member", peer_id="b", text="b: lost (silent)", tone="bad"),),
     settings=(Setting(name="sync.every", value="100", default="50"),),
     masks="collecting masked vectors",
+    privacy="organisation-level, eps 1.53",
+    epsilon=1.53,
 )
 
 
@@ -106,7 +108,7 @@ def test_a_status_survives_the_wire(phase: str) -> None:
 
 
 def test_no_deadline_survives_the_wire() -> None:
-    status = dataclasses.replace(STATUS, deadline_in_s=None, eta_s=None)
+    status = dataclasses.replace(STATUS, deadline_in_s=None, eta_s=None, epsilon=None)
     assert status_from_pb(status_to_pb(status)) == status == RunStatus.from_json(status.as_json())
     assert status.as_json()["deadline_in_s"] == status.as_json()["eta_s"] == -1.0
 

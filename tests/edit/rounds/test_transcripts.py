@@ -31,6 +31,7 @@ from edit.rounds.events import (
     CommitSucceeded,
     Drain,
     Effect,
+    EndRun,
     Event,
     Faulted,
     MemberLost,
@@ -112,6 +113,7 @@ class Transcript:
             "pause": Pause,
             "resume": Resume,
             "drain": Drain,
+            "end": lambda: EndRun(" ".join(arguments)),
         }
         if verb == "send":
             for fragment_id in self._fragments_due(machine.outer_step):

@@ -44,6 +44,19 @@ def test_what_noise_does_to_contributions_and_reports_is_said() -> None:
     assert "without noise" in by_what(plain, "contributions").form and "--hide-loss" in by_what(plain, "reports").what
 
 
+def test_what_noise_at_the_coordinator_does_and_who_sees_what_is_before_it_is_said() -> None:
+    values = {"privacy__level": "organisation", "privacy__clip": 2.0, "privacy__delta": 1e-5, "privacy__epsilon_max": 4.0}
+    told = leaving(replace(configured(**values), epsilon=1.53), "peer", AT)
+    sent = by_what(told, "contributions")
+    assert "without noise, so it can tell of the data to the operator" in sent.form
+    assert "shortens it to at most 2.0 (privacy.clip) and adds noise before anybody else" in sent.form
+    assert "no more than eps 4.0 (privacy.epsilon_max) at delta 1e-05 (privacy.delta) allows (so far eps 1.53)" in sent.form
+    assert sent.seen_by == (
+        "the operator of each aggregator; other members see verdicts, and the merged result, which has noise"
+    )
+    assert "--hide-loss" in by_what(told, "reports").what
+
+
 def test_what_masks_hide_is_said() -> None:
     told = leaving(configured(secagg__enabled=True, secagg__bits=16, secagg__min_peers=3), "peer", AT)
     sent = by_what(told, "contributions")

@@ -55,6 +55,11 @@ def test_what_auto_chose_is_said_where_it_chose(value: str, said: bool) -> None:
     assert ("outer.preset = auto chose co2 0.3: short" in told) == ("auto chose" in told) == said
 
 
+def test_what_privacy_of_organisations_has_cost_the_run_is_said() -> None:
+    said = "organisation-level, eps 1.53 of at most 4 at delta 1e-05 (exact; 10 attempts counted)"
+    assert f"privacy: {said}" in " ".join(lines(200, privacy=said))
+
+
 def test_what_privacy_has_cost_each_peer_is_said_to_who_may_see_it() -> None:
     base = status()
     settings = settings_of(

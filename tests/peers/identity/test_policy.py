@@ -24,6 +24,12 @@ def config(**sections: Any) -> RunConfig:
     return RunConfig.from_mapping({"rounds": {"start_peers": 3, "quorum": 3}, **sections})
 
 
+NOISY = {
+    "penalty": {"enabled": False},
+    "privacy": {"level": "organisation", "epsilon_max": 8.0, "delta": 1e-5, "noise_multiplier": 8.0},
+}
+
+
 def policy(home: Path, text: str | None = None, identity: Identity = IDENTITY) -> SitePolicy:
     if text is not None:
         (home / "policy.toml").write_text(text)
@@ -43,6 +49,13 @@ def check(found: SitePolicy, run: RunConfig) -> None:
         ("[require]\nmin_peers = 4", {}, "require.min_peers = 4: the run has rounds.quorum = 3"),
         ("[require]\naudit = true", {}, "require.audit = true: the run has audit.enabled = false"),
         ('[require]\nprivacy = "example"', {}, 'require.privacy = "example": the run has privacy.level = "none"'),
+        ('[require]\nprivacy = "organisation"', {}, 'require.privacy = "organisation": the run has privacy.level = "none"'),
+        ('[require]\nprivacy = "example"', NOISY, 'require.privacy = "example": the run has privacy.level = "organisation"'),
+        (
+            '[require]\nprivacy = "organisation"\nepsilon_max = 4',
+            NOISY,
+            "require.epsilon_max = 4: the run has privacy.epsilon_max = 8",
+        ),
         (
             '[require]\nprivacy = "example"\nepsilon_max = 4',
             {"privacy": {"level": "example", "epsilon_max": 8.0, "delta": 1e-5, "noise_multiplier": 1.0}},
@@ -55,6 +68,11 @@ def test_each_key_refuses_by_its_name(tmp_path: Path, text: str, sections: dict[
     with pytest.raises(ConfigError) as error:
         check(found, config(**sections))
     assert str(error.value) == f"{tmp_path / 'policy.toml'}: {message}; this peer does not take part"
+
+
+def test_noise_of_the_coordinator_is_what_a_site_may_ask_for(tmp_path: Path) -> None:
+    found = policy(tmp_path, '[require]\nprivacy = "organisation"\nepsilon_max = 8')
+    check(found, config(**NOISY))
 
 
 def test_what_it_allows_passes(tmp_path: Path) -> None:
@@ -79,7 +97,7 @@ def test_what_it_allows_passes(tmp_path: Path) -> None:
         ("[require]\nsecagg = 1", "require.secagg: must be bool, not int"),
         ("[require]\nmembers = 'members.txt'", "require.members = 'members.txt': has no effect without require.secagg"),
         ("[require]\nepsilon_max = 8.0", "require.epsilon_max = 8.0: has no effect without require.privacy"),
-        ('[require]\nprivacy = "organisation"', "require.privacy = 'organisation': must be \"example\""),
+        ('[require]\nprivacy = "organization"', 'require.privacy = \'organization\': must be "example" or "organisation"'),
         ('[limits]\nuntil = "2026"', "limits.until: must be date, not str"),
         ("[limits]\nmax_parameters = -1", "limits.max_parameters = -1: must not be negative"),
         ('[accept]\nruns = ["abc"]', "accept.runs = 'abc': must be sha256: and 64 hexadecimal digits"),
