@@ -225,7 +225,11 @@ class Training:
         view = next((view for view in views if view is not None and view.outer_step < sync.outer_steps), None)
         if view is None:
             return f"all {sync.outer_steps} outer steps are taken"
-        return "its operator drained it" if view.draining else f"sync.tokens = {sync.tokens} are merged"
+        if view.draining:
+            return "its operator drained it"
+        if self._config.privacy.of_organisations and view.reason:
+            return view.reason
+        return f"sync.tokens = {sync.tokens} are merged"
 
     def _step(self, trainer: Trainer, worker: EditWorker) -> None:
         inner = self._config.inner

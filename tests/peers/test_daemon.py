@@ -90,6 +90,25 @@ def test_a_peer_trains_until_the_run_has_finished_and_says_goodbye(tmp_path: Pat
     assert [line["step"] for line in lines if line["kind"] == "step"] == [10]
 
 
+def test_a_run_that_has_used_up_its_privacy_ends_the_peer_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    why = "privacy.epsilon_max = 4: one more outer step would exceed it"
+
+    def end(fake: FakeCoordinator, beat: Heartbeat) -> None:
+        if fake.view.phase is not RunPhase.FINISHED:
+            fake.change_view(phase=RunPhase.FINISHED, round_id=0, reason=why)
+
+    with coordinator(100) as fake, caplog.at_level(logging.INFO):
+        privacy = {"level": "organisation", "delta": 1e-5, "epsilon_max": 4.0, "noise_multiplier": 8.0}
+        run = json.loads(fake.config.to_json())
+        run["penalty"]["enabled"] = False
+        fake.config = RunConfig.from_json(json.dumps({**run, "privacy": privacy}))
+        fake.script = FakeCoordinator.commit
+        fake.on_heartbeat = end
+        train(fake, tmp_path, throttle=200.0)
+    (said,) = [message for message in caplog.messages if message.startswith("the run has finished")]
+    assert said.endswith(why)
+
+
 def test_a_run_that_is_drained_ends_the_peer_at_its_outer_step_and_the_last_state_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

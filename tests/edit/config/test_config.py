@@ -561,7 +561,7 @@ PRIVATE = {"level": "example", "delta": 1e-6, "epsilon_max": 8.0, "noise_multipl
         ({"epsilon_max": 0.0}, "privacy.epsilon_max = 0.0: must be given"),
         ({"noise_multiplier": 0.0}, "privacy.noise_multiplier = 0.0: must be given"),
         ({"noise_multiplier": 0.1}, "privacy.noise_multiplier = 0.1: must be at least 0.3"),
-        ({"level": "organisation"}, "privacy.level = 'organisation': must be one of none, example"),
+        ({"level": "organization"}, "privacy.level = 'organization': must be one of none, example, organisation"),
         ({"sampling": "custom"}, "privacy.sampling = 'custom': must be one of poisson, shuffle"),
         ({"sensitivity": 1e-4}, "privacy.sensitivity: unknown key"),
         ({"level": "none"}, 'privacy.delta has no effect with privacy.level = "none"'),
