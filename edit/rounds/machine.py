@@ -83,10 +83,11 @@ Claims
 19. The inner steps and tokens that a peer says are behind its contribution count, for whatever they count, up to what the
     configuration and the times measured here allow (`edit.rounds.work_claims`). The sum of the tokens stays at MOST_TOKENS.
 
-Masks
-20. With `whole` (secure aggregation) nothing is reduced before the close, and of no peer that is not complete then; the shell
-    opens the sum when it is asked for the first Reduce, or fails the round. Once the peers have shared the keys of the round,
-    it is RESTRICTED to them: nobody waits for another one, which would have nothing to mask with.
+Masks and noise
+20. With `whole` (secure aggregation, or noise for organisations) nothing is reduced before the close, and of no peer that is
+    not complete then; the shell opens the sum, or draws the noise, when it is asked for the first Reduce, or fails the round.
+    Once the peers have shared the keys of a masked round, it is RESTRICTED to them: nobody waits for another one, which would
+    have nothing to mask with.
 
 The end
 21. A run that can merge no more (a budget of privacy is used up) is ENDED: an open collection is aborted, a round that is being
