@@ -60,6 +60,8 @@ def verify(
     typer.echo(f"outer step  {log.outer_step}, digest {printable(log.digest[:12])}")
     typer.echo(f"head        {signed} entries, root {log.tree.root(signed).hex()}")
     typer.echo(f"key         {log.key.text()}{'' if key else ' (named by the log itself)'}")
+    if log.privacy:
+        typer.echo(f"privacy     {printable(log.privacy)}")
     if log.continued:
         typer.echo(
             f"continued   at outer steps {', '.join(map(str, log.continued))}: earlier commits are not in the log, or were lost"
@@ -147,4 +149,5 @@ def _said(log: LogVerifier, signed: int) -> dict[str, object]:
         "root": log.tree.root(signed).hex(),
         "key": log.key.text() if log.key is not None else "",
         "continued": log.continued,
+        **({"privacy": log.privacy} if log.privacy else {}),
     }

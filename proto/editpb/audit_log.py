@@ -306,6 +306,8 @@ class LogVerifier:
         self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
         self.usage: dict[str, Usage] = {}
         self.consents: dict[str, Consent] = {}  # by peer: the last one
+        self.privacy = ""  # what the last commit says of differential privacy, in words
+        self._attempts = 0  # the most that one of them counts
         self._config = self._schema_hash = ""
         self._merged: dict[str, dict[tuple[int, int], int]] = {}  # by peer: fragment, rank -> round of what was merged last
 
@@ -412,7 +414,25 @@ class LogVerifier:
                 raise ValueError(f"fragment {fragment['fragment']}: the verdicts are not of those who contributed")
         if self._signatures:
             self.verified += _check_signatures(self.signed, entry)
+        self._take_privacy(entry.get("privacy"))
         self._count(entry)
+
+    def _take_privacy(self, said: _Entry | None) -> None:
+        """Take what a commit says of privacy. With that of organisations each commit costs an attempt at least."""
+        self.privacy = ""
+        if said is None:
+            return
+        level, delta = str(said["level"]), float.fromhex(said["delta"])
+        if level != "organisation":
+            self.privacy = (
+                f"{level}-level, eps of each peer at most {float.fromhex(said['epsilon_max']):.4g} at delta {delta:g}"
+            )
+            return
+        attempts, before = int(said["attempts"]), self._attempts
+        self._attempts = max(attempts, before)
+        self.privacy = f"{level}-level, eps {float.fromhex(said['epsilon']):.4g} at delta {delta:g}, {attempts} attempts"
+        if attempts <= before:
+            self.privacy += f": more was spent, since a commit before it counts {before}"
 
     def _count(self, entry: _Entry) -> None:
         fragments = entry["fragments"]

@@ -223,10 +223,10 @@ async def test_wherever_a_start_is_killed_no_less_is_counted_than_noise_was_made
     assert load_outer(folder).outer_step == step + 1, "the journal has what was published, with its noise"
 
 
-def entries(folder: Path) -> list[dict[str, Any]]:
+def entries(folder: Path) -> tuple[LogVerifier, list[dict[str, Any]]]:
     """The audit log of a run, verified."""
     log, lines = LogVerifier(), (folder / "audit-log.jsonl").read_bytes().splitlines()
-    return [log.take(line) for line in lines]
+    return log, [log.take(line) for line in lines]
 
 
 @on_a_loop
@@ -239,7 +239,10 @@ async def test_the_log_says_what_each_commit_has_cost_and_no_norm(tmp_path: Path
             await a.contribute_signed(sign, view.round_id, step, deltas(0.01))
             await a.view(lambda v, step=step: v.outer_step == step + 1)
             await a.report(step + 1)
-    commits = [entry for entry in entries(folder.path) if entry["kind"] == "commit"]
+    log, taken = entries(folder.path)
+    commits = [entry for entry in taken if entry["kind"] == "commit"]
+    cost = gaussian_epsilon(1e-5, 2, 8.0)
+    assert log.privacy == f"organisation-level, eps {cost:.4g} at delta 1e-05, 2 attempts"
     for attempts, entry in enumerate(commits, start=1):
         said = entry["privacy"]
         assert (said["level"], said["attempts"], float.fromhex(said["delta"])) == ("organisation", attempts, 1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.journal import Disk, replay_segments
 from aggregator.storage.store import Store
 from edit.config.audit import AuditConfig
-from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig
+from edit.config.run import CodecConfig, OuterConfig, PrivacyConfig, RunConfig, StorageConfig
 from edit.errors import ConfigError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
@@ -87,7 +87,7 @@ def founded(store: Store) -> OuterState:
     return outer
 
 
-def append(store: Store, outer: OuterState, round_id: int) -> None:
+def append(store: Store, outer: OuterState, round_id: int, privacy: Mapping[str, object] | None = None) -> None:
     """What the round runner does with one round."""
     assert store.audit is not None
     generator = torch.Generator().manual_seed(round_id)
@@ -113,7 +113,16 @@ def append(store: Store, outer: OuterState, round_id: int) -> None:
     staged = outer.stage_all(records, None, {})
     step = outer.outer_step + 1
     entry = store.audit.commit(
-        outer, records, staged, signed, round_id=round_id, outer_step=step, reason="all in", missing=(), injected=None
+        outer,
+        records,
+        staged,
+        signed,
+        round_id=round_id,
+        outer_step=step,
+        reason="all in",
+        missing=(),
+        injected=None,
+        privacy=privacy,
     )
     store.append_commit(round_id, step, "all in", 10, base=outer.digest, audit=entry)
     updates = {i: blake3(one.payload.data).hexdigest() for i, one in staged.items() if one.payload is not None}
@@ -310,6 +319,28 @@ def test_a_log_whose_key_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "log.key").unlink()
     with pytest.raises(ConfigError, match=r"log\.key: is missing"):
         opened(tmp_path)
+
+
+def test_the_bound_that_peers_keep_for_their_examples_is_in_each_commit(tmp_path: Path) -> None:
+    privacy = PrivacyConfig(level="example", delta=1e-5, epsilon_max=8.0, noise_multiplier=1.0)
+    store = opened(tmp_path, config=replace(CONFIG, privacy=privacy))
+    append(store, founded(store), 1)
+    store.close()
+    log = LogVerifier(signatures=False)
+    for line in (tmp_path / "audit-log.jsonl").read_bytes().splitlines():
+        log.take(line)
+    assert log.privacy == "example-level, eps of each peer at most 8 at delta 1e-05"
+
+
+def test_a_ledger_of_privacy_that_lost_attempts_is_seen_in_the_log(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    outer, said = founded(store), {"level": "organisation", "delta": 1e-5, "epsilon": 1.5, "by": "exact"}
+    for round_id, attempts in ((1, 3), (2, 4), (3, 2), (4, 5)):
+        append(store, outer, round_id, {**said, "attempts": attempts})
+        log, _ = log_of(tmp_path)
+        lost = ": more was spent, since a commit before it counts 4" if round_id == 3 else ""
+        assert log.privacy == f"organisation-level, eps 1.5 at delta 1e-05, {attempts} attempts{lost}"
+    store.close()
 
 
 def test_another_configuration_and_commits_without_a_log_are_seen_in_it(tmp_path: Path) -> None:
