@@ -59,7 +59,8 @@ class PrivacyBudget:
         """`organisation-level, eps 1.53 of at most 4 at delta 1e-05 (exact; 10 attempts counted)`."""
         privacy = self._privacy
         most = f"of at most {privacy.epsilon_max:g} at delta {privacy.delta:g}"
-        return f"organisation-level, eps {self.epsilon:.4g} {most} (exact; {self.attempts} attempts counted)"
+        counted = f"{self.attempts} attempt{'' if self.attempts == 1 else 's'} counted"
+        return f"organisation-level, eps {self.epsilon:.4g} {most} (exact; {counted})"
 
     @property
     def left(self) -> int:

@@ -250,8 +250,7 @@ class RoundMachine:
             if current.close_reason:
                 return Phase.COMMITTING
             return Phase.GATHERING if self._abandoned(current) else Phase.COLLECTING
-        reached = self._outer_step >= self._outer_steps or 0 < self._stop_tokens <= self._tokens
-        if reached or self._draining or self._ended:
+        if self._reached or self._draining or self._ended:
             return Phase.FINISHED
         return Phase.PAUSED if self._pausing else Phase.GATHERING
 
@@ -278,7 +277,12 @@ class RoundMachine:
     @property
     def ended(self) -> str:
         """Why the run ends, or has ended, before its last outer step, though no operator asked for it; '': it does not."""
-        return self._ended
+        return "" if self._reached else self._ended
+
+    @property
+    def _reached(self) -> bool:
+        """Whether the last outer step or token is merged."""
+        return self._outer_step >= self._outer_steps or 0 < self._stop_tokens <= self._tokens
 
     @property
     def expected(self) -> frozenset[str]:

@@ -22,6 +22,7 @@ from edit.rounds.events import (
     CommitSucceeded,
     Drain,
     Effect,
+    EndRun,
     Event,
     Faulted,
     MemberLost,
@@ -475,6 +476,23 @@ def test_with_masks_nothing_is_reduced_before_the_close_and_of_no_peer_in_part()
                 assert rounds.handle(Arrived(peer_id, 1, i), 1.0) == []
     effects = rounds.handle(Close("enough"), 2.0)
     assert effects == [Reduce(1, i, ("a", "b", "c")) for i in range(FRAGMENTS)]
+
+
+@pytest.mark.parametrize(("outer_steps", "said"), [(2, "used up"), (1, "")])
+def test_a_run_that_is_ended_says_why_unless_it_has_come_to_its_last_outer_step(outer_steps: int, said: str) -> None:
+    rounds = RoundMachine(
+        RoundsConfig(), due=lambda step: (0,), outer_step=0, outer_steps=outer_steps, first_round_id=1, whole=True
+    )
+    for event in (MemberReady("a", 0), Arrived("a", 1, 0), EndRun("used up")):
+        rounds.handle(event, 0.0)
+    assert (rounds.phase, rounds.ended) == (Phase.COMMITTING, "used up")
+    rounds.handle(Reduced(1, 0), 0.0)
+    assert rounds.handle(CommitSucceeded(1), 0.0)[-1] == RunFinished(1)
+    assert (rounds.phase, rounds.ended) == (Phase.FINISHED, said)
+    again = RoundMachine(
+        RoundsConfig(), due=lambda step: (0,), outer_step=1, outer_steps=outer_steps, first_round_id=2, ended="used up"
+    )
+    assert (again.phase, again.ended) == (Phase.FINISHED, said)
 
 
 def test_a_restricted_round_waits_for_nobody_else_and_misses_nobody_else() -> None:
