@@ -122,7 +122,7 @@ def init(
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{config}: is not TOML: {error}") from error
     text = pin(text, allow or ())
-    noise = "" if StateFolder.exists(state) else _noise(RunConfig.from_text(text.encode(), state / "run.toml"))
+    noise = _noise(RunConfig.from_text(text.encode(), state / "run.toml"))
     folder = StateFolder.create(state, text)
     authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
     typer.echo(f"run {folder.run_id} in {state}")
