@@ -73,6 +73,7 @@ def connect(
             ranks,
             key=folder.key(),
             masks=known,
+            receipts=Path(home),
             check=policy.check,
             ended=ended,
             failed=failed,
