@@ -1,29 +1,35 @@
-"""Receipts of the audit log between real peers and a real coordinator: an honest run goes on, a lie ends the peers' part in it."""
+"""Receipts of the audit log between real peers and a real coordinator: an honest run goes on, a lie ends a peer's part."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import torch
 from torch import nn
 
+from aggregator.services.data import DataService
+from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.state_folder import StateFolder
-from edit import Collective, EditWorker, WorkerConfig
+from edit import EditWorker, WorkerConfig
 from edit.config.run import RunConfig
 from edit.errors import RefusedError
+from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
 from editpb.audit_log import LogVerifier
 from editpb.identity import Identity
+from editpb.messages import LogReceipt, SeenHead
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
-from peers.carriers.hub.receipts import FAULT, KEY, RECEIPTS, verify_kept
+from peers.carriers.hub.receipts import FAULT, KEY, verify_kept
 from peers.carriers.io_thread import IoThread
 from tests.support.running import Running, address, enter_together, running
 from tests.support.served import new_folder
@@ -124,8 +130,18 @@ def log_of(folder: StateFolder) -> LogVerifier:
     return log
 
 
-def test_an_honest_run_goes_on(tmp_path: Path) -> None:
-    folder = new_folder(tmp_path / "run", toml=toml(3))
+@pytest.mark.parametrize(
+    ("sync", "rounds"),
+    [
+        ("", ""),
+        ('mode = "forward"', ""),
+        ('mode = "delayed"\ndelay = 1', ""),
+        ("groups = 2", ""),
+        ("", "max_staleness = 1"),
+    ],
+)
+def test_an_honest_run_goes_on(tmp_path: Path, sync: str, rounds: str) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(3, sync, rounds=rounds))
     with running(folder) as here, members(folder, here, tmp_path) as two:
         for _ in range(3):
             exchange(two)
@@ -142,3 +158,134 @@ def test_an_honest_run_goes_on(tmp_path: Path) -> None:
         [len(given.get("seen", ())) for given in line["contributions"].values()] for line in lines if line["kind"] == "commit"
     ]
     assert seen == [[0, 0], [1, 1], [1, 1]]
+
+
+def test_a_peer_and_a_coordinator_that_start_anew_go_on_from_what_they_know(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    with running(folder) as here:
+        with members(folder, here, tmp_path) as two:
+            exchange(two)
+        with members(folder, here, tmp_path) as two:
+            exchange(two)
+    with running(folder) as here, members(folder, here, tmp_path) as two:
+        assert {one.collective._receipts.head.size for one in two.values()} == {3}  # type: ignore[union-attr]
+        exchange(two)
+        assert {one.worker.outer_step for one in two.values()} == {3}
+    log = log_of(folder)
+    assert [verify_kept(tmp_path / name).head.root for name in "ab"] == [log.tree.root()] * 2
+    assert [verify_kept(tmp_path / name).receipts for name in "ab"] == [3, 3]
+
+
+def test_who_joins_late_checks_the_log_from_there_on(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50, peers=1))
+    with running(folder) as here:
+        with members(folder, here, tmp_path, "a") as one:
+            for _ in range(2):
+                exchange(one)
+        with members(folder, here, tmp_path, "b") as other:
+            exchange(other)
+    found = verify_kept(tmp_path / "b")
+    assert (found.receipts, found.first_step, found.head.size) == (1, 3, 4)
+
+
+# ---- a coordinator that lies -----------------------------------------------------------------------------------------------
+
+
+def copied(folder: StateFolder, target: Path) -> None:
+    """A copy of a coordinator's folder, as a backup has it."""
+    shutil.copytree(folder.path, target)
+
+
+def test_a_coordinator_with_an_old_copy_of_its_folder_is_found(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    with running(folder) as here, members(folder, here, tmp_path) as two:
+        exchange(two)
+    copied(folder, tmp_path / "copy")
+    with running(folder) as here, members(folder, here, tmp_path) as two:
+        exchange(two)
+    shutil.rmtree(folder.path)
+    shutil.move(tmp_path / "copy", folder.path)
+    with (
+        running(folder) as here,
+        pytest.raises(
+            RefusedError, match="has seen 3 entries of the audit log, which has 2: the coordinator goes on from an old"
+        ),
+        members(folder, here, tmp_path) as two,
+    ):
+        exchange(two)
+
+
+class Forked:
+    """An audit log that shows one peer entries of its own: the same commits, and another text in each."""
+
+    def __init__(self, log: AuditLog, other: AuditLog, peer_id: str) -> None:
+        self._log, self._other, self._peer_id = log, other, peer_id
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._log, name)
+
+    def __len__(self) -> int:
+        return len(self._log)
+
+    def commit(self, *args: Any, **kwargs: Any) -> str:
+        self._entry = self._other.commit(*args, **{**kwargs, "reason": "another"})
+        return self._log.commit(*args, **kwargs)
+
+    def append(self, entry: str) -> None:
+        self._log.append(entry)
+        self._other.append(self._entry)
+
+    def receipt(self, outer_step: int, seen_size: int) -> LogReceipt:
+        return (self._other if asking.get() == self._peer_id else self._log).receipt(outer_step, seen_size)
+
+    def misfit(self, seen: SeenHead) -> tuple[str, bool]:
+        return "", True
+
+
+asking: ContextVar[str] = ContextVar("asking", default="")
+
+
+@pytest.fixture
+def known_asker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coordinators that start from now on know in `asking` who fetches an update."""
+    fetch = DataService.FetchUpdate
+
+    async def fetch_update(self: DataService, request: object, context: Any) -> None:
+        asking.set(self._authorizer.authorize(context, "peer").peer_id)
+        await fetch(self, request, context)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DataService, "FetchUpdate", fetch_update)
+
+
+def fork(here: Running, folder: StateFolder, peer_id: str) -> None:
+    """From now on show this peer another log, with the same beginning and the same key."""
+    copied(folder, folder.path.with_name("other"))
+    other = AuditLog.open(folder.path.with_name("other"), folder.run_id, folder.config(), time.time)
+    other.attach((), here.run.rounds.outer)
+    store = here.run.rounds._store
+    here.tell(lambda _: setattr(store, "audit", Forked(store.audit, other, peer_id)))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("known_asker")
+def test_a_forked_coordinator_is_found_by_both_sides_within_one_outer_step(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    left = pytest.raises(RefusedError, match="has seen another log")  # leaving asks once more, and is told the same
+    with running(folder) as here, left, members(folder, here, tmp_path) as two:
+        exchange(two)
+        fork(here, folder, "b")
+        exchange(two)  # from here on the two have seen different logs
+        sizes = {name: one.collective._receipts.head for name, one in two.items()}  # type: ignore[union-attr]
+        assert sizes["a"].size == sizes["b"].size == 3 and sizes["a"].root != sizes["b"].root
+        for _ in range(EVERY):
+            for one in two.values():
+                one.step()
+        for name, other in ("ab", "ba"):
+            with pytest.raises(RefusedError, match=f"{other} has seen another log of 3 entries"):
+                two[name].worker.synchronize()
+            assert two[name].fault.startswith(f"{other} has seen another log of 3 entries")
+            evidence = json.loads((two[name].home / FAULT).read_text())
+            assert parse_checkpoint(open_note(evidence["seen"]["note"], [NoteKey.parse(evidence["key"])])[0]).size == 3
+            assert other in json.loads(evidence["came"]["entry"])["contributions"]
+    with running(folder) as here, pytest.raises(RefusedError, match="did not fit, so this peer does not take part"):  # noqa: SIM117
+        with members(folder, here, tmp_path, "a"):
+            pass
