@@ -186,11 +186,11 @@ class AuditLog:
         Raises GoneError where it is not in the log, or kept no longer; BusyError while its entry cannot be written.
         """
         size, note = self._shown
-        if outer_step not in self._commits:
-            raise GoneError(f"the commit to outer step {outer_step} is not in the audit log; take a snapshot")
-        index, line = self._commits[outer_step]
+        index, line = self._commits.get(outer_step, (size, b""))
         if index >= size:
-            raise BusyError(f"the entry of outer step {outer_step} in the audit log is not signed yet; ask again")
+            if self._pending or size < len(self):
+                raise BusyError(f"the entry of outer step {outer_step} in the audit log is not written yet; ask again")
+            raise GoneError(f"the commit to outer step {outer_step} is not in the audit log; take a snapshot")
         tree, sizes = self._tree, _seen_sizes(json.loads(line))
         return LogReceipt(
             entry=line,
