@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from aggregator.storage.journal import Disk
+from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import AUDIT_HEAD, AUDIT_LOG
 from edit.config.run import RunConfig
-from edit.durable_files import read_private, sync, write_atomic
-from edit.errors import BusyError, ConfigError, GoneError, LocalProtocolError, RefusedError, StorageError
+from edit.durable_files import sync, write_atomic
+from edit.errors import BusyError, GoneError, LocalProtocolError, RefusedError, StorageError
 from edit.merging.injection import Injected
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.trust.canonical import parse_canonical
@@ -34,7 +35,6 @@ from editpb.signed_contributions import config_digest
 
 __all__ = ["AuditLog"]
 
-_PRIVATE = "log.key"
 _MOST_FITTING = 1024  # heads of which is kept that they fit
 _MOST_CONSENTS = 16  # of one peer to one configuration: with as many policies
 
@@ -71,19 +71,7 @@ class AuditLog:
     @classmethod
     def open(cls, folder: Path, run_id: str, config: RunConfig, now: Callable[[], float], disk: Disk | None = None) -> AuditLog:
         """Open the log of a state folder; make its key before the first entry. Raises ConfigError, StorageError."""
-        path = folder / _PRIVATE
-        if not path.exists():
-            if (folder / AUDIT_LOG).exists():
-                raise ConfigError(
-                    f"{path}: is missing, and the log has entries that are signed with it; restore it from a copy"
-                )
-            write_atomic(path, LogSigner.new_key(), mode=0o600)
-        try:
-            signer = LogSigner(f"edit/{run_id}", read_private(path))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        signer = open_log_key(folder, run_id)
         return cls(folder, run_id, config, signer, now, disk or Disk())
 
     @property

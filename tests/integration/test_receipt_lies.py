@@ -23,7 +23,8 @@ from editpb.limits import MAX_ENTRY_BYTES, MAX_PROOF_HASHES, MAX_SEEN_PROOFS
 from editpb.messages import ContributionHeader, LogReceipt, SeenHead, UpdateManifest, UpdateRequest, Welcome
 from editpb.receipts import NOTHING_SEEN, Expected, Head, Mine, ReceiptFault, check_receipt
 from editpb.signed_contributions import ContributionSigner
-from peers.carriers.hub.receipts import FAULT, Receipts, pinned_key, verify_kept
+from peers.carriers.hub.kept_receipts import FAULT, pinned_key, verify_kept
+from peers.carriers.hub.receipts import Receipts
 from tests.integration.test_audit import AUDITED, delta
 from tests.support.encoded import encode
 from tests.support.served import SCHEMA, BarePeer, found_run, new_folder, served, small_chunks
@@ -355,6 +356,8 @@ def test_a_receipt_that_does_not_fit_is_kept_and_the_peer_does_not_start_again(t
     kept = json.loads((home / FAULT).read_text())
     assert kept["seen"]["note"] == told.receipts[0].checkpoint and kept["came"]["checkpoint"] == lie.checkpoint
     assert len(failures) == 1 and "entries were removed" in failures[0]
+    with pytest.raises(ReceiptFault, match=r"receipt-fault.json: a receipt did not fit"):
+        verify_kept(home)
     with pytest.raises(Exception, match=r"receipt-fault.json: a receipt of the audit log did not fit") as error:
         opened(home, told, failures)
     assert error.value.exit_code == 3  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from editpb.identity import Identity
 from editpb.messages import LogReceipt, SeenHead
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
-from peers.carriers.hub.receipts import FAULT, KEY, verify_kept
+from peers.carriers.hub.kept_receipts import FAULT, KEY, verify_kept
 from peers.carriers.io_thread import IoThread
 from tests.support.running import Running, address, enter_together, running
 from tests.support.served import new_folder
