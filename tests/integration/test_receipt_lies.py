@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edit.errors import TransportError
+from edit.errors import ConfigError, FormatError, TransportError
 from edit.trust.canonical import canonical
 from edit.trust.checkpoints import LogSigner, NoteKey, signature_of
 from edit.trust.merkle import MerkleTree, leaf_hash
@@ -23,8 +23,10 @@ from editpb.limits import MAX_ENTRY_BYTES, MAX_PROOF_HASHES, MAX_SEEN_PROOFS
 from editpb.messages import ContributionHeader, LogReceipt, SeenHead, UpdateManifest, UpdateRequest, Welcome
 from editpb.receipts import NOTHING_SEEN, Expected, Head, Mine, ReceiptFault, check_receipt
 from editpb.signed_contributions import ContributionSigner
+from peers.carriers.hub import kept_receipts
 from peers.carriers.hub.kept_receipts import FAULT, pinned_key, verify_kept
 from peers.carriers.hub.receipts import Receipts
+from peers.cli import app
 from tests.integration.test_audit import AUDITED, delta
 from tests.support.encoded import encode
 from tests.support.served import SCHEMA, BarePeer, found_run, new_folder, served, small_chunks
@@ -337,11 +339,65 @@ def test_receipts_are_kept_over_restarts_and_verified_offline(told: Told, tmp_pa
         (lines[:1] + lines[2:], "", "line 2: follows a head of 3 entries, the line before has 2"),
         ([lines[0].replace(b'"index":1', b'"index":0'), *lines[1:]], "", "line 1: entry 0 is not in the log of 2 entries"),
         (lines, other, "line 1: no known key has signed it"),
-        ([*lines, b"{}\n"], "", "line 4: 'format'"),
+        ([*lines, b"{}\n"], "", "line 4: 'note'"),
+        ([*lines, b"[1]\n"], "", "line 4: not a JSON object"),
     ):
         path.write_bytes(b"".join(damaged))
         with pytest.raises(ReceiptFault, match=why):
             verify_kept(home, key)
+
+
+def test_receipts_of_another_format_are_refused(told: Told, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    take(opened(home, told, []), told, 0)
+    path = home / "receipts.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":2'))
+    for read in (lambda: opened(home, told, []), lambda: verify_kept(home)):
+        with pytest.raises(FormatError, match="format 2, this software reads format 1"):
+            read()
+
+
+def test_of_many_receipts_the_last_ones_are_kept(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_receipts, "_MOST_KEPT", 2)
+    receipts = opened(tmp_path / "home", told, [])
+    for step in range(STEPS):
+        take(receipts, told, step)
+    found = verify_kept(tmp_path / "home")
+    assert (found.receipts, found.first_step, found.last_step, found.head) == (1, 3, 3, receipts.head)
+    assert opened(tmp_path / "home", told, []).head == receipts.head
+
+
+def test_what_the_disk_refuses_is_written_with_the_next(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    receipts = opened(tmp_path / "home", told, [])
+
+    def full(descriptor: int, data: object, at: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_receipts.os, "pwrite", full)
+        for step in range(2):
+            take(receipts, told, step)
+    assert [record.message.count("No space left") for record in caplog.records] == [1]
+    take(receipts, told, 2)
+    assert verify_kept(tmp_path / "home").receipts == 3
+
+
+def test_the_command_verifies_what_is_kept(told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = tmp_path / "home"
+    receipts = opened(home, told, [])
+    with pytest.raises(ConfigError, match=r"receipts\.jsonl: is missing"):
+        app(["audit", "verify", "--home", str(home)], standalone_mode=False)
+    for step in range(STEPS):
+        take(receipts, told, step)
+    app(["audit", "verify", "--home", str(home)], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "3 receipts, outer steps 1 to 3: verified" in said and f"root {receipts.head.root.hex()}" in said
+    app(["audit", "verify", "--home", str(home), "--key", told.signer.key.text(), "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["entries"] == len(told.lines)
+    with pytest.raises(ConfigError, match="--key: not the public key of a log"):
+        app(["audit", "verify", "--home", str(home), "--key", "x"], standalone_mode=False)
 
 
 def test_a_receipt_that_does_not_fit_is_kept_and_the_peer_does_not_start_again(told: Told, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,8 @@ from aggregator.storage.state_folder import StateFolder
 from edit import EditWorker, WorkerConfig
 from edit.config.run import RunConfig
 from edit.errors import RefusedError
+from edit.records import Committed
+from edit.replica.ranks import Ranks
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
 from editpb.audit_log import LogVerifier
 from editpb.identity import Identity
@@ -31,8 +34,12 @@ from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.hub.kept_receipts import FAULT, KEY, verify_kept
 from peers.carriers.io_thread import IoThread
+from tests.integration.test_audit import AUDITED
+from tests.support import two_ranks
+from tests.support.fake_run import vectors
 from tests.support.running import Running, address, enter_together, running
 from tests.support.served import new_folder
+from tests.support.thread_ranks import at_every_rank
 
 EVERY = 2
 TOML = """
@@ -186,6 +193,40 @@ def test_who_joins_late_checks_the_log_from_there_on(tmp_path: Path) -> None:
             exchange(other)
     found = verify_kept(tmp_path / "b")
     assert (found.receipts, found.first_step, found.head.size) == (1, 3, 4)
+
+
+def test_a_peer_of_two_ranks_checks_receipts_at_its_first_and_stops_at_both(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=AUDITED)
+    home, gate = tmp_path / "a", threading.Barrier(2, timeout=30)
+    home.mkdir()
+    with running(folder) as here:
+        key, certificate = here.served.certificate("a")
+        credentials = grpc.ssl_channel_credentials(here.served.ca, key, certificate)
+
+        def one(ranks: Ranks) -> str:
+            with IoThread() as io:
+                channels, identity = Channels([address(folder)], credentials), Identity(folder.run_id, "peer", "a")
+                hub = HubCollective(io, channels, identity, ranks=ranks, key=key, receipts=home)
+                rank = two_ranks.Rank(ranks, io, hub, two_ranks.shards(ranks.rank), gate)
+                try:
+                    rank.join()
+                    for step in range(2):
+                        rank.contribute(vectors(two_ranks.SIZES, step + 1), step)
+                        assert isinstance(hub.outcome(step, block=True), Committed)
+                    rank.only(0, lambda: setattr(hub._receipts, "position", (2, "0" * 64)))
+                    rank.contribute(vectors(two_ranks.SIZES, 3), 2)
+                    with pytest.raises(RefusedError) as error:
+                        hub.outcome(2, block=True)
+                    return str(error.value)
+                finally:
+                    hub.close()
+
+        said = at_every_rank(2, one)
+    assert said[0] == said[1] and "theta before outer step 3 has the digest" in said[0]
+    assert (home / FAULT).exists() and log_of(folder).commits == 3
+    entry = json.loads((folder.path / "audit-log.jsonl").read_bytes().splitlines()[-1])
+    heads = {(values[1], type(values[-1]) is int) for values in entry["contributions"]["a"]["parts"]}
+    assert heads == {(0, True), (1, False)}  # rank 0 has seen the log
 
 
 # ---- a coordinator that lies -----------------------------------------------------------------------------------------------

@@ -8,16 +8,16 @@ receipt-fault.json    a receipt that did not fit: what was seen before, and what
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edit.durable_files import sync, write_atomic
+from edit.durable_files import check_format, sync, write_atomic
 from edit.errors import ConfigError, RefusedError, StorageError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
@@ -57,13 +57,12 @@ def pinned_key(home: Path, said: str, run_id: str) -> NoteKey:
 
 
 class KeptReceipts:
-    """receipts.jsonl, for appending. Make it with `open`; `append` may run in a thread."""
+    """receipts.jsonl, for appending. Make it with `open`. `write` runs in a thread, one call after the other."""
 
     def __init__(self, path: Path, lines: list[bytes], head: Head, end: int) -> None:
         self.head = head
         self._path, self._lines, self._end = path, lines, end
         self._pending: list[bytes] = []
-        self._lock = threading.Lock()  # of `_pending`
         self._told = False
 
     @classmethod
@@ -79,13 +78,13 @@ class KeptReceipts:
         head = NOTHING_SEEN
         if lines:
             try:
-                head = _head_of(parse_canonical(lines[-1]), key)
+                head = _head_of(_line(path, lines[-1]), key)
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{path}: line {len(lines)} is damaged ({error}); restore it from a copy") from error
         return cls(path, lines, head, end)
 
     def add(self, head: Head, receipt: LogReceipt, outer_step: int) -> None:
-        """Take a receipt whose head follows the last one; `write` brings it to the disk."""
+        """Take a receipt whose head follows the last one; `save` brings it to the disk."""
         said = {
             "format": FORMAT,
             "outer_step": outer_step,
@@ -96,15 +95,17 @@ class KeptReceipts:
             "from": self.head.size,
             "consistency": [base64_text(each) for each in receipt.consistency],
         }
-        with self._lock:
-            self._pending = [*self._pending, canonical(said)][-_MOST_KEPT:]
+        self._pending.append(canonical(said))
         self.head = head
 
-    def write(self) -> None:
-        """Append what was taken; it is on disk when this returns. What the disk refuses is tried again with the next."""
-        pending = self._pending
-        if not pending:
-            return
+    async def save(self) -> None:
+        """Bring what was taken to the disk; one call after the other. What the disk refuses is tried again with the next."""
+        pending, self._pending = self._pending, []
+        if pending and not await asyncio.to_thread(self._write, pending):
+            self._pending = [*pending, *self._pending][-_MOST_KEPT:]
+
+    def _write(self, pending: list[bytes]) -> bool:
+        """Append these lines; return whether they are on disk."""
         try:
             if len(self._lines) + len(pending) > _MOST_KEPT:
                 self._lines = [*self._lines, *pending][-_MOST_KEPT // 2 :]
@@ -118,11 +119,9 @@ class KeptReceipts:
             if not self._told:
                 _log.warning("%s: cannot be written (%s); it is tried again with the next receipt", self._path, error)
             self._told = True
-            return
-        written = set(pending)
-        with self._lock:
-            self._pending = [line for line in self._pending if line not in written]
+            return False
         self._told = False
+        return True
 
     def _append(self, data: bytes) -> None:
         new = not self._path.exists()
@@ -190,7 +189,7 @@ def verify_kept(home: Path, key: str = "") -> Verified:
     steps: list[int] = []
     for number, line in enumerate(lines, start=1):
         try:
-            said = parse_canonical(line)
+            said = _line(path, line)
             before = _follows(said, log, before)
             steps.append(int(said["outer_step"]))
         except (ValueError, KeyError, TypeError) as error:
@@ -213,9 +212,16 @@ def _follows(said: Mapping[str, Any], key: NoteKey, before: Head | None) -> Head
     return head
 
 
+def _line(path: Path, line: bytes) -> Mapping[str, Any]:
+    """Return what a line says. Raises ValueError, and FormatError for one of another format."""
+    said = parse_canonical(line)
+    if not isinstance(said, dict):
+        raise ValueError("not a JSON object")
+    check_format(path, said.get("format", 1), FORMAT)
+    return said
+
+
 def _head_of(said: Mapping[str, Any], key: NoteKey) -> Head:
-    if said["format"] != FORMAT:
-        raise ValueError(f"format {said['format']}, this software reads format {FORMAT}")
     note = str(said["note"])
     checkpoint = parse_checkpoint(open_note(note, [key])[0])
     if checkpoint.origin != key.name:

@@ -148,7 +148,7 @@ class Receipts:
     async def save(self) -> None:
         """Bring what was accepted to the disk."""
         async with self._saving:
-            await asyncio.to_thread(self.kept.write)
+            await self.kept.save()
 
 
 def _as_json(receipt: LogReceipt) -> dict[str, object]:
