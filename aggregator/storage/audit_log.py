@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aggregator.storage.journal import Disk
 from aggregator.storage.log_key import open_log_key
@@ -37,6 +37,14 @@ __all__ = ["AuditLog"]
 
 _MOST_FITTING = 1024  # heads of which is kept that they fit
 _MOST_CONSENTS = 16  # of one peer to one configuration: with as many policies
+
+
+class _Commit(NamedTuple):
+    """The entry of a commit."""
+
+    number: int  # of the entry
+    line: bytes
+    seen: frozenset[int]  # sizes of the heads that it names
 
 
 class AuditLog:
@@ -65,7 +73,7 @@ class AuditLog:
         self._signed = 0  # entries that the head on disk stands for
         # What the event loop reads, replaced and never changed: that head; the entries of the last commits, by outer step.
         self._shown = (0, "")
-        self._commits: dict[int, tuple[int, bytes]] = {}
+        self._commits: dict[int, _Commit] = {}
         self._fitting: dict[SeenHead, None] = {}  # heads that fit, the last ones; on the event loop
 
     @classmethod
@@ -174,19 +182,19 @@ class AuditLog:
         Raises GoneError where it is not in the log, or kept no longer; BusyError while its entry cannot be written.
         """
         size, note = self._shown
-        index, line = self._commits.get(outer_step, (size, b""))
-        if index >= size:
+        commit = self._commits.get(outer_step)
+        if commit is None or commit.number >= size:
             if self._pending or size < len(self):
                 raise BusyError(f"the entry of outer step {outer_step} in the audit log is not written yet; ask again")
             raise GoneError(f"the commit to outer step {outer_step} is not in the audit log; take a snapshot")
-        tree, sizes = self._tree, _seen_sizes(json.loads(line))
+        tree = self._tree
         return LogReceipt(
-            entry=line,
-            index=index,
-            inclusion=tree.inclusion_proof(index, size),
+            entry=commit.line,
+            index=commit.number,
+            inclusion=tree.inclusion_proof(commit.number, size),
             checkpoint=note,
             consistency=tree.consistency_proof(seen_size, size) if seen_size <= size else (),
-            seen={each: tree.consistency_proof(each, size) for each in sizes if each <= size},
+            seen={each: tree.consistency_proof(each, size) for each in commit.seen if each <= size},
         )
 
     def misfit(self, seen: SeenHead) -> tuple[str, bool]:
@@ -211,10 +219,11 @@ class AuditLog:
 
     def _took(self, line: bytes) -> None:
         """Note what the next entry says. Raises ValueError for a damaged one."""
-        self._last, commit = _position(line, self._last)
-        if commit:
-            others = [one for one in self._commits.items() if one[0] != commit]
-            self._commits = dict([*others, (commit, (len(self._tree), line))][-self._config.kept_updates :])
+        self._last, step, seen = _position(line, self._last)
+        if step:
+            others = [one for one in self._commits.items() if one[0] != step]
+            commit = _Commit(len(self._tree), line, seen)
+            self._commits = dict([*others, (step, commit)][-self._config.kept_updates :])
 
     def consent(self, peer_id: str, consent: Consent) -> None:
         """Append a consent, unless the log has it, or `_MOST_CONSENTS` of this peer to this configuration.
@@ -338,29 +347,35 @@ def _consent_in(line: bytes) -> set[tuple[str, str, str]]:
     return {(str(entry["peer"]), str(entry["config_digest"]), str(entry["policy_digest"]))} if "peer" in entry else set()
 
 
-def _seen_sizes(entry: Mapping[str, Any]) -> set[int]:
+def _seen_sizes(entry: Mapping[str, Any]) -> frozenset[int]:
     """Return the sizes of the heads that the contributions of a commit name."""
-    return {int(head[0]) for given in entry["contributions"].values() for head in given.get("seen", ())}
+    return frozenset(int(head[0]) for given in entry["contributions"].values() for head in given.get("seen", ()))
 
 
-def _position(line: bytes, before: tuple[str, int, str]) -> tuple[tuple[str, int, str], int]:
-    """Return configuration, outer step and digest after an entry; and the outer step that it commits, 0: it is no commit.
+def _position(line: bytes, before: tuple[str, int, str]) -> tuple[tuple[str, int, str], int, frozenset[int]]:
+    """Return configuration, outer step and digest after an entry; the outer step that it commits, 0: it is no commit; and the
+    sizes of the heads that it names.
 
     Raises ValueError for a damaged one.
     """
+    nothing = frozenset[int]()
     entry = parse_canonical(line)
     config, outer_step, digest = before
     try:
         match entry["kind"]:
             case "commit":
-                return (entry["config_digest"], entry["outer_step"], entry["after"]), int(entry["outer_step"])
+                return (
+                    (entry["config_digest"], entry["outer_step"], entry["after"]),
+                    int(entry["outer_step"]),
+                    _seen_sizes(entry),
+                )
             case "genesis":
-                return (entry["config_digest"], entry["outer_step"], entry["digest"]), 0
+                return (entry["config_digest"], entry["outer_step"], entry["digest"]), 0, nothing
             case "config":
-                return (entry["config_digest"], outer_step, digest), 0
+                return (entry["config_digest"], outer_step, digest), 0, nothing
             case "consent":
-                return before, 0
+                return before, 0, nothing
             case _:
-                return (config, entry["outer_step"], entry["digest"]), 0
+                return (config, entry["outer_step"], entry["digest"]), 0, nothing
     except (KeyError, TypeError) as error:
         raise ValueError(repr(error)) from error

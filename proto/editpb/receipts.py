@@ -51,6 +51,7 @@ class Mine:
     public_key: bytes  # DER
     # By round: the signatures of what rank 0 has sent, by fragment; one that was signed anew has several.
     signatures: Mapping[int, Mapping[int, Sequence[bytes]]] = field(default_factory=dict)
+    since: int = 0  # the attempt that these begin with: what has an earlier one, an earlier process has sent
     # Rounds that have said that they have some of it whole, and that take nothing that was sent for another round.
     delivered: frozenset[int] = frozenset()
 
@@ -180,7 +181,10 @@ def _check_mine(entry: dict[str, Any], expected: Expected) -> None:
         part = dict(zip(PART, values, strict=False))
         known = mine.signatures.get(part["round_id"])
         signature = base64.b64decode(part["signature"], validate=True)
-        sent = part["rank"] or known is None or signature in known.get(part["fragment"], ())
+        unknown = (
+            part["rank"] or known is None or part["attempt"] < mine.since
+        )  # then it counts whether this peer has signed it
+        sent = unknown or (known is not None and signature in known.get(part["fragment"], ()))
         if not sent or not is_signed_part(signed, mine.peer_id, key, values, heads):
             raise ReceiptFault(
                 f"the log names another contribution of this peer to round {part['round_id']}, fragment {part['fragment']} "

@@ -95,7 +95,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
                     before = heads[peer.peer_id]
                     manifest, receipt = await fetch(peer, step + 1, before.size)
                     assert receipt is not None
-                    mine = Mine(peer.peer_id, keys[peer.peer_id], sent if peer is a else {}, frozenset({view.round_id}))
+                    mine = Mine(
+                        peer.peer_id, keys[peer.peer_id], sent if peer is a else {}, delivered=frozenset({view.round_id})
+                    )
                     expected = Expected(
                         key=key,
                         run_id=folder.run_id,
@@ -199,6 +201,14 @@ def test_an_entry_that_says_something_else_is_refused(told: Told, lie: str) -> N
     change, why = LIES[lie]
     with pytest.raises(ReceiptFault, match=why):
         check_receipt(rewritten(told, change), told.expected)
+
+
+def test_what_an_earlier_process_has_signed_counts_and_of_the_present_one_only_what_it_sent(told: Told) -> None:
+    mine = told.expected.mine
+    others = {number: dict.fromkeys(of_round, (bytes(64),)) for number, of_round in mine.signatures.items()}
+    check_receipt(told.last, replace(told.expected, mine=replace(mine, signatures=others, since=1)))
+    with pytest.raises(ReceiptFault, match="names another contribution of this peer"):
+        check_receipt(told.last, replace(told.expected, mine=replace(mine, signatures=others)))
 
 
 def test_a_log_that_leaves_a_peer_out_must_say_so(told: Told) -> None:

@@ -33,6 +33,7 @@ from editpb.messages import LogReceipt, SeenHead
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.hub.kept_receipts import FAULT, KEY, verify_kept
+from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.io_thread import IoThread
 from tests.integration.test_audit import AUDITED
 from tests.support import two_ranks
@@ -113,7 +114,8 @@ def members(folder: StateFolder, here: Running, homes: Path, names: str = "ab") 
             key, certificate = ((home / file).read_bytes() for file in ("peer.key", "peer.pem"))
             credentials = grpc.ssl_channel_credentials(here.served.ca, key, certificate)
             channels = Channels([address(folder)], credentials)
-            hub = HubCollective(io, channels, Identity(folder.run_id, "peer", name), key=key, receipts=home)
+            masks, identity = MaskFolder(home / "revealed.json"), Identity(folder.run_id, "peer", name)
+            hub = HubCollective(io, channels, identity, key=key, masks=masks, receipts=home)
             stack.callback(hub.close)
             found[name] = Member(name, hub, settings, home)
         enter_together(stack, [one.worker for one in found.values()])
@@ -165,6 +167,15 @@ def test_an_honest_run_goes_on(tmp_path: Path, sync: str, rounds: str) -> None:
         [len(given.get("seen", ())) for given in line["contributions"].values()] for line in lines if line["kind"] == "commit"
     ]
     assert seen == [[0, 0], [1, 1], [1, 1]]
+
+
+def test_masked_contributions_have_receipts(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(2, peers=3, more="[secagg]\nenabled = true\n"))
+    with running(folder) as here, members(folder, here, tmp_path, "abc") as three:
+        for _ in range(2):
+            exchange(three)
+    assert [verify_kept(tmp_path / name).receipts for name in "abc"] == [2, 2, 2]
+    assert log_of(folder).commits == 2
 
 
 def test_a_peer_and_a_coordinator_that_start_anew_go_on_from_what_they_know(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.state_folder import StateFolder
 from edit.errors import GoneError
 from edit.trust.checkpoints import LogSigner
-from editpb.data_messages import update_request_to_pb
+from editpb.data_messages import receipt_from_pb, update_manifest_from_pb, update_request_to_pb
 from editpb.messages import ContributionHeader, SeenHead, UpdateRequest, Welcome
-from editpb.receipts import Head
+from editpb.receipts import NOTHING_SEEN, Expected, Head, Mine, check_receipt
 from editpb.signed_contributions import ContributionSigner
 from tests.integration.test_audit import AUDITED, delta
 from tests.support.encoded import encode
-from tests.support.served import BarePeer, Served, found_run, new_folder, served, small_chunks
+from tests.support.served import SCHEMA, BarePeer, Served, found_run, new_folder, served, small_chunks
 
 
 def head(signer: LogSigner, size: int, root: bytes) -> SeenHead:
@@ -171,6 +171,42 @@ def test_a_receipt_waits_until_the_log_can_be_written(tmp_path: Path) -> None:
             full = False
             part = await a.data.FetchUpdate(request).read()
             assert part.manifest.receipt.index == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_the_receipt_of_a_commit_is_the_same_after_a_restart(tmp_path: Path, kill: bool) -> None:
+    folder = new_folder(tmp_path / "run", toml=AUDITED)
+
+    async def told(a: BarePeer, key: bytes) -> None:
+        """Fetch the receipt of the first outer step, and hold it to the manifest."""
+        part = await a.data.FetchUpdate(update_request_to_pb(UpdateRequest(a.run_id, 1, seen_size=0))).read()
+        expected = Expected(
+            key=signer_of(folder).key,
+            run_id=folder.run_id,
+            schema_hash=SCHEMA.schema_hash,
+            seen=NOTHING_SEEN,
+            manifest=update_manifest_from_pb(part.manifest, SCHEMA, 1),
+            before="",
+            mine=Mine("a", key),
+        )
+        check_receipt(receipt_from_pb(part.manifest.receipt), expected)
+
+    async def scenario() -> None:
+        async with served(folder, kill=kill) as run, run.signing_peer("a") as (a, sign):
+            view, key = await found_run(a), sign._signer.public_key
+            for i in range(2):
+                await contribute(a, sign, view.round_id, i)
+            await a.view(lambda v: v.outer_step == 1)
+            await told(a, key)
+        if kill:  # before the last entry and the head were written
+            lines = (folder.path / "audit-log.jsonl").read_bytes().splitlines(keepends=True)
+            (folder.path / "audit-log.jsonl").write_bytes(b"".join(lines[:-1]))
+            (folder.path / "audit-log.head").unlink()
+        async with served(folder) as run, run.signing_peer("a") as (a, _):
+            await a.attend()
+            await told(a, key)
 
     asyncio.run(scenario())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,14 +82,15 @@ class Receipts:
         rounds = {number: dict(each) for number, each in self.mine.signatures.items()}
         of_round = rounds.setdefault(header.round_id, {})
         of_round[header.fragment_id] = (*of_round.get(header.fragment_id, ()), header.signature)[-_ROUNDS:]
-        last = sorted(rounds)[-_ROUNDS:]
-        self.mine = Mine(self.mine.peer_id, self.mine.public_key, {each: rounds[each] for each in last}, self.mine.delivered)
+        last = {each: rounds[each] for each in sorted(rounds)[-_ROUNDS:]}
+        since = self.mine.since if self.mine.signatures else header.attempt
+        self.mine = replace(self.mine, signatures=last, since=since)
         return header
 
     def delivered(self, header: ContributionHeader) -> None:
         """Note that the coordinator has said that it has all of this shard."""
         rounds = frozenset(sorted({*self.mine.delivered, header.round_id})[-_ROUNDS:])
-        self.mine = Mine(self.mine.peer_id, self.mine.public_key, self.mine.signatures, rounds)
+        self.mine = replace(self.mine, delivered=rounds)
 
     def accept(self, manifest: UpdateManifest, message: data_pb2.LogReceipt | None, asked: Head) -> dict[int, str | None]:
         """Check the receipt of an update; return the hashes of the update's bytes by fragment, None of one rolled back.
