@@ -26,16 +26,19 @@ from edit.config.run import RunConfig
 from edit.errors import RefusedError
 from edit.records import Committed
 from edit.replica.ranks import Ranks
-from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
+from edit.trust.checkpoints import LogSigner, NoteKey, open_note, parse_checkpoint
 from editpb.audit_log import LogVerifier
 from editpb.identity import Identity
+from editpb.invitation import Invitation
 from editpb.messages import LogReceipt, SeenHead
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.hub.kept_receipts import FAULT, KEY, verify_kept
 from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.io_thread import IoThread
+from peers.connection import connect
 from tests.integration.test_audit import AUDITED
+from tests.integration.test_readme import run
 from tests.support import two_ranks
 from tests.support.fake_run import vectors
 from tests.support.running import Running, address, enter_together, running
@@ -204,6 +207,35 @@ def test_who_joins_late_checks_the_log_from_there_on(tmp_path: Path) -> None:
             exchange(other)
     found = verify_kept(tmp_path / "b")
     assert (found.receipts, found.first_step, found.head.size) == (1, 3, 4)
+
+
+def test_an_invitation_brings_the_logs_key_and_another_one_is_refused(tmp_path: Path) -> None:
+    folder, home = new_folder(tmp_path / "run", toml=toml(50, peers=1)), tmp_path / "a"
+    with running(folder):
+        invitation = run(["edit-coordinator", "invite", "a", "--state", str(folder.path)]).splitlines()[0]
+        run(["edit-peer", "join", invitation, "--home", str(home)])
+        key = (home / KEY).read_text().strip()
+        assert (
+            key
+            == Invitation.decode(invitation).log_key
+            == LogSigner(f"edit/{folder.run_id}", (folder.path / "log.key").read_bytes()).key.text()
+        )
+        with connect(home) as (collective, config):
+            model = nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with EditWorker(model, optimizer, collective, WorkerConfig.of(config)) as worker:
+                while worker.outer_step < 1:
+                    model(torch.ones(4)).sum().backward()
+                    optimizer.step()
+        assert "1 receipts, outer steps 1 to 1: verified" in run(["edit-peer", "audit", "verify", "--home", str(home)])
+        other = LogSigner(f"edit/{folder.run_id}", LogSigner.new_key()).key.text()
+        (home / KEY).write_text(other)
+        with (
+            pytest.raises(RefusedError, match=r"log\.vkey: this peer knows another key of the run's audit log"),
+            connect(home) as (collective, config),
+            EditWorker(model, optimizer, collective, WorkerConfig.of(config)),
+        ):
+            pass
 
 
 def test_a_peer_of_two_ranks_checks_receipts_at_its_first_and_stops_at_both(tmp_path: Path) -> None:
