@@ -373,3 +373,18 @@ def test_a_forked_coordinator_is_found_by_both_sides_within_one_outer_step(tmp_p
     with running(folder) as here, pytest.raises(RefusedError, match="did not fit, so this peer does not take part"):  # noqa: SIM117
         with members(folder, here, tmp_path, "a"):
             pass
+
+
+@pytest.mark.usefixtures("known_asker")
+def test_a_fork_is_found_by_peers_that_started_anew_after_it(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    left = pytest.raises(RefusedError, match="has seen another log")
+    with running(folder) as here:
+        with members(folder, here, tmp_path) as two:
+            exchange(two)
+            fork(here, folder, "b")
+            exchange(two)
+        with left, members(folder, here, tmp_path) as two:
+            exchange(two)
+        for name, other in ("ab", "ba"):
+            assert two[name].fault.startswith(f"{other} has seen another log of 3 entries")  # leaving waits for the outcome
