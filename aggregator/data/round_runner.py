@@ -210,14 +210,11 @@ class RoundRunner:
         if why and not signed:
             raise RemoteProtocolError(f"a contribution of {header.peer_id} says that it has seen {why}")
         if why:
-            why = (
-                f"{header.peer_id} has seen {why}: the coordinator goes on from an old copy of its folder, or two of them "
-                "serve this run"
-            )
+            why = f"has seen {why}: the coordinator goes on from an old copy of its folder, or two of them serve this run"
             if header.peer_id not in self.misfits:
-                self.misfits[header.peer_id] = why
+                self.misfits[header.peer_id] = f"{header.peer_id} {why}"
                 self._run_feed.publish(Advised(header.peer_id, why))
-            raise RefusedError(why)
+            raise RefusedError(self.misfits[header.peer_id])
 
     async def receive(self, shard: ShardUpload, offset: int, data: bytes | memoryview) -> None:
         """Take one chunk of a shard; one of a shard that was merged meanwhile has no effect. Raises as `Upload.write`."""
