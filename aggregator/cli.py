@@ -17,6 +17,7 @@ from rich.console import Console
 from aggregator.audit_commands import audit
 from aggregator.run_template import template
 from aggregator.security.authority import Authority
+from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import StateFolder, address_of
 from edit.command_line import SHORT_HELP, exit_codes, loading, log_to_stderr, run_command, with_version
 from edit.config.gaussian import gaussian_epsilon
@@ -261,6 +262,8 @@ def invite(
     authority = Authority.load(folder.path, folder.run_id)
     enrol = _enrol_endpoints(folder)
     invitation = authority.invite(name, role=role, enrol=enrol, lifetime_s=hours * 3600, now=time.time())
+    if folder.config().audit.enabled:
+        invitation = replace(invitation, log_key=open_log_key(folder.path, folder.run_id).key.text())
     typer.echo(invitation.encode())
     typer.echo(f"for {name} ({role}), single use, valid {hours:g} h; authority {authority.fingerprint}", err=True)
     typer.echo(f"redeemed at {', '.join(enrol)}", err=True)

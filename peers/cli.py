@@ -56,6 +56,8 @@ app = typer.Typer(
 )
 with_version(app, "edit-peer")
 app.add_typer(swarm, name="swarm")
+audit = typer.Typer(no_args_is_help=True, help="Verify what this peer has seen of its run's audit log (docs/audit.md).")
+app.add_typer(audit, name="audit")
 
 
 @app.command()
@@ -111,8 +113,8 @@ def run(
     members: Annotated[
         Path | None,
         typer.Option(
-            help="In a run with secagg.enabled, share keys with these members only: a file with the line of each one's "
-            "`edit-peer fingerprint`."
+            help="A file with the line of each member's `edit-peer fingerprint`: in a run with secagg.enabled, share keys with "
+            "these members only; with audit.enabled, stop when the log names another key of one."
         ),
     ] = None,
 ) -> None:
@@ -177,6 +179,33 @@ def consent(
             raise ConfigError("nobody is there to be asked; consent with: --accept DIGEST")
         typer.confirm(f"\nWhat leaves this site: edit-peer explain --home {home}\nDo you consent?", abort=True)
     consent_to(terms)
+
+
+@audit.command()
+def verify(
+    home: HomeOption = Path("edit-peer"),
+    key: Annotated[
+        str, typer.Option(help="The log's public key, as the operator gave it to you. Without it: the one in --home.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Verify the receipts in --home, with no connection: each head is signed, and its log begins with the one before.
+
+    Other members have seen the same log where their last lines `head` are the same, or where `edit-coordinator audit verify`
+    verifies a log with both. Exit code 3 where a receipt does not fit, and when the peer stopped over one.
+
+    Example: edit-peer audit verify --home my-peer
+    """
+    from peers.carriers.hub.kept_receipts import verify_kept
+
+    found = verify_kept(home, key)
+    if as_json:
+        typer.echo(json_text(found.as_json(), indent=2))
+        return
+    steps = f"outer steps {found.first_step} to {found.last_step}"
+    typer.echo(f"{found.key.name}: {found.receipts} receipts, {steps}: verified")
+    typer.echo(f"head        {found.head.size} entries, root {found.head.root.hex()}")
+    typer.echo(f"key         {found.key.text()}{'' if key else ' (kept in --home)'}")
 
 
 @app.command()

@@ -50,8 +50,8 @@ def connect(
             torchrun initialise torch.distributed first.
         max_mbit: what this peer sends per second, in 10^6 bits, as `edit-peer run --max-mbit`; None: no bound.
         allow: names of codecs that are plug-ins, which you trust; as `edit-peer run --allow`.
-        members: a file of the members that you know; in a run with secagg.enabled this peer shares keys with no other. As
-            `edit-peer run --members`.
+        members: a file of the members that you know; in a run with secagg.enabled this peer shares keys with no other, and with
+            audit.enabled it stops when the log names another key of one. As `edit-peer run --members`.
     """
     folder = PeerFolder(Path(home))
     enrolled = folder.load(time.time())
@@ -73,6 +73,7 @@ def connect(
             ranks,
             key=folder.key(),
             masks=known,
+            receipts=Path(home),
             check=policy.check,
             ended=ended,
             failed=failed,

@@ -122,7 +122,8 @@ def attend(
         if seeking is not None:
             io.spawn(seeking.keep())
         check = options.policy.check
-        return connect_hub(io, channels, identity, ranks, server, key=key, masks=masks, check=check)
+        home = options.home
+        return connect_hub(io, channels, identity, ranks, server, key=key, masks=masks, receipts=home, check=check)
 
     train(options, connect, identity, device, launch)
 

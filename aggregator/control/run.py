@@ -128,6 +128,12 @@ class Run:
         """Return the settings, as a status has them; they do not change while the run is served."""
         return settings_of(self.config)
 
+    @property
+    def log_key(self) -> str:
+        """The public key of the run's audit log, as text; '': it keeps none."""
+        audit = self._resources.store.audit
+        return audit.key if audit is not None else ""
+
     # ---- life ----------------------------------------------------------------------------------------------------------
 
     def begin_with(self, history: History, rounds: Sequence[RoundReport]) -> None:

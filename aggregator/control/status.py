@@ -53,7 +53,7 @@ def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief:
         arrived=tuple(sorted(machine.arrived)) if machine is not None else (),
         deadline_in_s=max(0.0, deadline - now) if deadline is not None else None,
         waiting_for=_waiting_for(run, rounds),
-        warnings=tuple(run.warnings),
+        warnings=(*run.warnings, *(rounds.misfits.values() if rounds is not None else ())),
         members=tuple(_members(run, rounds, now)),
         rounds=tuple(report for report in run.recent_rounds if report.round_id > rounds_after),
         t=run.clock.unix(),

@@ -17,14 +17,14 @@ from torch import Tensor
 from aggregator.storage.store import Store
 from aggregator.worker_thread import Background
 from edit.codecs import codec
-from edit.errors import BusyError, GoneError
+from edit.errors import BusyError, GoneError, StorageError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.merging.injection import Injected
 from edit.merging.outer_state import OuterState
 from edit.records import Commit, EncodedTensor
 from editpb import tensors_pb2 as pb
-from editpb.messages import SnapshotManifest, SnapshotRequest, UpdateRequest
+from editpb.messages import LogReceipt, SnapshotManifest, SnapshotRequest, UpdateRequest
 from editpb.snapshot_cache import SnapshotCache
 from editpb.transport.sealing import new_key
 
@@ -204,6 +204,23 @@ class PublishedState:
         """Return what opens the bytes of this update that the request's round has sent ahead; empty: they are of no use."""
         round_id, key = self._keys.get(commit.outer_step, (0, b""))
         return key if commit.round_id == wanted.round_id == round_id else b""
+
+    async def receipt(self, wanted: UpdateRequest) -> LogReceipt | None:
+        """Return the receipt of the wanted update's commit; None: none is wanted, or there is no audit log.
+
+        Raises as `AuditLog.receipt`; where its entry could not be written, that is tried again before.
+        """
+        audit = self._store.audit
+        if audit is None or wanted.seen_size is None:
+            return None
+        try:
+            return audit.receipt(wanted.outer_step, wanted.seen_size)
+        except BusyError:
+            try:
+                await self._background.in_worker(audit.flush)
+            except StorageError as error:
+                raise BusyError(f"no receipt for outer step {wanted.outer_step}: {error}") from error
+            return audit.receipt(wanted.outer_step, wanted.seen_size)
 
     def update(self, outer_step: int) -> Commit:
         """Return the published update TO `outer_step`. Raises GoneError when it is not kept (any more)."""

@@ -92,6 +92,7 @@ class _Round:
     tokens: dict[int, int] = field(default_factory=dict)  # by fragment_id: behind what was merged with a weight
     sources: list[Source] = field(default_factory=list)  # of what is merged, where others verify it
     signed: dict[int, tuple[ContributionHeader, ...]] = field(default_factory=dict)  # of what is merged, for the audit log
+    offered: set[str] = field(default_factory=set)  # the peers of whom something came that named it, for the audit log
     bytes_in: int = 0  # that arrived while it was open
     first_byte_at: float = math.inf
     last_byte_at: float = 0.0
@@ -156,6 +157,7 @@ class RoundRunner:
         self._due = partial(
             fragments_due, fragments=len(outer.schema.fragments), groups=config.sync.groups, pattern=config.sync.pattern
         )
+        self.misfits: dict[str, str] = {}  # by member: that it has seen another audit log than this one, and what that means
         self._told_of_claims: set[str] = set()  # the members of whose claims was said that they are not believed
         self.machine = RoundMachine(
             config.rounds,
@@ -185,11 +187,14 @@ class RoundRunner:
         if header.schema_hash != self.outer.schema.schema_hash:
             raise RefusedError("another model: the contribution's schema_hash is not the run's")
         self._check_masked(header)
+        self._check_seen(header)
         refused = self.feed(
             events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id, header.inner_steps)
         )
         if refused is not None:
             raise StaleError(refused.reason) if refused.stale else RemoteProtocolError(refused.reason)
+        if self._round is not None and self._round.round_id == header.round_id:
+            self._round.offered.add(header.peer_id)
         return self._contributions.declare(header, self._due(header.outer_step))
 
     def _check_masked(self, header: ContributionHeader) -> None:
@@ -202,6 +207,26 @@ class RoundRunner:
             raise RemoteProtocolError(f"a contribution of {header.peer_id} lacks its norm, which a run with masks asks for")
         if header.round_id == self.machine.round_id and (why := self.masked.refusal(header.peer_id)):
             raise StaleError(why)
+
+    def _check_seen(self, header: ContributionHeader) -> None:
+        """Raise unless the audit log begins with what the peer has seen of it.
+
+        What the log's key has not signed is the peer's fault. What it has signed is not: this log is then not the one that the
+        peer was shown, and the peer is refused for good.
+        """
+        if header.seen is None:
+            return
+        if (audit := self._store.audit) is None:
+            raise RemoteProtocolError(f"a contribution of {header.peer_id} names a head of an audit log; the run keeps none")
+        why, signed = audit.misfit(header.seen)
+        if why and not signed:
+            raise RemoteProtocolError(f"a contribution of {header.peer_id} says that it has seen {why}")
+        if why:
+            why = f"has seen {why}: the coordinator goes on from an old copy of its folder, or two of them serve this run"
+            if header.peer_id not in self.misfits:
+                self.misfits[header.peer_id] = f"{header.peer_id} {why}"
+                self._run_feed.publish(Advised(header.peer_id, why))
+            raise RefusedError(self.misfits[header.peer_id])
 
     async def receive(self, shard: ShardUpload, offset: int, data: bytes | memoryview) -> None:
         """Take one chunk of a shard; one of a shard that was merged meanwhile has no effect. Raises as `Upload.write`."""
@@ -531,7 +556,7 @@ class RoundRunner:
             ready, entry = outer.stage_plugins(records, injection, staged), ""
             if self._store.audit is not None:
                 ready = outer.stage_all(records, injection, ready)
-                entry = self._audit_entry(effect, records, ready, signed, brings)
+                entry = self._audit_entry(effect, records, ready, signed, offered, brings)
             self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest, entry)
             on_disk = True
             commit = outer.commit(effect.round_id, effect.reason, records, injection, ready)
@@ -543,6 +568,7 @@ class RoundRunner:
             staged, current.staged = current.staged, {}
             tokens, injection, signed = self._tokens(current), current.injection, current.signed
             brings = injection.brings if injection is not None else None
+            offered = frozenset(current.offered)
             self.published.begin()
             commit, committed = await self._background.in_worker(commit_and_apply)
         except Exception as error:
@@ -565,6 +591,7 @@ class RoundRunner:
         records: Sequence[MergeRecord],
         ready: Mapping[int, Staged],
         signed: Mapping[int, Sequence[ContributionHeader]],
+        offered: frozenset[str],
         brings: Injected | None,
     ) -> str:
         assert self._store.audit is not None
@@ -577,6 +604,7 @@ class RoundRunner:
             outer_step=effect.outer_step,
             reason=effect.reason,
             missing=effect.missing,
+            unmerged=offered - {header.peer_id for headers in signed.values() for header in headers},
             injected=brings,
             privacy=self._budget.said() if self._budget is not None else None,
         )

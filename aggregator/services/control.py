@@ -97,6 +97,7 @@ class ControlService:
             config_json=run.config.to_json(),
             outer_step=outer_step,
             first_round_id=run.first_round_id,
+            log_key=run.log_key,
         )
 
     async def _converse(

@@ -169,8 +169,9 @@ class DataService:
             return
         commit = published.update(wanted.outer_step)
         if not wanted.digest:
+            receipt = await published.receipt(wanted)
             key = published.key(commit, wanted)
-            yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards, key))
+            yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards, key, receipt))
             wanted = wanted if key else dataclasses.replace(wanted, offset=0)
         elif wanted.digest != commit.digest:
             raise GoneError(f"the update to outer step {wanted.outer_step} is another one now than was begun")

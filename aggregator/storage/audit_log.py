@@ -5,34 +5,46 @@
 2. An entry is on disk before the head that is signed for it. A head for more entries than there are means that some were lost.
 3. What cannot be appended is kept and tried again before the next commit, which fails until then.
 
-Everything but `open` runs in the worker thread.
+Everything runs in the worker thread, but `open`, and on the event loop `receipt` and `misfit`, which see the log as it was when
+a head was signed last: entries that are counted there do not change.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from aggregator.storage.journal import Disk
+from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import AUDIT_HEAD, AUDIT_LOG
 from edit.config.run import RunConfig
-from edit.durable_files import read_private, sync, write_atomic
-from edit.errors import ConfigError, LocalProtocolError, RefusedError, StorageError
+from edit.durable_files import sync, write_atomic
+from edit.errors import BusyError, GoneError, LocalProtocolError, RefusedError, StorageError
 from edit.merging.injection import Injected
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
-from edit.trust.canonical import MOST_LINE_BYTES, parse_canonical
-from edit.trust.checkpoints import LogSigner, open_note, parse_checkpoint
+from edit.trust.canonical import parse_canonical
+from edit.trust.checkpoints import Checkpoint, LogSigner, open_note, parse_checkpoint
 from edit.trust.merkle import MerkleTree, leaf_hash
 from editpb.audit_log import commit_entry, config_entry, consent_entry, continued_entry, entry_line, genesis_entry
-from editpb.messages import Consent, ContributionHeader
+from editpb.limits import MAX_ENTRY_BYTES, MAX_SEEN_PROOFS
+from editpb.messages import Consent, ContributionHeader, LogReceipt, SeenHead
 from editpb.signed_contributions import config_digest
 
 __all__ = ["AuditLog"]
 
-_PRIVATE = "log.key"
+_MOST_FITTING = 1024  # heads of which is kept that they fit
 _MOST_CONSENTS = 16  # of one peer to one configuration: with as many policies
+
+
+class _Commit(NamedTuple):
+    """The entry of a commit."""
+
+    number: int  # of the entry
+    line: bytes
+    seen: frozenset[int]  # sizes of the heads that it names
 
 
 class AuditLog:
@@ -59,23 +71,15 @@ class AuditLog:
         self._consents: set[tuple[str, str, str]] = set()  # peer, configuration and policy of those in the log
         self._early: list[tuple[str, Consent]] = []  # those that are still to be said
         self._signed = 0  # entries that the head on disk stands for
+        # What the event loop reads, replaced and never changed: that head; the entries of the last commits, by outer step.
+        self._shown = (0, "")
+        self._commits: dict[int, _Commit] = {}
+        self._fitting: dict[SeenHead, None] = {}  # heads that fit, the last ones; on the event loop
 
     @classmethod
     def open(cls, folder: Path, run_id: str, config: RunConfig, now: Callable[[], float], disk: Disk | None = None) -> AuditLog:
         """Open the log of a state folder; make its key before the first entry. Raises ConfigError, StorageError."""
-        path = folder / _PRIVATE
-        if not path.exists():
-            if (folder / AUDIT_LOG).exists():
-                raise ConfigError(
-                    f"{path}: is missing, and the log has entries that are signed with it; restore it from a copy"
-                )
-            write_atomic(path, LogSigner.new_key(), mode=0o600)
-        try:
-            signer = LogSigner(f"edit/{run_id}", read_private(path))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        signer = open_log_key(folder, run_id)
         return cls(folder, run_id, config, signer, now, disk or Disk())
 
     @property
@@ -118,6 +122,7 @@ class AuditLog:
         outer_step: int,
         reason: str,
         missing: Sequence[str],
+        unmerged: Collection[str] = (),
         injected: Injected | None,
         privacy: Mapping[str, object] | None = None,
     ) -> str:
@@ -137,11 +142,16 @@ class AuditLog:
             staged=staged,
             contributions=contributions,
             missing=missing,
+            unmerged=unmerged,
             injected=injected,
             privacy=privacy or self._claimed(),
         )
         line = entry_line(self._tree, self._now(), entry)
-        if len(line) > MOST_LINE_BYTES:  # honest ones have a few hundred bytes for each shard of a fragment
+        heads = {peer: len(given.get("seen", ())) for peer, given in entry["contributions"].items()}
+        if len(_seen_sizes(entry)) > MAX_SEEN_PROOFS:  # honest peers have seen one head, or two
+            most = max(sorted(heads), key=lambda peer: heads[peer])
+            raise RefusedError(f"contributions name too many heads of the audit log: {most} names {heads[most]}; evict it")
+        if len(line) > MAX_ENTRY_BYTES:  # honest ones have a few hundred bytes for each shard of a fragment
             parts = {peer: len(given["parts"]) for peer, given in entry["contributions"].items()}
             most = max(sorted(parts), key=lambda peer: parts[peer])
             raise RefusedError(
@@ -168,11 +178,62 @@ class AuditLog:
             if _index(self._pending[0]) != len(self._tree):
                 raise LocalProtocolError(f"audit log: entry {_index(self._pending[0])} after {len(self._tree)} entries")
             self._write(self._pending[0] + b"\n")
-            self._last = _position(self._pending[0], self._last)
+            self._took(self._pending[0])
             self._tree.append(leaf_hash(self._pending.pop(0)))
         if self._signed != len(self._tree):
             write_atomic(self._head, self._signer.sign(len(self._tree), self._tree.root()).encode())
             self._signed = len(self._tree)
+        if self._shown[0] != self._signed:
+            self._shown = self._signed, self._signer.sign(self._signed, self._tree.root(self._signed))
+
+    def receipt(self, outer_step: int, seen_size: int) -> LogReceipt:
+        """Return the receipt of the commit to an outer step, for a peer that has seen so many entries.
+
+        Raises GoneError where it is not in the log, or kept no longer; BusyError while its entry cannot be written.
+        """
+        size, note = self._shown
+        commit = self._commits.get(outer_step)
+        if commit is None or commit.number >= size:
+            if self._pending or size < len(self):
+                raise BusyError(f"the entry of outer step {outer_step} in the audit log is not written yet; ask again")
+            raise GoneError(f"the commit to outer step {outer_step} is not in the audit log; take a snapshot")
+        tree = self._tree
+        return LogReceipt(
+            entry=commit.line,
+            index=commit.number,
+            inclusion=tree.inclusion_proof(commit.number, size),
+            checkpoint=note,
+            consistency=tree.consistency_proof(seen_size, size) if seen_size <= size else (),
+            seen={each: tree.consistency_proof(each, size) for each in commit.seen if each <= size},
+        )
+
+    def misfit(self, seen: SeenHead) -> tuple[str, bool]:
+        """Return why this log does not begin with a head that a peer has seen, and whether the log's key has signed that head.
+
+        The reason is empty where it does.
+        """
+        if seen in self._fitting:
+            return "", True
+        size, _ = self._shown
+        text = Checkpoint(self._signer.key.name, seen.size, seen.root).text()
+        if not self._signer.key.verifies(seen.signature, text):
+            return "a head of the audit log that is not signed with its key", False
+        if seen.size > size:
+            return f"{seen.size} entries of the audit log, which has {size}", True
+        if self._tree.root(seen.size) != seen.root:
+            return f"another audit log of {seen.size} entries, signed with the same key", True
+        self._fitting[seen] = None
+        if len(self._fitting) > _MOST_FITTING:
+            del self._fitting[next(iter(self._fitting))]
+        return "", True
+
+    def _took(self, line: bytes) -> None:
+        """Note what the next entry says. Raises ValueError for a damaged one."""
+        self._last, step, seen = _position(line, self._last)
+        if step:
+            others = [one for one in self._commits.items() if one[0] != step]
+            commit = _Commit(len(self._tree), line, seen)
+            self._commits = dict([*others, (step, commit)][-self._config.kept_updates :])
 
     def consent(self, peer_id: str, consent: Consent) -> None:
         """Append a consent, unless the log has it, or `_MOST_CONSENTS` of this peer to this configuration.
@@ -227,7 +288,7 @@ class AuditLog:
                 for line in file:
                     if not line.endswith(b"\n"):  # a killed process was writing it; the journal has it
                         break
-                    self._last = _position(line[:-1], self._last)
+                    self._took(line[:-1])
                     self._consents |= _consent_in(line)
                     self._tree.append(leaf_hash(line[:-1]))
                     self._end += len(line)
@@ -296,21 +357,35 @@ def _consent_in(line: bytes) -> set[tuple[str, str, str]]:
     return {(str(entry["peer"]), str(entry["config_digest"]), str(entry["policy_digest"]))} if "peer" in entry else set()
 
 
-def _position(line: bytes, before: tuple[str, int, str]) -> tuple[str, int, str]:
-    """Return configuration, outer step and digest after an entry. Raises ValueError for a damaged one."""
+def _seen_sizes(entry: Mapping[str, Any]) -> frozenset[int]:
+    """Return the sizes of the heads that the contributions of a commit name."""
+    return frozenset(int(head[0]) for given in entry["contributions"].values() for head in given.get("seen", ()))
+
+
+def _position(line: bytes, before: tuple[str, int, str]) -> tuple[tuple[str, int, str], int, frozenset[int]]:
+    """Return configuration, outer step and digest after an entry; the outer step that it commits, 0: it is no commit; and the
+    sizes of the heads that it names.
+
+    Raises ValueError for a damaged one.
+    """
+    nothing = frozenset[int]()
     entry = parse_canonical(line)
     config, outer_step, digest = before
     try:
         match entry["kind"]:
             case "commit":
-                return entry["config_digest"], entry["outer_step"], entry["after"]
+                return (
+                    (entry["config_digest"], entry["outer_step"], entry["after"]),
+                    int(entry["outer_step"]),
+                    _seen_sizes(entry),
+                )
             case "genesis":
-                return entry["config_digest"], entry["outer_step"], entry["digest"]
+                return (entry["config_digest"], entry["outer_step"], entry["digest"]), 0, nothing
             case "config":
-                return entry["config_digest"], outer_step, digest
+                return (entry["config_digest"], outer_step, digest), 0, nothing
             case "consent":
-                return before
+                return before, 0, nothing
             case _:
-                return config, entry["outer_step"], entry["digest"]
+                return (config, entry["outer_step"], entry["digest"]), 0, nothing
     except (KeyError, TypeError) as error:
         raise ValueError(repr(error)) from error

@@ -22,6 +22,7 @@ from edit.errors import ConfigError
 from edit.trust.merkle import HASH_BYTES
 
 __all__ = [
+    "ED25519_BYTES",
     "MOST_NOTE_BYTES",
     "MOST_SIGNATURES",
     "Checkpoint",
@@ -30,11 +31,13 @@ __all__ = [
     "cosignature",
     "open_note",
     "parse_checkpoint",
+    "signature_of",
 ]
 
 MOST_NOTE_BYTES = 64 << 10
 MOST_SIGNATURES = 256  # lines of a note: the log's, and those of as many members
 _MOST_SIZE = (1 << 63) - 1
+ED25519_BYTES = 64  # of a log's signature
 _ED25519, _ECDSA = 1, 2
 _KEY_ID_BYTES = 4
 _DASH = "\N{EM DASH} "
@@ -171,6 +174,14 @@ def open_note(note: str | bytes, keys: Iterable[NoteKey]) -> tuple[str, tuple[No
     if not signed:
         raise ValueError("no known key has signed it")
     return text, tuple(signed)
+
+
+def signature_of(note: str, key: NoteKey) -> bytes:
+    """Return the signature of this key under a note that `open_note` has opened with it. Raises ValueError: there is none."""
+    for name, data in map(_signature, _parts(note)[1]):
+        if name == key.name and data[:_KEY_ID_BYTES] == key.key_id:
+            return data[_KEY_ID_BYTES:]
+    raise ValueError(f"{key.name} has not signed it")
 
 
 def parse_checkpoint(text: str) -> Checkpoint:

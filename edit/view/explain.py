@@ -171,11 +171,12 @@ def _mask_keys(coordinator: str) -> Leaving:
 
 def _signatures(coordinator: str) -> Leaving:
     return Leaving(
-        what="a signature of each contribution, with the key of its certificate, the hash of the bytes, inner steps and tokens",
+        what="a signature of each contribution, with the key of its certificate, the hash of the bytes, inner steps, tokens "
+        "and the newest head of the audit log that it has seen",
         to=coordinator,
         form="P-256 and BLAKE3, over mutual TLS",
         how_often="with each contribution (audit.enabled)",
-        size="about 200 bytes for each fragment",
+        size="about 300 bytes for each fragment",
         seen_by="the operator, and whoever gets the audit log or a copy of it",
         kept="in the coordinator's audit log, which is not shortened; the contribution itself is not in it",
     )

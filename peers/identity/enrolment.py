@@ -24,6 +24,7 @@ from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, VERSION, Invitation
 from editpb.transport.status import from_rpc, handshake_refusal
 from editpb.validity import Notice, Validity
 from peers.carriers.hub.channels import enrolment_channel
+from peers.carriers.hub.kept_receipts import pinned_key
 from peers.identity.peer_folder import PeerFolder, key_pem
 
 __all__ = ["UntrustedServerError", "invitation_text", "join"]
@@ -86,6 +87,8 @@ def join(
     _check_unclaimed(folder, invited.identity)
     authority = _authority(invited)
     key = folder.make_key()
+    if invited.log_key:
+        pinned_key(home, invited.log_key, invited.identity.run_id)
     request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
     reply = _first_answer(invited, lambda door: _call(door, authority, request, timeout_s))
     _check_reply(reply, invited, authority, key)

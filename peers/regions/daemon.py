@@ -60,6 +60,7 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: 
                 send_limit(max_mbit, home),
                 allowed,
                 key=PeerFolder(home).key(),
+                home=home,
                 check=policy.check,
             )
             for path, enrolled, channels in ((home, upper, regional.above), (below, lower, regional.below)):
@@ -89,10 +90,11 @@ class _Regional:
         allowed: frozenset[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
         key: bytes = b"",
+        home: Path | None = None,
         check: Check = lambda text, config: None,
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
-        self._parser, self._allowed, self._key = ConfigParser(), allowed, key
+        self._parser, self._allowed, self._key, self._home = ConfigParser(), allowed, key, home
         self._above = ConfigParser(check)
         self.above = Channels(upper.endpoints, upper.credentials, limit)
         self.below = Channels(lower.endpoints, lower.credentials)
@@ -108,7 +110,7 @@ class _Regional:
             schema, below = self._founded()
             channels, siblings = self.above.to(self._upper.endpoints), Siblings(parser=self._above)
             with leaving(
-                HubCollective(self._io, channels, self._upper.identity, siblings=siblings, key=self._key)
+                HubCollective(self._io, channels, self._upper.identity, siblings=siblings, key=self._key, receipts=self._home)
             ) as collective:
                 region = RegionalPeer(schema, below, collective, upper, lower, self._upper.run_id, self._memory)
                 with region:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,10 +25,10 @@ from edit.config.run import RunConfig
 from edit.errors import EditError, RemoteProtocolError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
-from edit.trust.merkle import MerkleTree, leaf_hash
+from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
 from edit.trust.signatures import is_signed
 from editpb.consents import check_consent
-from editpb.messages import Consent, ContributionHeader
+from editpb.messages import Consent, ContributionHeader, SeenHead
 from editpb.signed_contributions import boxes_digest, config_digest, contribution_statement
 
 if TYPE_CHECKING:  # torch, which whoever verifies need not load
@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # torch, which whoever verifies need not load
     from edit.records import PeerVerdict
 
 __all__ = [
+    "DAMAGE",
     "LogFault",
     "LogVerifier",
     "Signed",
@@ -46,6 +47,8 @@ __all__ = [
     "continued_entry",
     "entry_line",
     "genesis_entry",
+    "is_signed_part",
+    "seen_heads",
     "verify_signatures",
 ]
 
@@ -65,10 +68,11 @@ PART = (
     "payload",  # BLAKE3
     "signature",
 )
-"""What the list of a shard has, in this order, and of a masked one its norm. Bytes are base64."""
+"""What the list of a shard has, in this order; then of a masked one its norm, a text; and of one whose signer has seen a head
+of the log, that head's place in the peer's list `seen`, a number. Bytes are base64."""
 
 
-_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 """What reading an entry raises that is not as it should be."""
 
 
@@ -129,6 +133,7 @@ def commit_entry(
     staged: Mapping[int, Staged],
     contributions: Mapping[int, Sequence[ContributionHeader]],
     missing: Sequence[str] = (),
+    unmerged: Collection[str] = (),
     injected: Injected | None = None,
     privacy: Mapping[str, object] | None = None,
 ) -> _Entry:
@@ -140,6 +145,7 @@ def commit_entry(
         records, staged: what is committed of each fragment, and the update that is published of it.
         contributions: the signed headers of all that was in hand, by fragment.
         missing: peers that were awaited in vain.
+        unmerged: peers that had begun to contribute, and of whom nothing is in it.
         injected: what of a run above came in with it.
         privacy: what differential privacy the run has, and has spent; None: it has none, and the entry does not speak of it.
     """
@@ -154,6 +160,7 @@ def commit_entry(
         "after": digests[1],
         "config_digest": config,
         "missing": sorted(missing),
+        "unmerged": sorted(unmerged),
         "injected": injected.to_json() if injected is not None else None,
         "fragments": [_fragment(record, staged[record.fragment_id]) for record in records],
         "contributions": {
@@ -179,11 +186,14 @@ def _verdict(one: PeerVerdict) -> list[object]:
 
 
 def _of_peer(headers: Sequence[ContributionHeader]) -> _Entry:
-    return {"key": _text(headers[0].public_key), "parts": [_part(header) for header in headers]}
+    heads = list(dict.fromkeys(header.seen for header in headers if header.seen is not None))
+    parts = [_part(header, heads) for header in headers]
+    seen = {"seen": [[head.size, _text(head.root), _text(head.signature)] for head in heads]} if heads else {}
+    return {"key": _text(headers[0].public_key), "parts": parts, **seen}
 
 
-def _part(header: ContributionHeader) -> list[object]:
-    """Return what PART names, of one shard of a fragment."""
+def _part(header: ContributionHeader, heads: Sequence[SeenHead]) -> list[object]:
+    """Return what PART names, of one shard of a fragment, and what follows."""
     return [
         header.fragment_id,
         header.rank,
@@ -199,6 +209,7 @@ def _part(header: ContributionHeader) -> list[object]:
         _text(header.payload_blake3),
         _text(header.signature),
         *(() if header.norm is None else (header.norm,)),
+        *(() if header.seen is None else (heads.index(header.seen),)),
     ]
 
 
@@ -240,7 +251,7 @@ def verify_signatures(signed: Signed, entries: Sequence[tuple[int, bytes]]) -> i
     for index, line in entries:
         try:
             verified += _check_signatures(signed, parse_canonical(line))
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise _fault(index, error) from error
     return verified
 
@@ -254,19 +265,37 @@ def _where(peer: str, values: Sequence[Any]) -> str:
 
 
 def _check_signatures(signed: Signed, entry: _Entry) -> int:
-    """Check those of one commit; return how many there are. Raises what `_DAMAGE` has."""
+    """Check those of one commit; return how many there are. Raises what `DAMAGE` has."""
     verified = 0
     for peer, given in entry["contributions"].items():
         key = base64.b64decode(given["key"], validate=True)
+        heads = seen_heads(given)
         for values in given["parts"]:
-            names = PART if len(values) == len(PART) else (*PART, "norm")
-            if not _is_signed(signed, peer, key, dict(zip(names, values, strict=True))):
+            if not is_signed_part(signed, peer, key, values, heads):
                 raise ValueError(f"{_where(peer, values)}: its signature is not of what the log says")
             verified += 1
     return verified
 
 
-def _is_signed(signed: Signed, peer: str, key: bytes, part: _Entry) -> bool:
+def seen_heads(given: _Entry) -> list[SeenHead]:
+    """Return the heads of the log that a peer of a commit has seen, as its parts name them. Raises what DAMAGE has."""
+    decoded = ((size, *(base64.b64decode(each, validate=True) for each in rest)) for size, *rest in given.get("seen", ()))
+    heads = [SeenHead(int(size), root, signature) for size, root, signature in decoded]
+    if any(head.size < 1 or len(head.root) != HASH_BYTES for head in heads):
+        raise ValueError("what a peer has seen of the log is no head of it")
+    return heads
+
+
+def is_signed_part(signed: Signed, peer: str, key: bytes, values: Sequence[Any], heads: Sequence[SeenHead]) -> bool:
+    """Return whether the holder of a key has signed what stands of a shard in a commit. Raises what DAMAGE has.
+
+    values: see PART. heads: `seen_heads` of the peer.
+    """
+    part, extra = dict(zip(PART, values, strict=False)), list(values[len(PART) :])
+    norm = float.fromhex(extra.pop(0)) if extra and isinstance(extra[0], str) else None
+    seen = heads[_place(extra.pop(0))] if extra else None
+    if extra:
+        raise ValueError("a shard has more values than are known; a later version wrote it")
     header = ContributionHeader(
         run_id=signed.run_id,
         round_id=part["round_id"],
@@ -281,12 +310,19 @@ def _is_signed(signed: Signed, peer: str, key: bytes, part: _Entry) -> bool:
         total_bytes=part["bytes"],
         rank=part["rank"],
         attempt=part["attempt"],
-        norm=float.fromhex(part["norm"]) if "norm" in part else None,
+        norm=norm,
+        seen=seen,
         payload_blake3=base64.b64decode(part["payload"], validate=True),
         public_key=key,
     )
     signature = base64.b64decode(part["signature"], validate=True)
     return is_signed(key, signature, contribution_statement(header, signed.config_digest, part["boxes"]))
+
+
+def _place(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("the place of a head is no number")
+    return value
 
 
 class LogVerifier:
@@ -338,7 +374,7 @@ class LogVerifier:
                     raise ValueError(f"is of an unknown kind {kind!r}; a later version wrote it")
         except LogFault:
             raise
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise _fault(index, error) from error
         self.tree.append(leaf_hash(line))
         return entry
@@ -402,6 +438,7 @@ class LogVerifier:
         self.commits += 1
         contributed: dict[int, set[str]] = {}
         for peer, given in entry["contributions"].items():
+            self._check_seen(peer, seen_heads(given))
             merged = self._merged.setdefault(peer, {})
             for values in given["parts"]:
                 fragment, rank, number = values[:3]
@@ -433,6 +470,13 @@ class LogVerifier:
         self.privacy = f"{level}-level, eps {float.fromhex(said['epsilon']):.4g} at delta {delta:g}, {attempts} attempts"
         if attempts <= before:
             self.privacy += f": more was spent, since a commit before it counts {before}"
+
+    def _check_seen(self, peer: str, heads: Sequence[SeenHead]) -> None:
+        """Raise LogFault unless this log begins with what a peer has seen of it."""
+        for head in heads:
+            if head.size > len(self.tree) or self.tree.root(head.size) != head.root:
+                where = f"entry {len(self.tree)}: {peer} has seen another log than this one, of {head.size} entries"
+                raise LogFault(f"{where} with the root {head.root.hex()}")
 
     def _count(self, entry: _Entry) -> None:
         fragments = entry["fragments"]

@@ -180,6 +180,7 @@ def welcome_to_pb(welcome: msg.Welcome) -> cpb.Welcome:
         config_json=welcome.config_json,
         outer_step=welcome.outer_step,
         first_round_id=welcome.first_round_id,
+        log_key=welcome.log_key,
     )
 
 
@@ -191,6 +192,7 @@ def welcome_from_pb(message: cpb.Welcome) -> msg.Welcome:
         config_json=check_text("config_json", message.config_json, lim.MAX_CONFIG_CHARS),
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
         first_round_id=within("first_round_id", message.first_round_id, 0, lim.MAX_COUNT),
+        log_key=check_text("log_key", message.log_key, lim.MAX_LOG_KEY_CHARS),
     )
 
 

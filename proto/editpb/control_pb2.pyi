@@ -129,18 +129,20 @@ class Consent(_message.Message):
     def __init__(self, config_digest: _Optional[str] = ..., policy_digest: _Optional[str] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "peer_id", "config_json", "outer_step", "first_round_id")
+    __slots__ = ("run_id", "peer_id", "config_json", "outer_step", "first_round_id", "log_key")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    LOG_KEY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     peer_id: str
     config_json: str
     outer_step: int
     first_round_id: int
-    def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., outer_step: _Optional[int] = ..., first_round_id: _Optional[int] = ...) -> None: ...
+    log_key: str
+    def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., outer_step: _Optional[int] = ..., first_round_id: _Optional[int] = ..., log_key: _Optional[str] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "resync", "found", "reason", "inner_steps", "draining", "ahead_bytes", "waiting_for")

@@ -12,6 +12,8 @@ from itertools import pairwise
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Shard
 from edit.records import Commit, EncodedTensor, FragmentCommit
+from edit.trust.checkpoints import ED25519_BYTES, MOST_NOTE_BYTES
+from edit.trust.merkle import HASH_BYTES
 from edit.trust.signatures import MOST_KEY_BYTES, SIGNATURE_BYTES
 from editpb import data_pb2 as dpb
 from editpb import limits as lim
@@ -36,6 +38,8 @@ __all__ = [
     "contribution_header_to_pb",
     "found_header_from_pb",
     "found_header_to_pb",
+    "receipt_from_pb",
+    "receipt_to_pb",
     "received_from_pb",
     "snapshot_manifest_from_pb",
     "snapshot_manifest_to_pb",
@@ -69,7 +73,12 @@ def contribution_header_to_pb(header: msg.ContributionHeader) -> dpb.Contributio
         public_key=header.public_key,
         signature=header.signature,
         norm=header.norm,
+        seen=_seen_to_pb(header.seen) if header.seen is not None else None,
     )
+
+
+def _seen_to_pb(seen: msg.SeenHead) -> dpb.SeenHead:
+    return dpb.SeenHead(size=seen.size, root=seen.root, signature=seen.signature)
 
 
 def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema) -> msg.ContributionHeader:
@@ -96,6 +105,7 @@ def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema)
         payload_blake3=message.payload_blake3,
         public_key=message.public_key,
         signature=message.signature,
+        seen=_seen_from_pb(message.seen) if message.HasField("seen") else None,
     )
     _check_signed(header)
     check_encoded_size(header.codec, header.numel, header.total_bytes, f"fragment {header.fragment_id}")
@@ -117,6 +127,14 @@ def _check_signed(header: msg.ContributionHeader) -> None:
     sizes = len(header.payload_blake3), len(header.public_key), len(header.signature)
     if sizes != (0, 0, 0) and not (sizes[0] == 32 and 0 < sizes[1] <= MOST_KEY_BYTES and sizes[2] == SIGNATURE_BYTES):
         fail(f"a signed contribution with a hash of {sizes[0]} bytes, a key of {sizes[1]} and a signature of {sizes[2]}")
+    if header.seen is not None and not header.signature:
+        fail("a contribution that is not signed names a head of the audit log")
+
+
+def _seen_from_pb(message: dpb.SeenHead) -> msg.SeenHead:
+    if (len(message.root), len(message.signature)) != (HASH_BYTES, ED25519_BYTES):
+        fail(f"a head of the audit log with a root of {len(message.root)} bytes and a signature of {len(message.signature)}")
+    return msg.SeenHead(within("seen.size", message.size, 1, lim.MAX_COUNT), message.root, message.signature)
 
 
 def _fragment_of(schema: Schema, fragment_id: int) -> FragmentSpec:
@@ -155,6 +173,7 @@ def update_request_to_pb(request: msg.UpdateRequest) -> dpb.UpdateRequest:
         limit=request.limit,
         digest=request.digest,
         round_id=request.round_id,
+        seen_size=request.seen_size,
     )
 
 
@@ -176,14 +195,17 @@ def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.Up
         within("limit", message.limit, 0, lim.MAX_COUNT),
         check_digest("digest", message.digest, empty=message.offset == 0 or message.round_id > 0),
         within("round_id", message.round_id, 0, lim.MAX_COUNT),
+        within("seen_size", message.seen_size, 0, lim.MAX_COUNT) if message.HasField("seen_size") else None,
     )
 
 
-def update_manifest_to_pb(commit: Commit, shards: Sequence[Shard] | None = None, key: bytes = b"") -> dpb.UpdateManifest:
+def update_manifest_to_pb(
+    commit: Commit, shards: Sequence[Shard] | None = None, key: bytes = b"", receipt: msg.LogReceipt | None = None
+) -> dpb.UpdateManifest:
     """Encode a commit without the bytes of its payloads; they follow in the same order.
 
     shards: those of the request, one per fragment of the schema: the payloads are announced as they will be cut to them.
-    key: opens what was sent ahead.
+    key: opens what was sent ahead. receipt: of the commit, where the run keeps an audit log and one is wanted.
     """
     return dpb.UpdateManifest(
         outer_step=commit.outer_step,
@@ -195,7 +217,44 @@ def update_manifest_to_pb(commit: Commit, shards: Sequence[Shard] | None = None,
             for fragment in commit.fragments
         ],
         key=key,
+        receipt=receipt_to_pb(receipt) if receipt is not None else None,
     )
+
+
+def receipt_to_pb(receipt: msg.LogReceipt) -> dpb.LogReceipt:
+    """Encode that a commit stands in the audit log."""
+    return dpb.LogReceipt(
+        entry=receipt.entry,
+        index=receipt.index,
+        inclusion=receipt.inclusion,
+        checkpoint=receipt.checkpoint,
+        consistency=receipt.consistency,
+        seen=[dpb.SeenProof(size=size, consistency=proof) for size, proof in sorted(receipt.seen.items())],
+    )
+
+
+def receipt_from_pb(message: dpb.LogReceipt) -> msg.LogReceipt:
+    """Decode that a commit stands in the audit log. `editpb.receipts` checks whether it does."""
+    if len(message.entry) > lim.MAX_ENTRY_BYTES:
+        fail(f"an entry of {len(message.entry)} bytes, more than {lim.MAX_ENTRY_BYTES}")
+    if len(message.checkpoint) > MOST_NOTE_BYTES:
+        fail(f"a checkpoint of {len(message.checkpoint)} characters, more than {MOST_NOTE_BYTES}")
+    lim.at_most("proofs of heads", message.seen, lim.MAX_SEEN_PROOFS)
+    return msg.LogReceipt(
+        entry=message.entry,
+        index=within("index", message.index, 0, lim.MAX_COUNT),
+        inclusion=_proof(message.inclusion),
+        checkpoint=message.checkpoint,
+        consistency=_proof(message.consistency),
+        seen={within("seen.size", one.size, 1, lim.MAX_COUNT): _proof(one.consistency) for one in message.seen},
+    )
+
+
+def _proof(hashes: Sequence[bytes]) -> tuple[bytes, ...]:
+    lim.at_most("hashes of a proof", hashes, lim.MAX_PROOF_HASHES)
+    if any(len(each) != HASH_BYTES for each in hashes):
+        fail(f"a proof has a hash that is not of {HASH_BYTES} bytes")
+    return tuple(hashes)
 
 
 def _fragment_update_to_pb(fragment: FragmentCommit, shard: Shard | None) -> dpb.FragmentUpdate:

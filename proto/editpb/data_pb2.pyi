@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ContributionHeader(_message.Message):
-    __slots__ = ("run_id", "round_id", "outer_step", "peer_id", "fragment_id", "schema_hash", "boxes", "inner_steps", "tokens", "codec", "numel", "total_bytes", "rank", "attempt", "payload_blake3", "public_key", "signature", "norm")
+    __slots__ = ("run_id", "round_id", "outer_step", "peer_id", "fragment_id", "schema_hash", "boxes", "inner_steps", "tokens", "codec", "numel", "total_bytes", "rank", "attempt", "payload_blake3", "public_key", "signature", "norm", "seen")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class ContributionHeader(_message.Message):
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round_id: int
     outer_step: int
@@ -46,7 +47,18 @@ class ContributionHeader(_message.Message):
     public_key: bytes
     signature: bytes
     norm: float
-    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., schema_hash: _Optional[str] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., attempt: _Optional[int] = ..., payload_blake3: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., norm: _Optional[float] = ...) -> None: ...
+    seen: SeenHead
+    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., schema_hash: _Optional[str] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ..., inner_steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., attempt: _Optional[int] = ..., payload_blake3: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., norm: _Optional[float] = ..., seen: _Optional[_Union[SeenHead, _Mapping]] = ...) -> None: ...
+
+class SeenHead(_message.Message):
+    __slots__ = ("size", "root", "signature")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    root: bytes
+    signature: bytes
+    def __init__(self, size: _Optional[int] = ..., root: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ContributePart(_message.Message):
     __slots__ = ("header", "chunk")
@@ -81,7 +93,7 @@ class FragmentBoxes(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
-    __slots__ = ("run_id", "outer_step", "held", "offset", "limit", "digest", "round_id")
+    __slots__ = ("run_id", "outer_step", "held", "offset", "limit", "digest", "round_id", "seen_size")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +101,7 @@ class UpdateRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    SEEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     outer_step: int
     held: _containers.RepeatedCompositeFieldContainer[FragmentBoxes]
@@ -96,7 +109,8 @@ class UpdateRequest(_message.Message):
     limit: int
     digest: str
     round_id: int
-    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., held: _Optional[_Iterable[_Union[FragmentBoxes, _Mapping]]] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ..., digest: _Optional[str] = ..., round_id: _Optional[int] = ...) -> None: ...
+    seen_size: int
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., held: _Optional[_Iterable[_Union[FragmentBoxes, _Mapping]]] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ..., digest: _Optional[str] = ..., round_id: _Optional[int] = ..., seen_size: _Optional[int] = ...) -> None: ...
 
 class FragmentUpdate(_message.Message):
     __slots__ = ("fragment_id", "rollback", "codec", "numel", "total_bytes", "verdicts")
@@ -115,20 +129,46 @@ class FragmentUpdate(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., rollback: bool = ..., codec: _Optional[str] = ..., numel: _Optional[int] = ..., total_bytes: _Optional[int] = ..., verdicts: _Optional[_Union[_control_pb2.FragmentVerdicts, _Mapping]] = ...) -> None: ...
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("outer_step", "round_id", "digest", "reason", "fragments", "key")
+    __slots__ = ("outer_step", "round_id", "digest", "reason", "fragments", "key", "receipt")
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     outer_step: int
     round_id: int
     digest: str
     reason: str
     fragments: _containers.RepeatedCompositeFieldContainer[FragmentUpdate]
     key: bytes
-    def __init__(self, outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., reason: _Optional[str] = ..., fragments: _Optional[_Iterable[_Union[FragmentUpdate, _Mapping]]] = ..., key: _Optional[bytes] = ...) -> None: ...
+    receipt: LogReceipt
+    def __init__(self, outer_step: _Optional[int] = ..., round_id: _Optional[int] = ..., digest: _Optional[str] = ..., reason: _Optional[str] = ..., fragments: _Optional[_Iterable[_Union[FragmentUpdate, _Mapping]]] = ..., key: _Optional[bytes] = ..., receipt: _Optional[_Union[LogReceipt, _Mapping]] = ...) -> None: ...
+
+class LogReceipt(_message.Message):
+    __slots__ = ("entry", "index", "inclusion", "checkpoint", "consistency", "seen")
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    INCLUSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    entry: bytes
+    index: int
+    inclusion: _containers.RepeatedScalarFieldContainer[bytes]
+    checkpoint: str
+    consistency: _containers.RepeatedScalarFieldContainer[bytes]
+    seen: _containers.RepeatedCompositeFieldContainer[SeenProof]
+    def __init__(self, entry: _Optional[bytes] = ..., index: _Optional[int] = ..., inclusion: _Optional[_Iterable[bytes]] = ..., checkpoint: _Optional[str] = ..., consistency: _Optional[_Iterable[bytes]] = ..., seen: _Optional[_Iterable[_Union[SeenProof, _Mapping]]] = ...) -> None: ...
+
+class SeenProof(_message.Message):
+    __slots__ = ("size", "consistency")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    consistency: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, size: _Optional[int] = ..., consistency: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class UpdateAhead(_message.Message):
     __slots__ = ()

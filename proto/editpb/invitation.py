@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from edit.errors import ConfigError, RefusedError
 from edit.plain_text import parse_json
 from editpb.identity import Identity
-from editpb.limits import is_id
+from editpb.limits import MAX_LOG_KEY_CHARS, is_id
 
 __all__ = [
     "MAX_ENDPOINTS",
@@ -120,6 +120,7 @@ class Invitation:
     enrol: tuple[str, ...]  # HOST:PORT where it is redeemed, tried in order
     ca: bytes  # DER of the only authority to trust
     expires: int  # unix seconds
+    log_key: str = ""  # where the run keeps an audit log: its public key, as text
     swarm: SwarmAccess | None = None  # None: the run has a coordinator
 
     @property
@@ -139,6 +140,8 @@ class Invitation:
             "ca": base64.b64encode(self.ca).decode(),
             "expires": self.expires,
         }
+        if self.log_key:
+            values["log"] = self.log_key
         if self.swarm is not None:
             values["hosts"] = {peer_id: list(addresses) for peer_id, addresses in self.swarm.hosts.items()}
             values["guest"] = base64.b64encode(self.swarm.certificate).decode()
@@ -178,7 +181,9 @@ def _values(text: str) -> Mapping[str, Any]:
 
 
 def _from_values(values: Mapping[str, Any]) -> Invitation:
-    enrol, expires = values.get("enrol"), values.get("expires")
+    enrol, expires, log = values.get("enrol"), values.get("expires"), values.get("log", "")
+    if not isinstance(log, str) or len(log) > MAX_LOG_KEY_CHARS or not log.isprintable():
+        raise ConfigError(_DAMAGED)
     words = [values.get(key) for key in ("run_id", "role", "peer_id", "token", "ca")]
     if not all(isinstance(word, str) for word in words) or type(expires) is not int or not 0 <= expires < 1 << 40:
         raise ConfigError(_DAMAGED)
@@ -195,7 +200,7 @@ def _from_values(values: Mapping[str, Any]) -> Invitation:
     if not 0 < len(ca_der) <= MAX_CA_BYTES:
         raise ConfigError(_DAMAGED)
     swarm = _swarm(values["hosts"], values.get("guest")) if "hosts" in values else None
-    return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=ca_der, expires=expires, swarm=swarm)
+    return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=ca_der, expires=expires, log_key=log, swarm=swarm)
 
 
 def _swarm(hosts: object, guest: object) -> SwarmAccess:

@@ -22,12 +22,16 @@ __all__ = [
     "MAX_COUNT",
     "MAX_DIMS",
     "MAX_DONORS",
+    "MAX_ENTRY_BYTES",
     "MAX_FOLLOWING",
     "MAX_FRAGMENTS",
+    "MAX_LOG_KEY_CHARS",
     "MAX_NAME_CHARS",
     "MAX_NUMEL",
+    "MAX_PROOF_HASHES",
     "MAX_RANKS",
     "MAX_READ_S",
+    "MAX_SEEN_PROOFS",
     "MAX_STEP",
     "MAX_STEP_S",
     "MAX_TENSORS",
@@ -68,6 +72,10 @@ MAX_READ_S = 600.0  # deadline of a call that reads a snapshot; a reader that ne
 MAX_DONORS = 8  # named for one snapshot
 MAX_FOLLOWING = 256  # fragments that one call asks for after its first
 MAX_VERDICTS = 1 << 16  # peers in one round
+MAX_ENTRY_BYTES = 4 << 20  # of a commit in the audit log; 64 peers of 8 ranks with 12 fragments have 2 MB
+MAX_PROOF_HASHES = 64  # of a proof in the log's tree: as many as one of 2^63 leaves has
+MAX_SEEN_PROOFS = 1 << 10  # in one receipt; peers that take part have seen heads of a few sizes
+MAX_LOG_KEY_CHARS = 256
 MAX_STEP = 1 << 48  # outer and inner steps
 MAX_COUNT = (1 << 63) - 1  # round ids, counters of bytes and tokens
 MIN_STEP_S, MAX_STEP_S = 1e-6, 1e6  # seconds of an inner step, where they are known

@@ -30,10 +30,12 @@ __all__ = [
     "Hello",
     "InjectHeader",
     "InjectionState",
+    "LogReceipt",
     "PeerState",
     "Received",
     "RunPhase",
     "SchemaRequest",
+    "SeenHead",
     "Serving",
     "SnapshotManifest",
     "SnapshotRequest",
@@ -149,6 +151,7 @@ class Welcome:
     config_json: str  # `RunConfig.to_json()`
     outer_step: int = 0  # that the run has reached
     first_round_id: int = 0  # of whoever serves the run now: earlier rounds were an earlier process's, or another host's
+    log_key: str = ""  # with audit.enabled: the public key of the run's audit log, as text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +189,15 @@ class SchemaRequest:
     """The coordinator does not know the model behind a Hello's schema_hash: the peer sends its schema."""
 
 
+@dataclass(frozen=True, slots=True)
+class SeenHead:
+    """A head of the run's audit log, as the log has signed it: of a checkpoint `edit/RUN_ID`, size, root."""
+
+    size: int  # entries, at least 1
+    root: bytes  # 32 bytes
+    signature: bytes  # Ed25519, 64 bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributionHeader:
     """What a contribution to one fragment is, or one rank's shard of it. Its payload follows in chunks."""
@@ -208,6 +220,7 @@ class ContributionHeader:
     payload_blake3: bytes = b""  # with the two that follow, or none of them: `editpb.signed_contributions`
     public_key: bytes = b""
     signature: bytes = b""
+    seen: SeenHead | None = None  # with audit.enabled: the newest head of the log that the signer has seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +242,7 @@ class UpdateRequest:
     limit: int = 0  # the most bytes; 0: all that are left
     digest: str = ""  # of the update that was begun, where offset > 0
     round_id: int = 0  # the open round that may come to it, for its bytes ahead of the commit; 0: only what is committed
+    seen_size: int | None = None  # with audit.enabled: entries of the log that the peer has seen; None: no receipt is wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +265,18 @@ class UpdateManifest:
     reason: str  # why its round closed
     fragments: tuple[FragmentUpdate, ...]  # those that the outer step exchanged, ascending
     key: bytes = b""  # opens what its round has sent ahead; empty: all bytes follow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogReceipt:
+    """That a commit stands in the run's audit log. Hashes have 32 bytes. `editpb.receipts` checks it."""
+
+    entry: bytes  # the commit's line, without its end
+    index: int
+    inclusion: tuple[bytes, ...]  # proof that the entry is in the checkpoint's tree
+    checkpoint: str  # a signed note of C2SP
+    consistency: tuple[bytes, ...]  # proof that this tree begins with the one of the request's seen_size
+    seen: Mapping[int, tuple[bytes, ...]]  # likewise for each size of a SeenHead in the entry
 
 
 @dataclass(frozen=True, slots=True)

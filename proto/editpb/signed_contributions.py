@@ -2,13 +2,14 @@
 
 The statement ("edit-contribution-v1") has the digest of the run's configuration and every field of the header but the
 signature, of the boxes a hash; the header has the BLAKE3 of the payload. So a signature counts for one run, model, round, outer
-step, fragment, shard and payload. Round ids never come twice in a run.
+step, fragment, shard and payload. Round ids never come twice in a run. Of a header with the head of the audit log that its
+signer has seen, the statement ("edit-contribution-v2") ends with that: size, root, the log's signature.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
 from blake3 import blake3
@@ -16,7 +17,7 @@ from blake3 import blake3
 from edit.config.run import RunConfig
 from edit.errors import RemoteProtocolError
 from edit.trust.signatures import Signer, is_signed, statement
-from editpb.messages import ContributionHeader
+from editpb.messages import ContributionHeader, SeenHead
 
 __all__ = [
     "ContributionSigner",
@@ -29,7 +30,7 @@ __all__ = [
     "verified_by_others",
 ]
 
-_PURPOSE = "edit-contribution-v1"
+_PURPOSE, _PURPOSE_SEEN = "edit-contribution-v1", "edit-contribution-v2"
 
 
 def signs(config: RunConfig) -> bool:
@@ -54,7 +55,10 @@ def contribution_statement(header: ContributionHeader, config: str, boxes: str |
         config: `config_digest`.
         boxes: `boxes_digest` of the header's; None: they are in the header.
     """
-    return statement(_PURPOSE, (config, *_fields_of(header, boxes if boxes is not None else boxes_digest(header))))
+    signed = (config, *_fields_of(header, boxes if boxes is not None else boxes_digest(header)))
+    if (seen := header.seen) is None:
+        return statement(_PURPOSE, signed)
+    return statement(_PURPOSE_SEEN, (*signed, seen.size, seen.root, seen.signature))
 
 
 def boxes_digest(header: ContributionHeader) -> str:
@@ -65,7 +69,7 @@ def boxes_digest(header: ContributionHeader) -> str:
     return hashlib.sha256(statement("boxes", each)).hexdigest()
 
 
-_NAMES = tuple(field.name for field in fields(ContributionHeader) if field.name != "signature")
+_NAMES = tuple(field.name for field in fields(ContributionHeader) if field.name not in ("signature", "seen"))
 
 
 def _fields_of(header: ContributionHeader, boxes: str) -> Iterator[bytes | str | int]:
@@ -82,14 +86,16 @@ class ContributionSigner:
     Args:
         pem: the private key of the peer's certificate.
         config: of the run.
+        seen: returns the newest head of the audit log that the peer has seen; None: none.
     """
 
-    def __init__(self, pem: bytes, config: RunConfig) -> None:
-        self._signer, self._config = Signer(pem), config_digest(config)
+    def __init__(self, pem: bytes, config: RunConfig, seen: Callable[[], SeenHead | None] = lambda: None) -> None:
+        self._signer, self._config, self._seen = Signer(pem), config_digest(config), seen
 
     def __call__(self, header: ContributionHeader, data: memoryview) -> ContributionHeader:
-        """Return the header with the payload's hash, the public key and the signature."""
-        named = replace(header, payload_blake3=blake3(data).digest(), public_key=self._signer.public_key)
+        """Return the header with the payload's hash, the public key, the head that was seen, and the signature."""
+        digest, key = blake3(data).digest(), self._signer.public_key
+        named = replace(header, payload_blake3=digest, public_key=key, seen=self._seen())
         return replace(named, signature=self._signer.sign(contribution_statement(named, self._config)))
 
 

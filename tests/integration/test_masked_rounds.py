@@ -356,5 +356,5 @@ def test_known_members_without_masks_are_an_error(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run", toml=text.replace("start_peers = 4", "start_peers = 3"))
     with running(folder) as here, connected(folder, here, tmp_path, ("a",), {}) as collectives:
         peer = Peer("a", collectives["a"], folder.config())
-        with pytest.raises(ConfigError, match="--members: has no effect in a run that does not mask"):
+        with pytest.raises(ConfigError, match=r"--members: has no effect in a run that neither masks \(secagg.enabled\) nor"):
             peer.worker.__enter__()

@@ -37,6 +37,14 @@ def test_it_survives_as_one_word_also_with_blanks_around_it() -> None:
     assert Invitation.decode(f"  {TEXT}\n", now=1_999_999_999) == INVITATION == Invitation.decode(repacked())
 
 
+def test_it_brings_the_key_of_the_audit_log_where_there_is_one() -> None:
+    logged = dataclasses.replace(INVITATION, log_key="edit/run-0123abcd+12345678+AAAA")
+    assert Invitation.decode(logged.encode()) == logged and Invitation.decode(TEXT).log_key == ""
+    for wrong in (7, "x" * 257, "two\nlines"):
+        with pytest.raises(ConfigError, match=r"cut off|altered|damaged"):
+            Invitation.decode(repacked(log=wrong))
+
+
 def test_an_expired_one_says_since_when() -> None:
     with pytest.raises(RefusedError, match=r"expired 2 minutes ago by this machine's clock; ask the run's operator"):
         Invitation.decode(TEXT, now=2_000_000_000 + 61)

@@ -60,10 +60,9 @@ class Rank:
         for i, shard in enumerate(self.shards):
             if shard.numel:
                 payload = encode("fp32", shard.take(deltas[i]))
+                boxes = None if shard.is_whole else shard.boxes
                 self.collective.contribute(
-                    Contribution(
-                        outer_step=outer_step, fragment_id=i, inner_steps=5, tokens=50, payload=payload, boxes=shard.boxes
-                    )
+                    Contribution(outer_step=outer_step, fragment_id=i, inner_steps=5, tokens=50, payload=payload, boxes=boxes)
                 )
 
     def await_link(self, up: bool) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
@@ -37,6 +38,7 @@ def connect_hub(
     *,
     key: bytes = b"",
     masks: MaskFolder | None = None,
+    receipts: Path | None = None,
     check: Check = lambda text, config: None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
@@ -53,7 +55,7 @@ def connect_hub(
         identity: this peer's.
         ranks: of the replica.
         server: serves this peer's snapshots while the context is open.
-        key, masks: as `HubCollective`'s.
+        key, masks, receipts: as `HubCollective`'s.
         check: of the configuration, as `ConfigParser`'s.
         ended, failed: what the goodbye says.
     """
@@ -64,7 +66,8 @@ def connect_hub(
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
         each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
-        with leaving(AllAggregators(io, each, identity, ranks, parser, server, key, masks), ended, failed) as connection:
+        hub = AllAggregators(io, each, identity, ranks, parser, server, key, masks, receipts)
+        with leaving(hub, ended, failed) as connection:
             yield connection, config, run_step
 
 
@@ -127,7 +130,7 @@ class AllAggregators(CompositeCollective):
         ranks: of the replica.
         parser: of the configuration, with what it has parsed.
         server: serves this peer's snapshots.
-        key, masks: as `HubCollective`'s.
+        key, masks, receipts: as `HubCollective`'s.
     """
 
     def __init__(
@@ -140,13 +143,15 @@ class AllAggregators(CompositeCollective):
         server: SnapshotServer | None = None,
         key: bytes = b"",
         masks: MaskFolder | None = None,
+        receipts: Path | None = None,
     ) -> None:
         self._io = io
         self._server = server
         self._shown: Outer | None = None
         siblings = Siblings(len(channels), parser, server)
         self._connections = tuple(
-            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key, masks=masks) for each in channels
+            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key, masks=masks, receipts=receipts)
+            for each in channels
         )
         super().__init__(self._connections)
 

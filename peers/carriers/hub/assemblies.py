@@ -10,12 +10,13 @@ fragments. Everything raises RemoteProtocolError for what does not fit.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from edit.codecs.error_feedback import codec_of
@@ -28,11 +29,25 @@ from editpb import data_pb2
 from editpb.data_messages import commit_from_parts, update_manifest_from_pb
 from editpb.limits import MAX_FOLLOWING
 from editpb.messages import FragmentUpdate, SnapshotManifest, SnapshotRequest, UpdateManifest, UpdateRequest
+from editpb.receipts import NOTHING_SEEN, Head
 from editpb.transport.chunk_frames import ReceivedChunk
 from editpb.transport.chunks import Chunk, Reassembly
 from editpb.transport.sealing import Seal
 
-__all__ = ["SnapshotAssembly", "UpdateAssembly"]
+__all__ = ["SnapshotAssembly", "TakesReceipts", "UpdateAssembly"]
+
+
+class TakesReceipts(Protocol):
+    """What an update asks of the receipts of a run with an audit log: `peers.carriers.hub.receipts.Receipts`."""
+
+    @property
+    def head(self) -> Head: ...
+
+    def accept(
+        self, manifest: UpdateManifest, message: data_pb2.LogReceipt | None, asked: Head
+    ) -> Mapping[int, str | None]: ...
+
+    def fault(self, manifest: UpdateManifest, why: str) -> NoReturn: ...
 
 
 class UpdateAssembly:
@@ -48,6 +63,7 @@ class UpdateAssembly:
         shards: what this rank holds, one per fragment of the schema.
         round_id: the open round that may come to it; 0: it is asked for when it is committed.
         choice: the codecs of updates, as this peer knows the run's configuration; None: nothing is taken ahead.
+        receipts: takes the receipt that the manifest brings, and says which bytes it is of; None: no receipt is asked for.
     """
 
     def __init__(
@@ -59,6 +75,7 @@ class UpdateAssembly:
         *,
         round_id: int = 0,
         choice: CodecChoice | None = None,
+        receipts: TakesReceipts | None = None,
     ) -> None:
         self.outer_step = outer_step
         self.round_id = round_id if choice is not None else 0
@@ -72,6 +89,9 @@ class UpdateAssembly:
         self._at = 0  # the position that the next byte is of
         self._finished_bytes = 0  # of the positions before
         self._sealed: list[tuple[int, int]] = []  # positions with bytes to open, and how many
+        self._receipts = receipts
+        self._asked = NOTHING_SEEN  # the head of the log that the manifest was asked for with
+        self._logged: dict[int, str] = {}  # by position: the BLAKE3 of bytes that are still to be compared
 
     def request(self, run_id: str, start: int, limit: int) -> UpdateRequest:
         """Return what to ask for, to get at most `limit` bytes from `start` on."""
@@ -79,7 +99,10 @@ class UpdateAssembly:
         if start > 0 and self._manifest is not None:
             return replace(request, digest=self._manifest.digest)
         self._begins = True
-        return replace(request, round_id=self.round_id)
+        if self._receipts is None:
+            return replace(request, round_id=self.round_id)
+        self._asked = self._receipts.head
+        return replace(request, round_id=self.round_id, seen_size=self._asked.size)
 
     @property
     def manifest(self) -> Commit | None:
@@ -104,6 +127,7 @@ class UpdateAssembly:
         update, part = self._update(position), self._parts[position]
         if part is None or update.codec is None or not part.bytes.complete or position in dict(self._sealed):
             return None
+        self._compare(position)
         return EncodedTensor(update.codec, update.numel, part.bytes.finish())
 
     @property
@@ -139,7 +163,11 @@ class UpdateAssembly:
         if arriving is None or part.fragment_id != self._due[self._at]:
             raise RemoteProtocolError(f"an update's chunk of fragment {part.fragment_id} is out of turn")
         arriving.bytes.take(part)
-        return self._move_on() and self._manifest is not None
+        before = self._at
+        moved = self._move_on()
+        if moved and self._manifest is not None and before not in dict(self._sealed):
+            self._compare(before)
+        return moved and self._manifest is not None
 
     def open_one(self) -> bool:
         """Open what came ahead of one fragment, once the manifest is here; return False when there is nothing to open."""
@@ -150,7 +178,17 @@ class UpdateAssembly:
         assert part is not None
         Seal(self._manifest.key, self._shards[self._due[position]]).in_place(part.bytes.arrived[:count])
         del self._sealed[0]
+        if part.bytes.complete:
+            self._compare(position)
         return True
+
+    def _compare(self, position: int) -> None:
+        """Raise ReceiptFault when a whole fragment's bytes are not those that the audit log names."""
+        part, logged = self._parts[position], self._logged.pop(position, "")
+        if logged and part is not None and blake3(part.bytes.finish()).hexdigest() != logged:
+            assert self._receipts is not None and self._manifest is not None
+            why = f"the bytes of fragment {self._due[position]} are not those of the log"
+            self._receipts.fault(self._manifest, why)
 
     def refuse_end(self) -> None:
         """Raise RemoteProtocolError: bytes are missing."""
@@ -166,6 +204,8 @@ class UpdateAssembly:
             self.refuse_end()
         while self.open_one():
             pass
+        for position in list(self._logged):
+            self._compare(position)
         assert self._manifest is not None
         return commit_from_parts(self._manifest, [part.bytes.finish() if part else None for part in self._parts])
 
@@ -190,6 +230,11 @@ class UpdateAssembly:
             if (manifest.digest, manifest.round_id) != (self._manifest.digest, self._manifest.round_id):
                 raise RemoteProtocolError(f"the update to outer step {self.outer_step} is another than before")
             return
+        if self._receipts is not None:
+            receipt = message.receipt if message.HasField("receipt") else None
+            hashes = self._receipts.accept(manifest, receipt, self._asked)
+            whole = [(at, hashes[i]) for at, i in enumerate(self._due) if self._shards[i].is_whole]
+            self._logged = {at: logged for at, logged in whole if logged is not None}
         parts = [_announced(update, self._shards[i]) for update, i in zip(manifest.fragments, self._due, strict=True)]
         if manifest.key and self.received:
             if manifest.round_id != self.round_id or not all(map(_continues, self._parts, parts)):

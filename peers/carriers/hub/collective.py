@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
@@ -38,16 +39,18 @@ from edit.replica.ranks import ALONE, Ranks
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.signatures import Signer
 from editpb.identity import Identity
-from editpb.messages import Heartbeat, Hello, PeerState, RunPhase, View
+from editpb.messages import ContributionHeader, Expel, Heartbeat, Hello, PeerState, RunPhase, View
+from editpb.receipts import Mine
 from editpb.signed_contributions import ContributionSigner, config_digest, signs
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report
 from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.downlink import Downlink
 from peers.carriers.hub.masking import MaskFolder, MaskingCalls, MaskingSession, ReadyRound, masked
+from peers.carriers.hub.receipts import Receipts
 from peers.carriers.hub.session import HAS_PARAMETERS, NEVER, Decision, Session
 from peers.carriers.hub.snapshot_server import SnapshotServer
-from peers.carriers.hub.uplink import ATTEMPTS, Stage, Uplink, as_it_is
+from peers.carriers.hub.uplink import ATTEMPTS, Sign, Stage, Uplink, as_it_is
 from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
 from peers.carriers.run_connection import Origin, Traffic
@@ -108,6 +111,8 @@ class HubCollective:
         stage: applied to each contribution once its round is known.
         key: this peer's private key, in PEM, where the run's contributions are signed or masked; empty: it has none here.
         masks: what masked rounds need of this peer's site; None: it can take part in none.
+        receipts: the peer's folder, where a run has an audit log: its receipts are checked and kept there; None: no receipt is
+            asked for.
         draw: random numbers in [0, 1).
     """
 
@@ -122,6 +127,7 @@ class HubCollective:
         stage: Stage = as_it_is,
         key: bytes = b"",
         masks: MaskFolder | None = None,
+        receipts: Path | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._io = io
@@ -129,7 +135,7 @@ class HubCollective:
         self._identity = identity
         self._ranks = ranks
         self._siblings = siblings or Siblings()
-        self._stage, self._key, self._masks = stage, key, masks
+        self._stage, self._key, self._masks, self._home = stage, key, masks, receipts
         # The main thread's.
         self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
         self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None  # the loop only completes it
@@ -138,6 +144,7 @@ class HubCollective:
         # Changed on the loop's thread, in `IoThread.change`; the main thread reads it under the lock.
         self._masking: MaskingSession | None = None  # at rank 0 of a run with masks, since `join`
         self._session = Session(draw, time.monotonic(), follows=channels.moves)
+        self._receipts: Receipts | None = None  # at rank 0 of a run with an audit log, since `join`
         self._links: tuple[Uplink, Downlink] | None = None  # made once, by `join`; so the main thread may look without the lock
         # The loop's thread's.
         self._report = Report(Heartbeat(state=PeerState.STARTING), Traffic(), self._siblings.server)
@@ -173,9 +180,13 @@ class HubCollective:
         self._io.spawn(attendance.run())
         self._found_or_wait(schema, found)
         config, _ = self._agreement.decide(lambda: attendance.welcome)
+        self._agreement.on_leader(partial(self._open_receipts, config, schema.schema_hash))
         held = [Shard(each) for each in schema.fragments] if shards is None else shards
         self._io.change(partial(self._configure, config, schema, held, self._ranks.lead(lambda: time.time_ns() // 10**6)))
-        snapshot = self._take_prefetched(schema) or self._first_snapshot()
+        if (snapshot := self._take_prefetched(schema)) is None:
+            snapshot = self._first_snapshot()
+        elif (receipts := self._receipts) is not None:
+            self._io.change(partial(receipts.at, snapshot.outer_step, snapshot.digest))
         starting = Heartbeat(state=PeerState.STARTING, outer_step=snapshot.outer_step, digest=snapshot.digest)
         self._io.post(partial(self._say, starting))
         together = self._siblings.joined(self)
@@ -220,8 +231,12 @@ class HubCollective:
     def _configure(self, config: RunConfig, schema: Schema, shards: Sequence[Shard], started_ms: int) -> None:
         """Make the links (loop's thread). started_ms: of rank 0, so that a later life's attempts have greater numbers."""
         self._session.configure(config.membership.heartbeat_s, config.rounds.max_staleness)
-        if self._masks is not None and self._masks.members is not None and not config.secagg.enabled:
-            raise ConfigError("--members: has no effect in a run that does not mask (secagg.enabled); leave it out")
+        used = config.secagg.enabled or config.audit.enabled
+        if self._masks is not None and self._masks.members is not None and not used:
+            raise ConfigError(
+                "--members: has no effect in a run that neither masks (secagg.enabled) nor keeps an audit log (audit.enabled); "
+                "leave it out"
+            )
         if config.secagg.enabled and self._ranks.leads:
             self._masking = self._masked_rounds(config)
             self._due = partial(
@@ -237,7 +252,8 @@ class HubCollective:
             rank=self._ranks.rank,
             attempt=started_ms * ATTEMPTS,
             stage=self._stage,
-            sign=ContributionSigner(self._key, config) if signs(config) else None,
+            sign=self._signer(config) if signs(config) else None,
+            delivered=self._delivered,
         )
         downlink = Downlink(
             self._io,
@@ -249,8 +265,38 @@ class HubCollective:
             config.codec.downlink,
             wanted=self._online,
             attending=lambda: self._session.view is not None,
+            receipts=self._receipts,
         )
         self._links = uplink, downlink
+
+    async def _open_receipts(self, config: RunConfig, schema_hash: str) -> None:
+        """At rank 0 (loop's thread). Raises ConfigError, RefusedError, StorageError."""
+        if not config.audit.enabled or self._home is None or not self._key:
+            return
+        assert self._session.welcome is not None
+        self._receipts = Receipts.open(
+            self._home,
+            self._session.welcome.log_key,
+            self._identity.run_id,
+            schema_hash,
+            Mine(self.peer_id, Signer(self._key).public_key),
+            self._refuse,
+            self._masks.members if self._masks is not None else None,
+        )
+
+    def _refuse(self, reason: str) -> None:
+        """Loop's thread: this peer goes on no longer, and contributes nothing more."""
+        self._io.change(lambda: self._session.expelled(Expel(evicted=False, reason=reason)))
+
+    def _signer(self, config: RunConfig) -> Sign:
+        if (receipts := self._receipts) is None:
+            return ContributionSigner(self._key, config)
+        sign = ContributionSigner(self._key, config, receipts.seen)
+        return lambda header, data: receipts.signed(sign(header, data))
+
+    def _delivered(self, header: ContributionHeader) -> None:
+        if self._receipts is not None and not self._session.carries:
+            self._receipts.delivered(header)
 
     def _masked_rounds(self, config: RunConfig) -> MaskingSession:
         if not self._key or self._masks is None:

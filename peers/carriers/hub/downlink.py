@@ -23,6 +23,7 @@ from edit.fragments.shards import Shard
 from edit.records import Committed, EncodedTensor, RolledBack, Snapshot, Update
 from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.data_calls import DataCalls, Wanted
+from peers.carriers.hub.receipts import Receipts
 from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
 
@@ -119,6 +120,7 @@ class Downlink:
         sync: says which fragments an outer step exchanges. In its mode "forward" updates are returned as soon as every rank has
             the manifest; their payloads arrive in the background.
         choice: the codecs of updates.
+        receipts: of a run with an audit log, at rank 0; else None.
         wanted: whether a transfer is worth another try.
         attending: whether one is that runs ahead of a commit.
     """
@@ -135,6 +137,7 @@ class Downlink:
         *,
         wanted: Wanted,
         attending: Wanted,
+        receipts: Receipts | None = None,
     ) -> None:
         self._io = io
         self._data = data
@@ -145,6 +148,7 @@ class Downlink:
         self._choice = choice
         self._wanted = wanted
         self._attending = attending
+        self._receipts = receipts
         self._downloads: dict[int, _Download] = {}  # by outer step, until `forget`; on the loop's thread
         self._tasks: set[asyncio.Task[None]] = set()  # of downloads, also of those that nobody asks for any more
 
@@ -154,7 +158,7 @@ class Downlink:
         """Return the update that led to `outer_step`, at every rank.
 
         Raises TransportError when a rank was cut off (asked again, it resumes where the stream broke), StaleError or
-        RemoteProtocolError when a rank cannot get it.
+        RemoteProtocolError when a rank cannot get it, ReceiptFault when it is not what the audit log must say.
         """
         return self._agreement.together(self._update(outer_step))
 
@@ -167,7 +171,10 @@ class Downlink:
         for _ in range(SNAPSHOT_TRIES):
             try:
                 manifest = self._agreement.on_leader(lambda: self._data.describe(self._schema, self._wanted))
-                return self._agreement.together(self._data.snapshot(manifest, self._shards, self._wanted))
+                snapshot = self._agreement.together(self._data.snapshot(manifest, self._shards, self._wanted))
+                if (receipts := self._receipts) is not None:
+                    self._io.change(partial(receipts.at, snapshot.outer_step, snapshot.digest))
+                return snapshot
             except StaleError as error:
                 _log.info("the snapshot is gone (%s); taking a newer one", error)
             except RemoteProtocolError as error:
@@ -202,18 +209,33 @@ class Downlink:
     async def _update(self, outer_step: int) -> Committed:
         download = self._download(outer_step)
         if self._sync.mode != "forward":
-            return Committed(await download.until(lambda assembly: assembly.finish() if assembly.complete else None))
+            commit = await download.until(lambda assembly: assembly.finish() if assembly.complete else None)
+            await self._save_receipt()
+            return Committed(commit)
         commit = await download.until(lambda assembly: assembly.manifest)
+        await self._save_receipt()
         updates: tuple[Update, ...] = tuple(
             RolledBack() if download.assembly.rolled_back(position) else Arrival(self._agreement, download, position)
             for position in range(len(commit.fragments))
         )
         return Committed(commit, updates)
 
+    async def _save_receipt(self) -> None:
+        if self._receipts is not None:
+            await self._receipts.save()
+
     def _download(self, outer_step: int, round_id: int = 0) -> _Download:
         if outer_step not in self._downloads:
             due = fragments_due(outer_step - 1, len(self._schema.fragments), self._sync.groups, self._sync.pattern)
-            assembly = UpdateAssembly(self._schema, outer_step, due, self._shards, round_id=round_id, choice=self._choice)
+            assembly = UpdateAssembly(
+                self._schema,
+                outer_step,
+                due,
+                self._shards,
+                round_id=round_id,
+                choice=self._choice,
+                receipts=self._receipts,
+            )
 
             def wanted() -> bool:
                 ahead = assembly.round_id and assembly.manifest is None

@@ -103,6 +103,7 @@ class Uplink:
         attempt: number of the first attempt, equal at all ranks of the replica.
         stage: applied to each contribution once its round is known.
         sign: applied to each header; None: the run's contributions are not signed.
+        delivered: told of each shard of which the coordinator has said that all of it is there.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Uplink:
         attempt: int = 0,
         stage: Stage = as_it_is,
         sign: Sign | None = None,
+        delivered: Callable[[ContributionHeader], object] = lambda header: None,
     ) -> None:
         self._io = io
         self._session = session
@@ -125,7 +127,7 @@ class Uplink:
         self._schema = schema
         self._rank = rank
         self._number = attempt
-        self._stage, self._sign = stage, sign
+        self._stage, self._sign, self._delivered = stage, sign, delivered
         self.position = 0  # the outer step that the caller last asked about
         self._attempt: _Attempt | None = None
         self._last_round = 0
@@ -296,6 +298,7 @@ class Uplink:
             await self._data.contribute(
                 header, data, wanted, resuming=again and carries, sent=sent, ahead=lambda: self._session.ahead_bytes
             )
+            self._delivered(header)
         except EditError as error:
             reached = await self._step_of_refusal(error, wanted) if carries else None
             self._io.change(partial(self._failed, attempt, header, error, reached))

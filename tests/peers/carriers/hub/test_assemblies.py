@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import pytest
+from blake3 import blake3
 
 from edit.config.codec import CodecChoice
 from edit.errors import RemoteProtocolError
@@ -12,6 +14,8 @@ from edit.fragments.shards import Box, Shard
 from edit.records import Commit, EncodedTensor, FragmentCommit
 from editpb import data_pb2
 from editpb.data_messages import update_manifest_to_pb
+from editpb.messages import UpdateManifest
+from editpb.receipts import NOTHING_SEEN, Head, ReceiptFault
 from editpb.transport.chunk_frames import update_frames, update_part
 from editpb.transport.sealing import Seal, new_key
 from peers.carriers.hub.assemblies import UpdateAssembly
@@ -95,6 +99,49 @@ def test_nothing_of_it_is_a_payload_before_it_is_opened() -> None:
     assert update.open_one() and not update.open_one()
     payload = update.payload(0)
     assert payload is not None and bytes(payload.data) == bytes(PAYLOADS[0].data)
+
+
+class LoggedBytes:
+    """Takes any receipt; by the log the update has these bytes."""
+
+    head = Head(5, bytes(32))
+
+    def __init__(self, *payloads: bytes) -> None:
+        self.asked, self._payloads = NOTHING_SEEN, payloads
+
+    def accept(self, manifest: UpdateManifest, message: data_pb2.LogReceipt | None, asked: Head) -> Mapping[int, str | None]:
+        self.asked = asked
+        return {i: blake3(data).hexdigest() for i, data in enumerate(self._payloads)}
+
+    def fault(self, manifest: UpdateManifest, why: str) -> NoReturn:
+        raise ReceiptFault(f"outer step {manifest.outer_step}: {why}")
+
+
+def audited(*payloads: bytes, shards: Sequence[Shard] = WHOLE) -> UpdateAssembly:
+    receipts = LoggedBytes(*payloads)
+    return UpdateAssembly(SCHEMA, 3, (0, 1, 2), shards, round_id=ROUND, choice=CodecChoice("fp32"), receipts=receipts)
+
+
+@pytest.mark.parametrize("sent", [0, 97, 4 * sum(SIZES)])
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2])
+def test_the_bytes_are_those_that_the_audit_log_names(sent: int, wrong: int | None) -> None:
+    logged = [bytes(one.data) if i != wrong else b"other" for i, one in enumerate(PAYLOADS)]
+    update, key = audited(*logged), new_key()
+    assert update.request(RUN, 0, 100).seen_size == 5
+
+    def receive() -> None:
+        ahead(update, key, sent)
+        begin(update, manifest(key if sent else b""))
+        while update.open_one():
+            pass
+        plain(update)
+
+    if wrong is None:
+        receive()
+        assert [bytes(part.payload.data) for part in update.finish().fragments] == logged
+        return
+    with pytest.raises(ReceiptFault, match=f"outer step 3: the bytes of fragment {wrong} are not those of the log"):
+        receive()
 
 
 def test_without_the_key_all_of_it_comes_anew() -> None:

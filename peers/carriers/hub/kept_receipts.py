@@ -1,0 +1,238 @@
+"""The receipts that a peer keeps in its folder, and their verification without the run.
+
+log.vkey              the log's public key: from the invitation, or from the first coordinator that said one
+receipts.jsonl        the head of each receipt that was accepted, with the proof that its log begins with the head before
+receipt-fault.json    a receipt that did not fit: what was seen before, and what came. While it is there the peer does not
+                      take part
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edit.durable_files import check_format, sync, write_atomic
+from edit.errors import ConfigError, RefusedError, StorageError
+from edit.trust.canonical import canonical, parse_canonical
+from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
+from edit.trust.merkle import leaf_hash, verify_consistency, verify_inclusion
+from editpb.limits import one_line
+from editpb.messages import LogReceipt
+from editpb.receipts import NOTHING_SEEN, Head, ReceiptFault
+
+__all__ = ["FAULT", "FORMAT", "KEY", "RECEIPTS", "KeptReceipts", "Verified", "base64_text", "pinned_key", "verify_kept"]
+
+KEY, RECEIPTS, FAULT = "log.vkey", "receipts.jsonl", "receipt-fault.json"
+FORMAT = 1  # of receipts.jsonl, in each line, and of receipt-fault.json
+_MOST_KEPT = 10_000  # lines; then the older half goes
+_log = logging.getLogger(__name__)
+
+
+def pinned_key(home: Path, said: str, run_id: str) -> NoteKey:
+    """Return the key of the run's log; keep the first one that is said. Raises ConfigError, RefusedError, StorageError."""
+    path = home / KEY
+    try:
+        known = path.read_text().strip() if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    if not said:
+        raise RefusedError("the run has audit.enabled, and its coordinator does not say the log's key; its software is too old")
+    if known and known != said:
+        raise RefusedError(f"{path}: this peer knows another key of the run's audit log than the coordinator says, {said}")
+    try:
+        key = NoteKey.parse(said)
+    except ValueError as error:
+        raise RefusedError(f"the coordinator says a key of its audit log that is {error}") from error
+    if key.name != f"edit/{run_id}":
+        raise RefusedError(f"the coordinator says the key of the log {key.name}, this run's is edit/{run_id}")
+    if not known:
+        write_atomic(path, said.encode() + b"\n")
+    return key
+
+
+class KeptReceipts:
+    """receipts.jsonl, for appending. Make it with `open`. `write` runs in a thread, one call after the other."""
+
+    def __init__(self, path: Path, lines: list[bytes], head: Head, end: int) -> None:
+        self.head = head
+        self._path, self._lines, self._end = path, lines, end
+        self._pending: list[bytes] = []
+        self._told = False
+
+    @classmethod
+    def open(cls, home: Path, key: NoteKey) -> KeptReceipts:
+        """Read what is kept; a torn last line is passed over. Raises ConfigError where it is damaged."""
+        path = home / RECEIPTS
+        try:
+            data = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        end = data.rfind(b"\n") + 1
+        lines = data[:end].splitlines()
+        head = NOTHING_SEEN
+        if lines:
+            try:
+                head = _head_of(_line(path, lines[-1]), key)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path}: line {len(lines)} is damaged ({error}); restore it from a copy") from error
+        return cls(path, lines, head, end)
+
+    def add(self, head: Head, receipt: LogReceipt, outer_step: int) -> None:
+        """Take a receipt whose head follows the last one; `save` brings it to the disk."""
+        said = {
+            "format": FORMAT,
+            "outer_step": outer_step,
+            "index": receipt.index,
+            "leaf": base64_text(leaf_hash(receipt.entry)),
+            "inclusion": [base64_text(each) for each in receipt.inclusion],
+            "note": receipt.checkpoint,
+            "from": self.head.size,
+            "consistency": [base64_text(each) for each in receipt.consistency],
+        }
+        self._pending.append(canonical(said))
+        self.head = head
+
+    async def save(self) -> None:
+        """Bring what was taken to the disk; one call after the other. What the disk refuses is tried again with the next."""
+        pending, self._pending = self._pending, []
+        if pending and not await asyncio.to_thread(self._write, pending):
+            self._pending = [*pending, *self._pending][-_MOST_KEPT:]
+
+    def _write(self, pending: list[bytes]) -> bool:
+        """Append these lines; return whether they are on disk."""
+        try:
+            if len(self._lines) + len(pending) > _MOST_KEPT:
+                self._lines = [*self._lines, *pending][-_MOST_KEPT // 2 :]
+                data = b"".join(line + b"\n" for line in self._lines)
+                write_atomic(self._path, data)
+                self._end = len(data)
+            else:
+                self._append(b"".join(line + b"\n" for line in pending))
+                self._lines += pending
+        except (OSError, StorageError) as error:
+            if not self._told:
+                _log.warning("%s: cannot be written (%s); it is tried again with the next receipt", self._path, error)
+            self._told = True
+            return False
+        self._told = False
+        return True
+
+    def _append(self, data: bytes) -> None:
+        new = not self._path.exists()
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.ftruncate(descriptor, self._end)
+            rest, at = memoryview(data), self._end
+            while rest:
+                written = os.pwrite(descriptor, rest, at)
+                rest, at = rest[written:], at + written
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if new:
+            sync(self._path.parent)
+        self._end += len(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the receipts in a folder come to."""
+
+    receipts: int
+    first_step: int
+    last_step: int
+    head: Head
+    key: NoteKey
+
+    def as_json(self) -> dict[str, object]:
+        """Return the values for scripts."""
+        return {
+            "receipts": self.receipts,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "entries": self.head.size,
+            "root": self.head.root.hex(),
+            "key": self.key.text(),
+        }
+
+
+def verify_kept(home: Path, key: str = "") -> Verified:
+    """Verify the receipts that are kept in a peer's folder: signatures, that each entry is in its log, and that each log begins
+    with the one before.
+
+    key: the log's public key, from somebody who is trusted with it; '': the one in the folder. Raises ConfigError, and
+    ReceiptFault that names the line, also where a receipt did not fit.
+    """
+    path, known = home / RECEIPTS, home / KEY
+    if (fault := home / FAULT).exists():
+        raise ReceiptFault(f"{fault}: a receipt did not fit; it is in that file, with what was seen before")
+    try:
+        text = key or known.read_text().strip()
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.filename}: is missing; a peer has receipts once it took part with audit.enabled") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{home}: cannot be read ({error})") from error
+    try:
+        log = NoteKey.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{'--key' if key else known}: {error}") from error
+    if not lines:
+        raise ConfigError(f"{path}: holds no receipt yet")
+    before: Head | None = None
+    steps: list[int] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            said = _line(path, line)
+            before = _follows(said, log, before)
+            steps.append(int(said["outer_step"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ReceiptFault(f"{path}: line {number}: {one_line(str(error))}") from error
+    assert before is not None
+    return Verified(len(lines), steps[0], steps[-1], before, log)
+
+
+def _follows(said: Mapping[str, Any], key: NoteKey, before: Head | None) -> Head:
+    """Return the head of a line. Raises ValueError where it does not follow the one before; None: this is the first line."""
+    head = _head_of(said, key)
+    inclusion, consistency = ([_bytes(each) for each in said[name]] for name in ("inclusion", "consistency"))
+    if not verify_inclusion(_bytes(said["leaf"]), said["index"], head.size, inclusion, head.root):
+        raise ValueError(f"entry {said['index']} is not in the log of {head.size} entries")
+    if before is not None:
+        if said["from"] != before.size:
+            raise ValueError(f"follows a head of {said['from']} entries, the line before has {before.size}")
+        if not verify_consistency(before.size, head.size, consistency, before.root, head.root):
+            raise ValueError(f"the log of {head.size} entries does not begin with that of {before.size} of the line before")
+    return head
+
+
+def _line(path: Path, line: bytes) -> Mapping[str, Any]:
+    """Return what a line says. Raises ValueError, and FormatError for one of another format."""
+    said = parse_canonical(line)
+    if not isinstance(said, dict):
+        raise ValueError("not a JSON object")
+    check_format(path, said.get("format", 1), FORMAT)
+    return said
+
+
+def _head_of(said: Mapping[str, Any], key: NoteKey) -> Head:
+    note = str(said["note"])
+    checkpoint = parse_checkpoint(open_note(note, [key])[0])
+    if checkpoint.origin != key.name:
+        raise ValueError(f"the head is of the log {checkpoint.origin}, not of {key.name}")
+    return Head(checkpoint.size, checkpoint.root, note)
+
+
+def base64_text(data: bytes) -> str:
+    """Return bytes as they stand in these files."""
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

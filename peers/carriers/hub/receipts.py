@@ -1,0 +1,163 @@
+"""The receipts of a peer: each update brings one, which is checked before anything of the update is used, and kept.
+
+Rank 0 alone asks for receipts, on the loop's thread. What contributions carry is the head of the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NoReturn
+
+from edit.durable_files import write_json
+from edit.errors import RefusedError, RemoteProtocolError, StorageError, TransportError
+from edit.trust.checkpoints import NoteKey
+from editpb import data_pb2
+from editpb.data_messages import receipt_from_pb
+from editpb.limits import one_line
+from editpb.messages import ContributionHeader, LogReceipt, SeenHead, UpdateManifest
+from editpb.receipts import Expected, Head, Mine, ReceiptFault, check_receipt
+from peers.carriers.hub.kept_receipts import FAULT, FORMAT, RECEIPTS, KeptReceipts, base64_text, pinned_key
+
+__all__ = ["Receipts"]
+
+_ROUNDS = 16  # the last ones whose contributions are remembered
+
+
+@dataclass(slots=True)
+class Receipts:
+    """What a peer asks of the receipts of its run. On the loop's thread. Make it with `open`."""
+
+    home: Path
+    key: NoteKey  # of the log
+    run_id: str
+    schema_hash: str
+    mine: Mine
+    members: Mapping[str, str] | None  # hashes of the keys of the members that are known, by name; None: of none
+    failed: Callable[[str], object]  # told why the peer must not go on
+    kept: KeptReceipts
+    position: tuple[int, str] = (-1, "")  # outer step and digest of theta, by the last snapshot or receipt
+    _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @classmethod
+    def open(
+        cls,
+        home: Path,
+        log_key: str,
+        run_id: str,
+        schema_hash: str,
+        mine: Mine,
+        failed: Callable[[str], object],
+        members: Mapping[str, str] | None = None,
+    ) -> Receipts:
+        """Go on from what is kept in a peer's folder. log_key: as the coordinator says it.
+
+        Raises ConfigError (damaged files), RefusedError (another key; an earlier receipt did not fit), StorageError.
+        """
+        if (path := home / FAULT).exists():
+            raise RefusedError(
+                f"{path}: a receipt of the audit log did not fit, so this peer does not take part. Show that file to the other "
+                f"members; to take part all the same, move it and {home / RECEIPTS} away"
+            )
+        key = pinned_key(home, log_key, run_id)
+        return cls(home, key, run_id, schema_hash, mine, members, failed, KeptReceipts.open(home, key))
+
+    @property
+    def head(self) -> Head:
+        """The head of the last receipt that was accepted."""
+        return self.kept.head
+
+    def seen(self) -> SeenHead | None:
+        """Return what contributions carry."""
+        return self.head.seen(self.key)
+
+    def at(self, outer_step: int, digest: str) -> None:
+        """Note theta as a snapshot has it: the next receipt must begin with it."""
+        self.position = outer_step, digest
+
+    def signed(self, header: ContributionHeader) -> ContributionHeader:
+        """Note what this peer signs; return it."""
+        rounds = {number: dict(each) for number, each in self.mine.signatures.items()}
+        of_round = rounds.setdefault(header.round_id, {})
+        of_round[header.fragment_id] = (*of_round.get(header.fragment_id, ()), header.signature)[-_ROUNDS:]
+        last = {each: rounds[each] for each in sorted(rounds)[-_ROUNDS:]}
+        since = self.mine.since if self.mine.signatures else header.attempt
+        self.mine = replace(self.mine, signatures=last, since=since)
+        return header
+
+    def delivered(self, header: ContributionHeader) -> None:
+        """Note that the coordinator has said that it has all of this shard."""
+        rounds = frozenset(sorted({*self.mine.delivered, header.round_id})[-_ROUNDS:])
+        self.mine = replace(self.mine, delivered=rounds)
+
+    def accept(self, manifest: UpdateManifest, message: data_pb2.LogReceipt | None, asked: Head) -> dict[int, str | None]:
+        """Check the receipt of an update; return the hashes of the update's bytes by fragment, None of one rolled back.
+
+        message: None: there was none. asked: the head that the request was made with.
+
+        Raises ReceiptFault, after which the peer must not go on; TransportError when another receipt came meanwhile.
+        """
+        if asked != self.head:
+            raise TransportError("the receipt of another update has come meanwhile; this one is asked for again")
+        receipt: LogReceipt | None = None
+        try:
+            if message is None:
+                raise ReceiptFault("the update brings no receipt")
+            receipt = receipt_from_pb(message)
+            step, digest = self.position
+            expected = Expected(
+                key=self.key,
+                run_id=self.run_id,
+                schema_hash=self.schema_hash,
+                seen=self.head,
+                manifest=manifest,
+                before=digest if step == manifest.outer_step - 1 else "",
+                mine=self.mine,
+                members=self.members,
+            )
+            head, entry = check_receipt(receipt, expected)
+        except (ReceiptFault, RemoteProtocolError) as error:
+            self.fault(manifest, str(error), receipt)
+        self.kept.add(head, receipt, manifest.outer_step)
+        self.position = manifest.outer_step, manifest.digest
+        return {one["fragment"]: one["update"] for one in entry["fragments"]}
+
+    def fault(self, manifest: UpdateManifest, why: str, receipt: LogReceipt | None = None) -> NoReturn:
+        """Keep what was seen before and what came now, say that the peer must not go on, and raise ReceiptFault."""
+        path = self.home / FAULT
+        reason = one_line(f"the audit log at outer step {manifest.outer_step}: {why}; what was seen is in {path}")
+        seen = {"size": self.head.size, "root": self.head.root.hex(), "note": self.head.note}
+        values: dict[str, object] = {
+            "fault": why,
+            "run_id": self.run_id,
+            "key": self.key.text(),
+            "outer_step": manifest.outer_step,
+            "round_id": manifest.round_id,
+            "digest": manifest.digest,
+            "seen": seen,
+            "came": _as_json(receipt) if receipt is not None else None,
+        }
+        try:
+            write_json(path, values, version=FORMAT)
+        except StorageError as error:
+            reason = one_line(f"the audit log at outer step {manifest.outer_step}: {why} ({error})")
+        self.failed(reason)
+        raise ReceiptFault(reason)
+
+    async def save(self) -> None:
+        """Bring what was accepted to the disk."""
+        async with self._saving:
+            await self.kept.save()
+
+
+def _as_json(receipt: LogReceipt) -> dict[str, object]:
+    return {
+        "entry": receipt.entry.decode(errors="backslashreplace"),
+        "index": receipt.index,
+        "inclusion": [base64_text(each) for each in receipt.inclusion],
+        "checkpoint": receipt.checkpoint,
+        "consistency": [base64_text(each) for each in receipt.consistency],
+        "seen": {str(size): [base64_text(each) for each in proof] for size, proof in receipt.seen.items()},
+    }

@@ -1,0 +1,219 @@
+"""The receipt of a commit: that it stands in the run's audit log, and that this is the log that the peer has seen before.
+
+A receipt has the commit's entry, a signed head of the log, and proofs. Whoever keeps the head of each receipt holds the log to
+it: no later log without those entries has a proof that it begins with them. Contributions carry their signer's last head, so
+what one peer was shown is held to what every other one was.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from edit.errors import RefusedError
+from edit.trust.canonical import parse_canonical
+from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signature_of
+from edit.trust.merkle import EMPTY_ROOT, leaf_hash, verify_consistency, verify_inclusion
+from edit.trust.signatures import key_hash
+from editpb.audit_log import DAMAGE, PART, Signed, is_signed_part, seen_heads
+from editpb.messages import LogReceipt, SeenHead, UpdateManifest
+
+__all__ = ["NOTHING_SEEN", "Expected", "Head", "Mine", "ReceiptFault", "check_receipt"]
+
+
+class ReceiptFault(RefusedError):
+    """A receipt does not fit what the peer has sent, or has seen of the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A head of the log, as a peer keeps it."""
+
+    size: int
+    root: bytes
+    note: str = ""  # the signed note; empty where nothing was seen
+
+    def seen(self, key: NoteKey) -> SeenHead | None:
+        """Return what contributions carry of it; None of no entries."""
+        return SeenHead(self.size, self.root, signature_of(self.note, key)) if self.size else None
+
+
+NOTHING_SEEN = Head(0, EMPTY_ROOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Mine:
+    """What a peer knows of its own contributions."""
+
+    peer_id: str
+    public_key: bytes  # DER
+    # By round: the signatures of what rank 0 has sent, by fragment; one that was signed anew has several.
+    signatures: Mapping[int, Mapping[int, Sequence[bytes]]] = field(default_factory=dict)
+    since: int = 0  # the attempt that these begin with: what has an earlier one, an earlier process has sent
+    # Rounds that have said that they have some of it whole, and that take nothing that was sent for another round.
+    delivered: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a receipt is held to."""
+
+    key: NoteKey  # of the log
+    run_id: str
+    schema_hash: str
+    seen: Head  # the last head that was accepted
+    manifest: UpdateManifest  # of the update that the receipt came with
+    before: str  # digest of theta before the step; empty: not known
+    mine: Mine
+    members: Mapping[str, str] | None = None  # hashes of the keys of the members that this peer knows, by name; None: of none
+
+
+def check_receipt(receipt: LogReceipt, expected: Expected) -> tuple[Head, dict[str, Any]]:
+    """Return the head that is seen now, and the commit's entry. Raises ReceiptFault, which names what does not fit."""
+    head = _head(receipt, expected)
+    try:
+        entry = parse_canonical(receipt.entry)
+        _check_entry(receipt, entry, head, expected)
+        _check_commit(entry, expected.manifest, expected.before)
+        _check_contributions(entry, expected)
+        _check_mine(entry, expected)
+        _check_seen(receipt, entry, head, expected)
+    except DAMAGE as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ReceiptFault(f"the entry of the commit is no entry of a commit: {what}") from error
+    return head, entry
+
+
+def _head(receipt: LogReceipt, expected: Expected) -> Head:
+    """Return the receipt's head: signed by the log, and of a log that begins with what was seen."""
+    seen, key = expected.seen, expected.key
+    try:
+        text, _ = open_note(receipt.checkpoint, [key])
+        checkpoint = parse_checkpoint(text)
+    except ValueError as error:
+        raise ReceiptFault(f"the head of the log is not signed with the key that this peer knows: {error}") from error
+    if checkpoint.origin != key.name:
+        raise ReceiptFault(f"the head is of the log {checkpoint.origin}, not of {key.name}")
+    if checkpoint.size < seen.size:
+        raise ReceiptFault(f"the log has {checkpoint.size} entries now, this peer has seen {seen.size}: entries were removed")
+    if not verify_consistency(seen.size, checkpoint.size, receipt.consistency, seen.root, checkpoint.root):
+        raise ReceiptFault(f"the log does not begin with the {seen.size} entries that this peer has seen")
+    return Head(checkpoint.size, checkpoint.root, receipt.checkpoint)
+
+
+def _check_entry(receipt: LogReceipt, entry: dict[str, Any], head: Head, expected: Expected) -> None:
+    if entry["index"] != receipt.index:
+        raise ReceiptFault(f"the entry of the commit is number {entry['index']}, the receipt says {receipt.index}")
+    if not verify_inclusion(leaf_hash(receipt.entry), receipt.index, head.size, receipt.inclusion, head.root):
+        raise ReceiptFault(f"entry {receipt.index} is not in the log of {head.size} entries")
+    if entry["kind"] != "commit":
+        raise ReceiptFault(f"entry {receipt.index} is of the kind {entry['kind']}, not a commit")
+
+
+def _check_commit(entry: dict[str, Any], manifest: UpdateManifest, before: str) -> None:
+    step = manifest.outer_step
+    if (entry["outer_step"], entry["round_id"]) != (step, manifest.round_id):
+        raise ReceiptFault(
+            f"the entry is of outer step {entry['outer_step']}, round {entry['round_id']}; "
+            f"the update is of outer step {step}, round {manifest.round_id}"
+        )
+    if entry["after"] != manifest.digest:
+        raise ReceiptFault(
+            f"theta after outer step {step} has the digest {str(entry['after'])[:12]} by the log, "
+            f"{manifest.digest[:12]} by the update"
+        )
+    if before and entry["before"] != before:
+        raise ReceiptFault(
+            f"theta before outer step {step} has the digest {str(entry['before'])[:12]} by the log, {before[:12]} at this peer"
+        )
+    logged = {one["fragment"]: one for one in entry["fragments"]}
+    if sorted(logged) != [update.commit.fragment_id for update in manifest.fragments]:
+        raise ReceiptFault(f"outer step {step} has other fragments by the log than by the update")
+    for update in manifest.fragments:
+        commit = update.commit
+        one = logged[commit.fragment_id]
+        if (one["update"] is None) != (update.codec is None):
+            raise ReceiptFault(f"fragment {commit.fragment_id} is rolled back by the log or by the update, and not by both")
+        said = {verdict.peer_id: [verdict.verdict.value, float(verdict.weight).hex()] for verdict in commit.verdicts}
+        if {peer: [verdict, weight] for peer, (verdict, _, weight, *_) in one["verdicts"].items()} != said:
+            raise ReceiptFault(f"the verdicts on fragment {commit.fragment_id} are others by the log than by the update")
+
+
+def _check_contributions(entry: dict[str, Any], expected: Expected) -> None:
+    """Check that each verdict is of somebody whose contribution is named."""
+    contributed: dict[int, set[str]] = {}
+    for peer, given in entry["contributions"].items():
+        for values in given["parts"]:
+            contributed.setdefault(values[0], set()).add(peer)
+    for peer in sorted(entry["contributions"].keys() & (expected.members or {}).keys()):
+        key = base64.b64decode(entry["contributions"][peer]["key"], validate=True)
+        if expected.members and key_hash(key) != expected.members[peer]:
+            raise ReceiptFault(f"the log names another key of {peer} than the one that this peer knows")
+    mine = expected.mine.peer_id
+    for fragment in entry["fragments"]:
+        named, judged = contributed.get(fragment["fragment"], set()), set(fragment["verdicts"])
+        if mine in judged and mine not in named:
+            raise ReceiptFault(
+                f"the log lacks the contribution of this peer to fragment {fragment['fragment']}, which was merged"
+            )
+        if named != judged:
+            who = ", ".join(sorted(named ^ judged))
+            raise ReceiptFault(f"fragment {fragment['fragment']}: of {who} the log has a verdict or a contribution, not both")
+
+
+def _check_mine(entry: dict[str, Any], expected: Expected) -> None:
+    """Check that the entry names this peer's own contribution as it was sent, or says that it is not in it."""
+    mine, round_id = expected.mine, entry["round_id"]
+    given = entry["contributions"].get(mine.peer_id)
+    if given is None:
+        named = mine.peer_id in entry["missing"] or mine.peer_id in entry.get("unmerged", ())
+        if round_id in mine.delivered and not named:
+            raise ReceiptFault(
+                f"the log neither names the contribution of this peer to round {round_id}, nor says that it is missing"
+            )
+        return
+    if (key := base64.b64decode(given["key"], validate=True)) != mine.public_key:
+        raise ReceiptFault("the log names another key as this peer's")
+    heads, signed = seen_heads(given), _signed(entry, expected)
+    for values in given["parts"]:
+        part = dict(zip(PART, values, strict=False))
+        known = mine.signatures.get(part["round_id"])
+        signature = base64.b64decode(part["signature"], validate=True)
+        unknown = (
+            part["rank"] or known is None or part["attempt"] < mine.since
+        )  # then it counts whether this peer has signed it
+        sent = unknown or (known is not None and signature in known.get(part["fragment"], ()))
+        if not sent or not is_signed_part(signed, mine.peer_id, key, values, heads):
+            raise ReceiptFault(
+                f"the log names another contribution of this peer to round {part['round_id']}, fragment {part['fragment']} "
+                "than it sent"
+            )
+
+
+def _check_seen(receipt: LogReceipt, entry: dict[str, Any], head: Head, expected: Expected) -> None:
+    """Check that the log is the one of which the others have seen the heads that they have signed with their contributions.
+
+    The first of the parts that name a head is verified: who signs it has seen that head, whatever the other parts say.
+    """
+    signed = _signed(entry, expected)
+    for peer, given in entry["contributions"].items():
+        heads, key = seen_heads(given), base64.b64decode(given["key"], validate=True)
+        first = {values[-1]: values for values in reversed(given["parts"]) if type(values[-1]) is int}
+        if sorted(first) != list(range(len(heads))):
+            raise ReceiptFault(f"the contribution of {peer} names other heads of the log than it carries")
+        for place, values in first.items():
+            if not is_signed_part(signed, peer, key, values, heads):
+                raise ReceiptFault(f"what {peer} has seen of the log is not signed by it")
+            one = heads[place]
+            proof = receipt.seen.get(one.size)
+            if proof is None or not verify_consistency(one.size, head.size, proof, one.root, head.root):
+                raise ReceiptFault(
+                    f"{peer} has seen another log of {one.size} entries, with the root {one.root.hex()}: this one does not "
+                    "begin with it"
+                )
+
+
+def _signed(entry: dict[str, Any], expected: Expected) -> Signed:
+    return Signed(expected.run_id, expected.schema_hash, str(entry["config_digest"]))

@@ -1,0 +1,390 @@
+"""Receipts of the audit log between real peers and a real coordinator: an honest run goes on, a lie ends a peer's part."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from torch import nn
+
+from aggregator.services.data import DataService
+from aggregator.storage.audit_log import AuditLog
+from aggregator.storage.state_folder import StateFolder
+from edit import EditWorker, WorkerConfig
+from edit.config.run import RunConfig
+from edit.errors import RefusedError
+from edit.records import Committed
+from edit.replica.ranks import Ranks
+from edit.trust.checkpoints import LogSigner, NoteKey, open_note, parse_checkpoint
+from editpb.audit_log import LogVerifier
+from editpb.identity import Identity
+from editpb.invitation import Invitation
+from editpb.messages import LogReceipt, SeenHead
+from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.kept_receipts import FAULT, KEY, verify_kept
+from peers.carriers.hub.masking import MaskFolder
+from peers.carriers.io_thread import IoThread
+from peers.connection import connect
+from tests.integration.test_audit import AUDITED
+from tests.integration.test_readme import run
+from tests.support import two_ranks
+from tests.support.fake_run import vectors
+from tests.support.running import Running, address, enter_together, running
+from tests.support.served import new_folder
+from tests.support.thread_ranks import at_every_rank
+
+EVERY = 2
+TOML = """
+name = "receipts"
+[model]
+name = "entry:mine"
+[sync]
+every = 2
+outer_steps = {steps}
+{sync}
+[rounds]
+start_peers = {peers}
+quorum = {peers}
+{rounds}
+[audit]
+enabled = true
+[server]
+listen = "127.0.0.1:0"
+enrol_listen = "127.0.0.1:0"
+{more}
+"""
+
+
+def toml(steps: int = 3, sync: str = "", peers: int = 2, more: str = "", rounds: str = "") -> str:
+    return TOML.format(steps=steps, sync=sync, peers=peers, more=more, rounds=rounds)
+
+
+@dataclass
+class Member:
+    """A peer with a folder, a key, a model and data of its own."""
+
+    name: str
+    collective: HubCollective
+    settings: RunConfig
+    home: Path
+    worker: EditWorker = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(7)
+        self.model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.worker = EditWorker(self.model, self.optimizer, self.collective, WorkerConfig.of(self.settings))
+        self.draw = torch.Generator().manual_seed(ord(self.name))
+
+    def step(self) -> None:
+        inputs, targets = torch.randn(5, 6, generator=self.draw), torch.randn(5, 3, generator=self.draw)
+        nn.functional.mse_loss(self.model(inputs), targets).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def fault(self) -> str:
+        """What its folder says did not fit; ''."""
+        path = self.home / FAULT
+        return str(json.loads(path.read_text())["fault"]) if path.exists() else ""
+
+
+@contextmanager
+def members(folder: StateFolder, here: Running, homes: Path, names: str = "ab") -> Iterator[dict[str, Member]]:
+    """Peers that attend, each with the home of its name; those that were there before have the same key."""
+    settings = folder.config()
+    with ExitStack() as stack:
+        io = stack.enter_context(IoThread())
+        found = {}
+        for name in names:
+            home = homes / name
+            home.mkdir(exist_ok=True)
+            if not (home / "peer.key").exists():
+                for file, data in zip(("peer.key", "peer.pem"), here.served.certificate(name), strict=True):
+                    (home / file).write_bytes(data)
+            key, certificate = ((home / file).read_bytes() for file in ("peer.key", "peer.pem"))
+            credentials = grpc.ssl_channel_credentials(here.served.ca, key, certificate)
+            channels = Channels([address(folder)], credentials)
+            masks, identity = MaskFolder(home / "revealed.json"), Identity(folder.run_id, "peer", name)
+            hub = HubCollective(io, channels, identity, key=key, masks=masks, receipts=home)
+            stack.callback(hub.close)
+            found[name] = Member(name, hub, settings, home)
+        enter_together(stack, [one.worker for one in found.values()])
+        yield found
+
+
+def exchange(members: Mapping[str, Member]) -> None:
+    """One exchange of all, who wait for its outcome."""
+    for _ in range(EVERY):
+        for one in members.values():
+            one.step()
+    for one in members.values():
+        one.worker.synchronize()
+
+
+def log_of(folder: StateFolder) -> LogVerifier:
+    log = LogVerifier()
+    for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines():
+        log.take(line)
+    log.check_head((folder.path / "audit-log.head").read_bytes())
+    return log
+
+
+@pytest.mark.parametrize(
+    ("sync", "rounds"),
+    [
+        ("", ""),
+        ('mode = "forward"', ""),
+        ('mode = "delayed"\ndelay = 1', ""),
+        ("groups = 2", ""),
+        ("", "max_staleness = 1"),
+    ],
+)
+def test_an_honest_run_goes_on(tmp_path: Path, sync: str, rounds: str) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(3, sync, rounds=rounds))
+    with running(folder) as here, members(folder, here, tmp_path) as two:
+        for _ in range(3):
+            exchange(two)
+        assert {one.worker.outer_step for one in two.values()} == {3}
+    log = log_of(folder)
+    assert log.key is not None
+    for one in two.values():
+        found = verify_kept(one.home)
+        assert (found.receipts, found.first_step, found.last_step) == (3, 1, 3)
+        assert found.head.root == log.tree.root(found.head.size) and found.key == log.key
+        assert (one.home / KEY).read_text().strip() == log.key.text()
+    lines = [json.loads(line) for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines()]
+    seen = [
+        [len(given.get("seen", ())) for given in line["contributions"].values()] for line in lines if line["kind"] == "commit"
+    ]
+    assert seen == [[0, 0], [1, 1], [1, 1]]
+
+
+def test_masked_contributions_have_receipts(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(2, peers=3, more="[secagg]\nenabled = true\n"))
+    with running(folder) as here, members(folder, here, tmp_path, "abc") as three:
+        for _ in range(2):
+            exchange(three)
+    assert [verify_kept(tmp_path / name).receipts for name in "abc"] == [2, 2, 2]
+    assert log_of(folder).commits == 2
+
+
+def test_a_peer_and_a_coordinator_that_start_anew_go_on_from_what_they_know(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    with running(folder) as here:
+        with members(folder, here, tmp_path) as two:
+            exchange(two)
+        with members(folder, here, tmp_path) as two:
+            exchange(two)
+    with running(folder) as here, members(folder, here, tmp_path) as two:
+        assert {one.collective._receipts.head.size for one in two.values()} == {3}  # type: ignore[union-attr]
+        exchange(two)
+        assert {one.worker.outer_step for one in two.values()} == {3}
+    log = log_of(folder)
+    assert [verify_kept(tmp_path / name).head.root for name in "ab"] == [log.tree.root()] * 2
+    assert [verify_kept(tmp_path / name).receipts for name in "ab"] == [3, 3]
+
+
+def test_who_joins_late_checks_the_log_from_there_on(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50, peers=1))
+    with running(folder) as here:
+        with members(folder, here, tmp_path, "a") as one:
+            for _ in range(2):
+                exchange(one)
+        with members(folder, here, tmp_path, "b") as other:
+            exchange(other)
+    found = verify_kept(tmp_path / "b")
+    assert (found.receipts, found.first_step, found.head.size) == (1, 3, 4)
+
+
+def test_an_invitation_brings_the_logs_key_and_another_one_is_refused(tmp_path: Path) -> None:
+    folder, home = new_folder(tmp_path / "run", toml=toml(50, peers=1)), tmp_path / "a"
+    with running(folder):
+        invitation = run(["edit-coordinator", "invite", "a", "--state", str(folder.path)]).splitlines()[0]
+        run(["edit-peer", "join", invitation, "--home", str(home)])
+        key = (home / KEY).read_text().strip()
+        assert (
+            key
+            == Invitation.decode(invitation).log_key
+            == LogSigner(f"edit/{folder.run_id}", (folder.path / "log.key").read_bytes()).key.text()
+        )
+        with connect(home) as (collective, config):
+            model = nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with EditWorker(model, optimizer, collective, WorkerConfig.of(config)) as worker:
+                while worker.outer_step < 1:
+                    model(torch.ones(4)).sum().backward()
+                    optimizer.step()
+        assert "1 receipts, outer steps 1 to 1: verified" in run(["edit-peer", "audit", "verify", "--home", str(home)])
+        other = LogSigner(f"edit/{folder.run_id}", LogSigner.new_key()).key.text()
+        (home / KEY).write_text(other)
+        with (
+            pytest.raises(RefusedError, match=r"log\.vkey: this peer knows another key of the run's audit log"),
+            connect(home) as (collective, config),
+            EditWorker(model, optimizer, collective, WorkerConfig.of(config)),
+        ):
+            pass
+
+
+def test_a_peer_of_two_ranks_checks_receipts_at_its_first_and_stops_at_both(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=AUDITED)
+    home, gate = tmp_path / "a", threading.Barrier(2, timeout=30)
+    home.mkdir()
+    with running(folder) as here:
+        key, certificate = here.served.certificate("a")
+        credentials = grpc.ssl_channel_credentials(here.served.ca, key, certificate)
+
+        def one(ranks: Ranks) -> str:
+            with IoThread() as io:
+                channels, identity = Channels([address(folder)], credentials), Identity(folder.run_id, "peer", "a")
+                hub = HubCollective(io, channels, identity, ranks=ranks, key=key, receipts=home)
+                rank = two_ranks.Rank(ranks, io, hub, two_ranks.shards(ranks.rank), gate)
+                try:
+                    rank.join()
+                    for step in range(2):
+                        rank.contribute(vectors(two_ranks.SIZES, step + 1), step)
+                        assert isinstance(hub.outcome(step, block=True), Committed)
+                    rank.only(0, lambda: setattr(hub._receipts, "position", (2, "0" * 64)))
+                    rank.contribute(vectors(two_ranks.SIZES, 3), 2)
+                    with pytest.raises(RefusedError) as error:
+                        hub.outcome(2, block=True)
+                    return str(error.value)
+                finally:
+                    hub.close()
+
+        said = at_every_rank(2, one)
+    assert said[0] == said[1] and "theta before outer step 3 has the digest" in said[0]
+    assert (home / FAULT).exists() and log_of(folder).commits == 3
+    entry = json.loads((folder.path / "audit-log.jsonl").read_bytes().splitlines()[-1])
+    heads = {(values[1], type(values[-1]) is int) for values in entry["contributions"]["a"]["parts"]}
+    assert heads == {(0, True), (1, False)}  # rank 0 has seen the log
+
+
+# ---- a coordinator that lies -----------------------------------------------------------------------------------------------
+
+
+def copied(folder: StateFolder, target: Path) -> None:
+    """A copy of a coordinator's folder, as a backup has it."""
+    shutil.copytree(folder.path, target)
+
+
+def test_a_coordinator_with_an_old_copy_of_its_folder_is_found(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    with running(folder) as here, members(folder, here, tmp_path) as two:
+        exchange(two)
+    copied(folder, tmp_path / "copy")
+    with running(folder) as here, members(folder, here, tmp_path) as two:
+        exchange(two)
+    shutil.rmtree(folder.path)
+    shutil.move(tmp_path / "copy", folder.path)
+    with (
+        running(folder) as here,
+        pytest.raises(
+            RefusedError, match="has seen 3 entries of the audit log, which has 2: the coordinator goes on from an old"
+        ),
+        members(folder, here, tmp_path) as two,
+    ):
+        exchange(two)
+
+
+class Forked:
+    """An audit log that shows one peer entries of its own: the same commits, and another text in each."""
+
+    def __init__(self, log: AuditLog, other: AuditLog, peer_id: str) -> None:
+        self._log, self._other, self._peer_id = log, other, peer_id
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._log, name)
+
+    def __len__(self) -> int:
+        return len(self._log)
+
+    def commit(self, *args: Any, **kwargs: Any) -> str:
+        self._entry = self._other.commit(*args, **{**kwargs, "reason": "another"})
+        return self._log.commit(*args, **kwargs)
+
+    def append(self, entry: str) -> None:
+        self._log.append(entry)
+        self._other.append(self._entry)
+
+    def receipt(self, outer_step: int, seen_size: int) -> LogReceipt:
+        return (self._other if asking.get() == self._peer_id else self._log).receipt(outer_step, seen_size)
+
+    def misfit(self, seen: SeenHead) -> tuple[str, bool]:
+        return "", True
+
+
+asking: ContextVar[str] = ContextVar("asking", default="")
+
+
+@pytest.fixture
+def known_asker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coordinators that start from now on know in `asking` who fetches an update."""
+    fetch = DataService.FetchUpdate
+
+    async def fetch_update(self: DataService, request: object, context: Any) -> None:
+        asking.set(self._authorizer.authorize(context, "peer").peer_id)
+        await fetch(self, request, context)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DataService, "FetchUpdate", fetch_update)
+
+
+def fork(here: Running, folder: StateFolder, peer_id: str) -> None:
+    """From now on show this peer another log, with the same beginning and the same key."""
+    copied(folder, folder.path.with_name("other"))
+    other = AuditLog.open(folder.path.with_name("other"), folder.run_id, folder.config(), time.time)
+    other.attach((), here.run.rounds.outer)
+    store = here.run.rounds._store
+    here.tell(lambda _: setattr(store, "audit", Forked(store.audit, other, peer_id)))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("known_asker")
+def test_a_forked_coordinator_is_found_by_both_sides_within_one_outer_step(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    left = pytest.raises(RefusedError, match="has seen another log")  # leaving asks once more, and is told the same
+    with running(folder) as here, left, members(folder, here, tmp_path) as two:
+        exchange(two)
+        fork(here, folder, "b")
+        exchange(two)  # from here on the two have seen different logs
+        sizes = {name: one.collective._receipts.head for name, one in two.items()}  # type: ignore[union-attr]
+        assert sizes["a"].size == sizes["b"].size == 3 and sizes["a"].root != sizes["b"].root
+        for _ in range(EVERY):
+            for one in two.values():
+                one.step()
+        for name, other in ("ab", "ba"):
+            with pytest.raises(RefusedError, match=f"{other} has seen another log of 3 entries"):
+                two[name].worker.synchronize()
+            assert two[name].fault.startswith(f"{other} has seen another log of 3 entries")
+            evidence = json.loads((two[name].home / FAULT).read_text())
+            assert parse_checkpoint(open_note(evidence["seen"]["note"], [NoteKey.parse(evidence["key"])])[0]).size == 3
+            assert other in json.loads(evidence["came"]["entry"])["contributions"]
+    with running(folder) as here, pytest.raises(RefusedError, match="did not fit, so this peer does not take part"):  # noqa: SIM117
+        with members(folder, here, tmp_path, "a"):
+            pass
+
+
+@pytest.mark.usefixtures("known_asker")
+def test_a_fork_is_found_by_peers_that_started_anew_after_it(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    left = pytest.raises(RefusedError, match="has seen another log")
+    with running(folder) as here:
+        with members(folder, here, tmp_path) as two:
+            exchange(two)
+            fork(here, folder, "b")
+            exchange(two)
+        with left, members(folder, here, tmp_path) as two:
+            exchange(two)
+        for name, other in ("ab", "ba"):
+            assert two[name].fault.startswith(f"{other} has seen another log of 3 entries")  # leaving waits for the outcome
