@@ -82,6 +82,7 @@ def leaving(status: RunStatus, role: str, endpoints: Sequence[str]) -> tuple[Lea
         *((_signatures(coordinator),) if settings.get("audit.enabled") is True else ()),
         _heartbeat(settings, coordinator),
         _schema(coordinator),
+        _consent(settings, coordinator),
         asked,
     )
 
@@ -217,6 +218,21 @@ def _schema(coordinator: str) -> Leaving:
         size="the parameters: 4 bytes each",
         seen_by="the operator; every member gets the common parameters",
         kept="in the checkpoints, as the run's model",
+    )
+
+
+def _consent(settings: Mapping[str, object], coordinator: str) -> Leaving:
+    needed = "needed here" if settings.get("membership.consent") is True else "if its site gave one"
+    audit = settings.get("audit.enabled") is True
+    return Leaving(
+        what=f"its site's consent ({needed}): digests of the configuration and of policy.toml, and a signature of them",
+        to=coordinator,
+        form="SHA-256 and P-256, over mutual TLS",
+        how_often="with every connection",
+        size="about 300 bytes",
+        seen_by="the operator; that there is one: every member"
+        + ("; whoever gets the audit log or a copy of it" if audit else ""),
+        kept="in the coordinator's audit log, which is not shortened" if audit else "in memory, until the coordinator stops",
     )
 
 

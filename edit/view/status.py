@@ -120,6 +120,7 @@ _COLUMNS: tuple[tuple[str, Callable[[MemberStatus], Text], int], ...] = (
     ("in", lambda row: Text(str(row.contributions)), 2),
     ("out", lambda row: Text(str(row.rejections)), 2),
     ("absent", lambda row: Text(str(row.absences)), 3),
+    ("consent", lambda row: Text("yes" if row.consented else ""), 8),
     ("certificate", lambda row: _certificate(row.expires, time.time()), 9),
 )
 

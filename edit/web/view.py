@@ -105,6 +105,7 @@ class MemberRow:
     traffic: str
     certificate: str
     certificate_tone: str
+    consent: str
     evictable: bool
 
 
@@ -227,6 +228,7 @@ def _member(row: MemberStatus, colour: int | None, status: RunStatus, now: float
         traffic=f"{_bytes(row.bytes_sent)} ↑\n{_bytes(row.bytes_received)} ↓" if sent else "",
         certificate=_certificate(row.expires, now),
         certificate_tone=_certificate_tone(row.expires, now),
+        consent="its site consents" if row.consented else "",
         evictable=row.state != "evicted",
     )
 

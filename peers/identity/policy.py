@@ -1,9 +1,11 @@
 """What a site allows its peer: policy.toml in the peer's folder, and the consent to one configuration of a run.
 
 The peer checks both whenever an aggregator tells it the run's configuration, before anything of its data has been sent, so no
-run can switch them off. A site without policy.toml that has consented to nothing takes part in whatever it was invited to.
+run can switch them off. A site without policy.toml that has consented to nothing takes part in whatever it was invited to,
+unless the run asks for its consent.
 
-    [accept]    needs a consent: the run's digest is in `runs`, or the operator gave it (`edit-peer consent`)
+    [accept]    needs a consent: the run's digest is in `runs`, or the operator gave it (`edit-peer consent`); without this
+                section it is needed where the run asks for it (`membership.consent`)
     [limits]    what the run may ask for
     [require]   what the run must have
 """
@@ -223,8 +225,9 @@ class SitePolicy:
         """
         for fault in self.faults(config):
             raise ConfigError(f"{fault}; this peer does not take part")
-        self._check_consent(text)
-        asked = self.accept is not None or self.consent is not None
+        asked = self.accept is not None or self.consent is not None or config.membership.consent
+        if asked:
+            self._check_consent(text)
         return self.sign(text) if asked and self.sign is not None else None
 
     def check_parameters(self, count: int) -> None:
@@ -260,8 +263,6 @@ class SitePolicy:
             yield f"require.epsilon_max = {wanted.epsilon_max:g}: the run has privacy.epsilon_max = {privacy.epsilon_max:g}"
 
     def _check_consent(self, text: str) -> None:
-        if self.accept is None and self.consent is None:
-            return
         digest, accept = digest_of(text), self.accept or Accept()
         if digest in accept.runs:
             return
