@@ -157,7 +157,7 @@ def test_every_setting_that_it_names_is_one_of_the_run() -> None:
 
 @pytest.mark.parametrize(("asked", "words"), [(False, "if its site gave one"), (True, "needed here")])
 def test_a_consent_is_told_and_whether_the_run_asks_for_it(asked: bool, words: str) -> None:
-    told = by_what(leaving(configured(membership__consent=asked), "peer", AT), "its site's consent")
+    told = by_what(leaving(configured(None, membership__consent=asked), "peer", AT), "its site's consent")
     assert words in told.what and "until the coordinator stops" in told.kept
     kept = by_what(leaving(configured(audit__enabled=True), "peer", AT), "its site's consent").kept
     assert "audit log" in kept
