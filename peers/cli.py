@@ -276,11 +276,13 @@ def explain(
     """
     from edit.view.explain import STAYS, leaving, print_leaving
     from peers.identity.peer_folder import PeerFolder
+    from peers.identity.policy import SitePolicy
     from peers.watching import read_status
 
     folder = PeerFolder(home)
     enrolled = folder.load(time.time())
-    entries = leaving(asyncio.run(read_status(folder)), enrolled.identity.role, enrolled.endpoints)
+    protect, status = SitePolicy.load(home, enrolled.identity, folder.key).protect, asyncio.run(read_status(folder))
+    entries = leaving(status, enrolled.identity.role, enrolled.endpoints, clip=protect.clip, hidden=protect.hide)
     if as_json:
         typer.echo(json_text({"sent": [entry.as_json() for entry in entries], "not_sent": list(STAYS)}, indent=2))
     else:

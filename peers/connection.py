@@ -74,6 +74,8 @@ def connect(
             key=folder.key(),
             masks=known,
             check=policy.check,
+            clip=policy.protect.clip,
+            hide=policy.protect.hide,
             ended=ended,
             failed=failed,
         )

@@ -121,8 +121,9 @@ def attend(
             io.spawn(renewal.keep())
         if seeking is not None:
             io.spawn(seeking.keep())
-        check = options.policy.check
-        return connect_hub(io, channels, identity, ranks, server, key=key, masks=masks, check=check)
+        policy = options.policy
+        hide = policy.protect.hide
+        return connect_hub(io, channels, identity, ranks, server, key=key, masks=masks, check=policy.check, hide=hide)
 
     train(options, connect, identity, device, launch)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -55,11 +55,16 @@ class Leaving:
         return asdict(self)
 
 
-def leaving(status: RunStatus, role: str, endpoints: Sequence[str]) -> tuple[Leaving, ...]:
+def leaving(
+    status: RunStatus, role: str, endpoints: Sequence[str], *, clip: float = 0.0, hidden: Collection[str] = ()
+) -> tuple[Leaving, ...]:
     """Return what leaves the site of a member.
 
-    status: what the coordinator says of the run, with its settings; role: the member's; endpoints: the coordinator's, where
-    they are known.
+    Args:
+        status: what the coordinator says of the run, with its settings.
+        role: the member's.
+        endpoints: the coordinator's, where they are known.
+        clip, hidden: protect.clip and protect.hide of the site's policy.toml, where that is known.
     """
     settings = _settings(status)
     coordinator = "the coordinator" + (f" ({' or '.join(map(printable, endpoints))})" if endpoints else "")
@@ -77,10 +82,10 @@ def leaving(status: RunStatus, role: str, endpoints: Sequence[str]) -> tuple[Lea
     addresses = settings.get("aggregators.addresses")
     further = tuple(map(str, addresses)) if isinstance(addresses, list) else ()
     return (
-        _contribution(status, settings, coordinator, further),
+        _contribution(status, settings, coordinator, further, clip),
         *((_mask_keys(coordinator),) if settings.get("secagg.enabled") is True else ()),
         *((_signatures(coordinator),) if settings.get("audit.enabled") is True else ()),
-        _heartbeat(settings, coordinator),
+        _heartbeat(settings, coordinator, hidden),
         _schema(coordinator),
         _consent(settings, coordinator),
         asked,
@@ -98,7 +103,9 @@ def _settings(status: RunStatus) -> dict[str, object]:
     return settings
 
 
-def _contribution(status: RunStatus, settings: Mapping[str, object], coordinator: str, further: Sequence[str]) -> Leaving:
+def _contribution(
+    status: RunStatus, settings: Mapping[str, object], coordinator: str, further: Sequence[str], clip: float
+) -> Leaving:
     to = f"{coordinator} and the aggregators at {', '.join(map(printable, further))}" if further else coordinator
     fragments = any(value for name, value in settings.items() if name.startswith("codec.fragments"))
     often = f"each fragment once in {_said(settings, 'sync.every')} inner steps"
@@ -111,7 +118,8 @@ def _contribution(status: RunStatus, settings: Mapping[str, object], coordinator
         codec = f"masked integers of {_said(settings, 'secagg.bits')} bits"
     return Leaving(
         what="contributions: how far its parameters moved from the common ones (pseudo-gradients), its inner steps and tokens"
-        + (", the norm of each fragment" if masked else ""),
+        + (", the norm of each fragment" if masked else "")
+        + (f"; shortened to a norm of at most {clip:g} (protect.clip)" if clip else ""),
         to=to,
         form=f"{codec}, over mutual TLS; {_mask(settings) if masked else 'not masked' + _noise(status, settings)}",
         how_often=f"{often}; again when a round is aborted",
@@ -182,7 +190,7 @@ def _signatures(coordinator: str) -> Leaving:
     )
 
 
-def _heartbeat(settings: Mapping[str, object], coordinator: str) -> Leaving:
+def _heartbeat(settings: Mapping[str, object], coordinator: str, hidden: Collection[str]) -> Leaving:
     shared = settings.get("membership.share_losses")
     private = settings.get("privacy.level") == "example"
     losses = (
@@ -199,7 +207,8 @@ def _heartbeat(settings: Mapping[str, object], coordinator: str) -> Leaving:
             if private
             else "training loss, unless it runs with --hide-loss"
         )
-        + "; metrics that its own loop gives to worker.report",
+        + "; metrics that its own loop gives to worker.report"
+        + (f"; all without {', '.join(hidden)} (protect.hide)" if hidden else ""),
         to=coordinator,
         form="numbers and short texts, over mutual TLS",
         how_often=f"every {_said(settings, 'membership.heartbeat_s')} s",

@@ -8,6 +8,7 @@ unless the run asks for its consent.
                 section it is needed where the run asks for it (`membership.consent`)
     [limits]    what the run may ask for
     [require]   what the run must have
+    [protect]   what the peer does to all that it sends
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import base64
 import datetime
 import hashlib
 import json
+import math
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +37,7 @@ from editpb.identity import Identity
 from editpb.messages import Consent as SaidConsent
 from peers.identity.known_members import read_members
 
-__all__ = ["NO_POLICY", "Consent", "Sections", "SitePolicy", "changes", "digest_of"]
+__all__ = ["NO_POLICY", "Consent", "Protect", "Sections", "SitePolicy", "changes", "digest_of"]
 
 _FORMAT = 1  # of consent.json
 _DIGEST = "sha256:"
@@ -101,6 +103,25 @@ class Require:
         require(not self.members or self.secagg, "require.members", self.members, rule)
 
 
+HIDEABLE = ("loss", "tokens_per_s", "step_s", "device", "metrics")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protect:
+    """The section [protect]."""
+
+    # The largest norm of a contribution, over all fragments and ranks: a longer one is made as short before it is encoded, and
+    # what is cut off is not sent later; 0: any.
+    clip: float = 0.0
+    # What the peer's reports leave out: `loss`, `tokens_per_s`, `step_s`, `device`, `metrics`.
+    hide: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(0 <= self.clip < math.inf, "protect.clip", self.clip, "must be a number, and not negative")
+        for each in self.hide:
+            require(each in HIDEABLE, "protect.hide", each, f"must be of {', '.join(HIDEABLE)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
     """policy.toml."""
@@ -108,6 +129,7 @@ class Sections:
     accept: Accept | None = None
     limits: Limits = field(default_factory=Limits)
     require: Require = field(default_factory=Require)
+    protect: Protect = field(default_factory=Protect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +191,7 @@ class SitePolicy:
     accept: Accept | None = None
     limits: Limits = Limits()
     require: Require = Require()
+    protect: Protect = Protect()
     consent: Consent | None = None
     # `digest_of` policy.toml; empty: there is none.
     digest: str = ""
@@ -205,7 +228,17 @@ class SitePolicy:
             raise ConfigError(f"{path}: {error}") from error
         digest = digest_of(data)
         signing = partial(sign, policy=digest)
-        return cls(home, sections.accept, sections.limits, sections.require, consent, digest, signing, now)
+        return cls(
+            home=home,
+            accept=sections.accept,
+            limits=sections.limits,
+            require=sections.require,
+            protect=sections.protect,
+            consent=consent,
+            digest=digest,
+            sign=signing,
+            now=now,
+        )
 
     def members(self, given: Mapping[str, str] | None, option: str) -> Mapping[str, str] | None:
         """Return the key hashes of the members with whom keys are shared, by name; None: all.
@@ -261,6 +294,13 @@ class SitePolicy:
             yield f'require.privacy = "{wanted.privacy}": the run has privacy.level = "{privacy.level}"'
         if wanted.epsilon_max and privacy.epsilon_max > wanted.epsilon_max:
             yield f"require.epsilon_max = {wanted.epsilon_max:g}: the run has privacy.epsilon_max = {privacy.epsilon_max:g}"
+
+        clip = f"protect.clip = {self.protect.clip:g}"
+        parts = config.aggregators.count if config.swarm is None else config.swarm.parts
+        if self.protect.clip and parts > 1:
+            yield f"{clip}: the run's model is in {parts} parts, with a contribution to each"
+        if self.protect.clip and config.outer.algorithm == "gossip":
+            yield f'{clip}: with outer.algorithm = "gossip" partners swap parameters, which are not shortened'
 
     def _check_consent(self, text: str) -> None:
         digest, accept = digest_of(text), self.accept or Accept()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -252,6 +253,26 @@ def test_a_peer_whose_site_has_not_consented_ends_where_the_run_asks_for_it(tmp_
             while worker.outer_step < 1:
                 worker.step()  # type: ignore[attr-defined]
         assert here.run.consents == {"a": ""}
+
+
+def test_a_site_bounds_its_contributions_and_keeps_numbers_to_itself(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML + '[codec]\nup = "fp32"\n')
+    with running(folder) as here:
+        home = joined(folder, tmp_path / "a")
+        hidden = '["loss", "tokens_per_s", "step_s", "device", "metrics"]'
+        (home / "policy.toml").write_text(f"[protect]\nclip = 0.125\nhide = {hidden}\n")
+        with training(home) as worker:
+            while worker.outer_step < 1:
+                worker.count_tokens(10)
+                worker.report(loss=1.5, held_out=2.0)
+                worker.step()  # type: ignore[attr-defined]
+            assert worker.last_commit is not None
+            norms = [verdict.norm for each in worker.last_commit.fragments for verdict in each.verdicts]
+            assert abs(math.hypot(*norms) - 0.125) < 1e-6
+            here.await_(lambda run: (beat := run.attendances.membership.members["a"].heartbeat) and beat.inner_steps > 0)
+            beat = here.run.attendances.membership.members["a"].heartbeat
+        assert beat is not None and math.isnan(beat.loss) and worker.speed.loss == 1.5 and worker.speed.step_s > 0
+        assert (beat.tokens_per_s, beat.step_s, beat.device, dict(beat.metrics)) == (0.0, 0.0, "", {})
 
 
 def test_a_swarm_asks_for_no_consents() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from edit.collective import CompositeCollective
@@ -38,6 +38,8 @@ def connect_hub(
     key: bytes = b"",
     masks: MaskFolder | None = None,
     check: Check = lambda text, config: None,
+    clip: float = 0.0,
+    hide: Collection[str] = (),
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -55,6 +57,8 @@ def connect_hub(
         server: serves this peer's snapshots while the context is open.
         key, masks: as `HubCollective`'s.
         check: of the configuration, as `ConfigParser`'s.
+        clip: as `CompositeCollective`'s.
+        hide: as `Siblings`'.
         ended, failed: what the goodbye says.
     """
     with _serving(io, server):
@@ -64,7 +68,9 @@ def connect_hub(
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
         each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
-        with leaving(AllAggregators(io, each, identity, ranks, parser, server, key, masks), ended, failed) as connection:
+        with leaving(
+            AllAggregators(io, each, identity, ranks, parser, server, key, masks, clip, hide), ended, failed
+        ) as connection:
             yield connection, config, run_step
 
 
@@ -128,6 +134,8 @@ class AllAggregators(CompositeCollective):
         parser: of the configuration, with what it has parsed.
         server: serves this peer's snapshots.
         key, masks: as `HubCollective`'s.
+        clip: as `CompositeCollective`'s.
+        hide: as `Siblings`'.
     """
 
     def __init__(
@@ -140,15 +148,17 @@ class AllAggregators(CompositeCollective):
         server: SnapshotServer | None = None,
         key: bytes = b"",
         masks: MaskFolder | None = None,
+        clip: float = 0.0,
+        hide: Collection[str] = (),
     ) -> None:
         self._io = io
         self._server = server
         self._shown: Outer | None = None
-        siblings = Siblings(len(channels), parser, server)
+        siblings = Siblings(len(channels), parser, server, hide)
         self._connections = tuple(
             HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key, masks=masks) for each in channels
         )
-        super().__init__(self._connections)
+        super().__init__(self._connections, clip)
 
     @property
     def shares(self) -> tuple[HubCollective, ...]:

@@ -161,3 +161,11 @@ def test_a_consent_is_told_and_whether_the_run_asks_for_it(asked: bool, words: s
     assert words in told.what and "until the coordinator stops" in told.kept
     kept = by_what(leaving(configured(audit__enabled=True), "peer", AT), "its site's consent").kept
     assert "audit log" in kept
+
+
+def test_what_a_site_does_to_what_it_sends_is_told() -> None:
+    told = leaving(configured(), "peer", AT, clip=1.5, hidden=("loss", "step_s"))
+    assert "shortened to a norm of at most 1.5 (protect.clip)" in by_what(told, "contributions").what
+    assert "all without loss, step_s (protect.hide)" in by_what(told, "reports").what
+    plain = leaving(configured(), "peer", AT)
+    assert not any("protect" in entry.what for entry in plain)
