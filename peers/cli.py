@@ -281,8 +281,9 @@ def explain(
 
     folder = PeerFolder(home)
     enrolled = folder.load(time.time())
-    protect, status = SitePolicy.load(home, enrolled.identity, folder.key).protect, asyncio.run(read_status(folder))
-    entries = leaving(status, enrolled.identity.role, enrolled.endpoints, clip=protect.clip, hidden=protect.hide)
+    policy, status = SitePolicy.load(home, enrolled.identity, folder.key), asyncio.run(read_status(folder))
+    gb, clip, hidden = policy.limits.max_gb_per_day, policy.protect.clip, policy.protect.hide
+    entries = leaving(status, enrolled.identity.role, enrolled.endpoints, clip=clip, hidden=hidden, gb=gb)
     if as_json:
         typer.echo(json_text({"sent": [entry.as_json() for entry in entries], "not_sent": list(STAYS)}, indent=2))
     else:

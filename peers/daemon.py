@@ -65,7 +65,7 @@ def run_peer(options: PeerOptions) -> None:
     device = choose_device(options.device, launch)
     use_threads(options.threads)
     limit_heaps()
-    limit = send_limit(options.max_mbit, options.home)
+    limit = send_limit(options.max_mbit, options.home, options.policy.limits.max_gb_per_day)
     server = server_of(options, enrolled, launch, limit)
     with process_group(launch, device):
         channels = Channels(enrolled.endpoints, enrolled.credentials, limit)

@@ -56,7 +56,7 @@ class Leaving:
 
 
 def leaving(
-    status: RunStatus, role: str, endpoints: Sequence[str], *, clip: float = 0.0, hidden: Collection[str] = ()
+    status: RunStatus, role: str, endpoints: Sequence[str], *, clip: float = 0.0, hidden: Collection[str] = (), gb: float = 0.0
 ) -> tuple[Leaving, ...]:
     """Return what leaves the site of a member.
 
@@ -64,7 +64,7 @@ def leaving(
         status: what the coordinator says of the run, with its settings.
         role: the member's.
         endpoints: the coordinator's, where they are known.
-        clip, hidden: protect.clip and protect.hide of the site's policy.toml, where that is known.
+        clip, hidden, gb: protect.clip, protect.hide and limits.max_gb_per_day of the site's policy.toml, where that is known.
     """
     settings = _settings(status)
     coordinator = "the coordinator" + (f" ({' or '.join(map(printable, endpoints))})" if endpoints else "")
@@ -82,7 +82,7 @@ def leaving(
     addresses = settings.get("aggregators.addresses")
     further = tuple(map(str, addresses)) if isinstance(addresses, list) else ()
     return (
-        _contribution(status, settings, coordinator, further, clip),
+        _contribution(status, settings, coordinator, further, clip, gb),
         *((_mask_keys(coordinator),) if settings.get("secagg.enabled") is True else ()),
         *((_signatures(coordinator),) if settings.get("audit.enabled") is True else ()),
         _heartbeat(settings, coordinator, hidden),
@@ -104,7 +104,7 @@ def _settings(status: RunStatus) -> dict[str, object]:
 
 
 def _contribution(
-    status: RunStatus, settings: Mapping[str, object], coordinator: str, further: Sequence[str], clip: float
+    status: RunStatus, settings: Mapping[str, object], coordinator: str, further: Sequence[str], clip: float, gb: float
 ) -> Leaving:
     to = f"{coordinator} and the aggregators at {', '.join(map(printable, further))}" if further else coordinator
     fragments = any(value for name, value in settings.items() if name.startswith("codec.fragments"))
@@ -123,7 +123,7 @@ def _contribution(
         to=to,
         form=f"{codec}, over mutual TLS; {_mask(settings) if masked else 'not masked' + _noise(status, settings)}",
         how_often=f"{often}; again when a round is aborted",
-        size=_size(status),
+        size=_size(status) + (f"; at most {gb:g} GB on a day (limits.max_gb_per_day)" if gb else ""),
         seen_by=(
             "the operator sees the norms, and the sum of all peers; other members see norms, weights and verdicts, and the "
             "merged result"

@@ -70,8 +70,16 @@ class Limits:
     models: tuple[str, ...] = ()
     # The last day, in UTC, on which the peer begins to train or connects again; absent: no end.
     until: datetime.date | None = None
+    # The most that the peer sends on a day of UTC, in 10^9 bytes, as `--max-mbit` counts them; 0: any.
+    max_gb_per_day: float = 0.0
 
     def __post_init__(self) -> None:
+        require(
+            0 <= self.max_gb_per_day < math.inf,
+            "limits.max_gb_per_day",
+            self.max_gb_per_day,
+            "must be a number, and not negative",
+        )
         require(self.max_parameters >= 0, "limits.max_parameters", self.max_parameters, "must not be negative")
 
 
@@ -284,6 +292,8 @@ class SitePolicy:
             today = datetime.datetime.fromtimestamp(self.now(), datetime.UTC).date()
             if today > limits.until:
                 yield f"limits.until = {limits.until}: that is over"
+        if limits.max_gb_per_day and config.swarm is not None:
+            yield f"limits.max_gb_per_day = {limits.max_gb_per_day:g}: a member of a swarm serves its parts to others, too"
         if wanted.secagg and not config.secagg.enabled:
             yield "require.secagg = true: the run has secagg.enabled = false"
         if config.rounds.quorum < wanted.min_peers:

@@ -60,7 +60,7 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: 
                 upper,
                 lower,
                 SentFile(home / "sent.safetensors", upper.run_id),
-                send_limit(max_mbit, home),
+                send_limit(max_mbit, home, policy.limits.max_gb_per_day),
                 allowed,
                 key=PeerFolder(home).key(),
                 check=policy.check,

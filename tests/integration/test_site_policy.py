@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -260,7 +261,7 @@ def test_a_site_bounds_its_contributions_and_keeps_numbers_to_itself(tmp_path: P
     with running(folder) as here:
         home = joined(folder, tmp_path / "a")
         hidden = '["loss", "tokens_per_s", "step_s", "device", "metrics"]'
-        (home / "policy.toml").write_text(f"[protect]\nclip = 0.125\nhide = {hidden}\n")
+        (home / "policy.toml").write_text(f"[limits]\nmax_gb_per_day = 1.0\n[protect]\nclip = 0.125\nhide = {hidden}\n")
         with training(home) as worker:
             while worker.outer_step < 1:
                 worker.count_tokens(10)
@@ -271,6 +272,7 @@ def test_a_site_bounds_its_contributions_and_keeps_numbers_to_itself(tmp_path: P
             assert abs(math.hypot(*norms) - 0.125) < 1e-6
             here.await_(lambda run: (beat := run.attendances.membership.members["a"].heartbeat) and beat.inner_steps > 0)
             beat = here.run.attendances.membership.members["a"].heartbeat
+        assert 0 < struct.unpack("<qq", (home / "sent-today").read_bytes())[1] <= 32 << 20
         assert beat is not None and math.isnan(beat.loss) and worker.speed.loss == 1.5 and worker.speed.step_s > 0
         assert (beat.tokens_per_s, beat.step_s, beat.device, dict(beat.metrics)) == (0.0, 0.0, "", {})
 

@@ -164,7 +164,9 @@ def test_a_consent_is_told_and_whether_the_run_asks_for_it(asked: bool, words: s
 
 
 def test_what_a_site_does_to_what_it_sends_is_told() -> None:
-    told = leaving(configured(), "peer", AT, clip=1.5, hidden=("loss", "step_s"))
+    told = leaving(configured(), "peer", AT, clip=1.5, hidden=("loss", "step_s"), gb=50.0)
+    size = by_what(told, "contributions").size
+    assert size.endswith("; at most 50 GB on a day (limits.max_gb_per_day)")
     assert "shortened to a norm of at most 1.5 (protect.clip)" in by_what(told, "contributions").what
     assert "all without loss, step_s (protect.hide)" in by_what(told, "reports").what
     plain = leaving(configured(), "peer", AT)

@@ -67,6 +67,11 @@ def check(found: SitePolicy, run: RunConfig) -> None:
             "protect.clip = 0.5: the run's model is in 2 parts, with a contribution to each",
         ),
         (
+            "[limits]\nmax_gb_per_day = 5",
+            {"swarm": {}},
+            "limits.max_gb_per_day = 5: a member of a swarm serves its parts to others, too",
+        ),
+        (
             "[protect]\nclip = 0.5",
             {"swarm": {}},
             "protect.clip = 0.5: the run's model is in 4 parts, with a contribution to each",
@@ -116,6 +121,7 @@ def test_what_it_allows_passes(tmp_path: Path) -> None:
         ('[limits]\nuntil = "2026"', "limits.until: must be date, not str"),
         ("[limits]\nmax_parameters = -1", "limits.max_parameters = -1: must not be negative"),
         ('[accept]\nruns = ["abc"]', "accept.runs = 'abc': must be sha256: and 64 hexadecimal digits"),
+        ("[limits]\nmax_gb_per_day = -1.0", "limits.max_gb_per_day = -1.0: must be a number, and not negative"),
         ("[protect]\nclip = -1.0", "protect.clip = -1.0: must be a number, and not negative"),
         ("[protect]\nclip = nan", "protect.clip = nan: must be a number, and not negative"),
         ('[protect]\nhide = ["tokens"]', "protect.hide = 'tokens': must be of loss, tokens_per_s, step_s, device, metrics"),
