@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.checkpoints import NoteKey
 from editpb.audit_log import LogFault, LogVerifier, Usage
+from editpb.messages import DataStatement
 
 __all__ = ["audit"]
 
@@ -75,9 +77,22 @@ def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False
     Example: edit-coordinator audit usage --state my-run
     """
     log, _ = _verified(state, key)
-    peers = dict(sorted(log.usage.items()))
+    peers = {peer: log.usage.get(peer, Usage()) for peer in sorted(log.usage.keys() | log.consents.keys())}
+    data = {peer: consent.data for peer, consent in log.consents.items() if consent.data}
     if as_json:
-        typer.echo(json.dumps({peer: {**_fields(one), "verdicts": dict(one.verdicts)} for peer, one in peers.items()}))
+        typer.echo(
+            json.dumps(
+                {
+                    peer: {
+                        **_fields(one),
+                        "verdicts": dict(one.verdicts),
+                        "consented": peer in log.consents,
+                        "data": asdict(data[peer]) if peer in data else None,
+                    }
+                    for peer, one in peers.items()
+                }
+            )
+        )
         return
     table = Table("peer", "outer steps", "tokens", "share", "missing", "verdicts by fragment", box=None)
     for peer, one in peers.items():
@@ -85,7 +100,9 @@ def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False
         share = one.share / log.commits if log.commits else 0.0
         table.add_row(printable(peer), str(one.outer_steps), str(one.tokens), f"{share:.1%}", str(one.missing), verdicts)
     Console().print(table)
-    typer.echo("Tokens are what each peer says of itself.")
+    for peer, said in sorted(data.items()):
+        typer.echo(f"{printable(peer)}'s data: {printable(_words_of(said))}")
+    typer.echo("Tokens, and what is said of data, are what each peer says of itself.")
 
 
 @audit.command()
@@ -108,6 +125,12 @@ def export(
     for name, data in ((AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")):
         write_atomic(out / name, data)
     typer.echo(f"{out}: {signed} entries, outer step {log.outer_step}")
+
+
+def _words_of(data: DataStatement) -> str:
+    manifest = f"manifest sha256:{data.manifest}" if data.manifest else ""
+    licence = f"licence {data.licence}" if data.licence else ""
+    return "; ".join(filter(None, (data.statement, licence, manifest)))
 
 
 def _verified(state: Path, key: str, sample: int | None = None) -> tuple[LogVerifier, int]:

@@ -234,7 +234,8 @@ def _consent(settings: Mapping[str, object], coordinator: str) -> Leaving:
     needed = "needed here" if settings.get("membership.consent") is True else "if its site gave one"
     audit = settings.get("audit.enabled") is True
     return Leaving(
-        what=f"its site's consent ({needed}): digests of the configuration and of policy.toml, and a signature of them",
+        what=f"its site's consent ({needed}): digests of the configuration and of policy.toml, what that says of the data, "
+        "and a signature of them",
         to=coordinator,
         form="SHA-256 and P-256, over mutual TLS",
         how_often="with every connection",

@@ -9,6 +9,7 @@ unless the run asks for its consent.
     [limits]    what the run may ask for
     [require]   what the run must have
     [protect]   what the peer does to all that it sends
+    [data]      what is said of the data with a consent
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ from edit.errors import ConfigError
 from edit.trust.signatures import Signer, is_signed
 from editpb.consents import consent_statement, signed_consent
 from editpb.identity import Identity
+from editpb.limits import MAX_DATA_CHARS
 from editpb.messages import Consent as SaidConsent
+from editpb.messages import DataStatement
 from peers.identity.known_members import read_members
 
 __all__ = ["NO_POLICY", "Consent", "Protect", "Sections", "SitePolicy", "changes", "digest_of"]
 
 _FORMAT = 1  # of consent.json
 _DIGEST = "sha256:"
+_NOTHING = DataStatement()
 _MOST_SHOWN = 12  # changed settings in a message
 
 
@@ -55,9 +59,8 @@ class Accept:
 
     def __post_init__(self) -> None:
         for run in self.runs:
-            rest = run.removeprefix(_DIGEST)
-            ok = run.startswith(_DIGEST) and len(rest) == 64 and set(rest) <= set("0123456789abcdef")
-            require(ok, "accept.runs", run, "must be sha256: and 64 hexadecimal digits, as edit-peer consent prints it")
+            rule = "must be sha256: and 64 hexadecimal digits, as edit-peer consent prints it"
+            require(_is_digest(run), "accept.runs", run, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,30 @@ class Protect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The section [data]: what the site says of its data with its consent, for the run's audit log."""
+
+    # In words.
+    statement: str = ""
+    # `sha256:` and the digest of a list of the files, which the site keeps.
+    manifest: str = ""
+    # The licence, or the agreement under which it is used.
+    licence: str = ""
+
+    def __post_init__(self) -> None:
+        for name, text in (("statement", self.statement), ("licence", self.licence)):
+            ok = text.isprintable() and len(text) <= MAX_DATA_CHARS
+            require(ok, f"data.{name}", text[:80], f"must be one printable line of at most {MAX_DATA_CHARS} characters")
+        rule = "must be sha256: and 64 hexadecimal digits"
+        require(not self.manifest or _is_digest(self.manifest), "data.manifest", self.manifest, rule)
+
+    @property
+    def said(self) -> DataStatement:
+        """As it is said with a consent."""
+        return DataStatement(self.statement, _hex(self.manifest), self.licence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
     """policy.toml."""
 
@@ -138,6 +165,7 @@ class Sections:
     limits: Limits = field(default_factory=Limits)
     require: Require = field(default_factory=Require)
     protect: Protect = field(default_factory=Protect)
+    data: Data = field(default_factory=Data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +228,7 @@ class SitePolicy:
     limits: Limits = Limits()
     require: Require = Require()
     protect: Protect = Protect()
+    data: Data = Data()
     consent: Consent | None = None
     # `digest_of` policy.toml; empty: there is none.
     digest: str = ""
@@ -219,8 +248,9 @@ class SitePolicy:
             consent = None  # to the run that this folder was enrolled in before
         path = home / "policy.toml"
 
-        def sign(text: str, policy: str = "") -> SaidConsent:
-            return signed_consent(identity.run_id, identity.peer_id, _hex(digest_of(text)), _hex(policy), Signer(key()))
+        def sign(text: str, policy: str = "", data: DataStatement = _NOTHING) -> SaidConsent:
+            config = _hex(digest_of(text))
+            return signed_consent(identity.run_id, identity.peer_id, config, _hex(policy), Signer(key()), data)
 
         try:
             data = path.read_bytes()
@@ -235,13 +265,14 @@ class SitePolicy:
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         digest = digest_of(data)
-        signing = partial(sign, policy=digest)
+        signing = partial(sign, policy=digest, data=sections.data.said)
         return cls(
             home=home,
             accept=sections.accept,
             limits=sections.limits,
             require=sections.require,
             protect=sections.protect,
+            data=sections.data,
             consent=consent,
             digest=digest,
             sign=signing,
@@ -331,6 +362,11 @@ class SitePolicy:
 
 
 NO_POLICY = SitePolicy()
+
+
+def _is_digest(text: str) -> bool:
+    rest = text.removeprefix(_DIGEST)
+    return text.startswith(_DIGEST) and len(rest) == 64 and set(rest) <= set("0123456789abcdef")
 
 
 def _hex(digest: str) -> str:

@@ -117,16 +117,22 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., schema: _Optional[bytes] = ..., consent: _Optional[_Union[Consent, _Mapping]] = ...) -> None: ...
 
 class Consent(_message.Message):
-    __slots__ = ("config_digest", "policy_digest", "public_key", "signature")
+    __slots__ = ("config_digest", "policy_digest", "public_key", "signature", "data_statement", "data_manifest", "data_licence")
     CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
     POLICY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    DATA_STATEMENT_FIELD_NUMBER: _ClassVar[int]
+    DATA_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_LICENCE_FIELD_NUMBER: _ClassVar[int]
     config_digest: str
     policy_digest: str
     public_key: bytes
     signature: bytes
-    def __init__(self, config_digest: _Optional[str] = ..., policy_digest: _Optional[str] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    data_statement: str
+    data_manifest: str
+    data_licence: str
+    def __init__(self, config_digest: _Optional[str] = ..., policy_digest: _Optional[str] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., data_statement: _Optional[str] = ..., data_manifest: _Optional[str] = ..., data_licence: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "peer_id", "config_json", "outer_step", "first_round_id")

@@ -24,7 +24,7 @@ from edit.trust.signatures import Signer
 from editpb.audit_log import LogVerifier
 from editpb.consents import signed_consent
 from editpb.control_messages import peer_message_to_pb
-from editpb.messages import Expel
+from editpb.messages import DataStatement, Expel
 from editpb.signed_contributions import ContributionSigner
 from peers.cli import app
 from peers.connection import connect
@@ -142,7 +142,9 @@ def test_a_consent_stands_in_the_audit_log_and_who_lies_about_it_is_refused(tmp_
     folder = new_folder(tmp_path / "run", toml=TOML + "[audit]\nenabled = true\n")
     with running(folder) as here:
         home = joined(folder, tmp_path / "a")
-        (home / "policy.toml").write_text("[limits]\nuntil = 2999-01-01\n")
+        digest = f"sha256:{'c' * 64}"
+        data = f'statement = "notes"\nmanifest = "{digest}"\nlicence = "DUA-17"\n'
+        (home / "policy.toml").write_text(f"[limits]\nuntil = 2999-01-01\n[data]\n{data}")
         assert "audit.enabled = true (default false)" in CliRunner().invoke(app, ["consent", "--home", str(home)]).stdout
         consent(home, "--accept", _digest(home))
         for _ in range(2):
@@ -154,6 +156,11 @@ def test_a_consent_stands_in_the_audit_log_and_who_lies_about_it_is_refused(tmp_
     for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines():
         log.take(line)
     assert {*log.consents} == {"a"} and log.consents["a"].policy_digest == here.run.consents["a"]
+    assert log.consents["a"].data == DataStatement("notes", "c" * 64, "DUA-17")
+    shown = run(["edit-coordinator", "audit", "usage", "--state", str(folder.path)])
+    assert f"a's data: notes; licence DUA-17; manifest {digest}" in shown
+    listed = json.loads(run(["edit-coordinator", "audit", "usage", "--json", "--state", str(folder.path)]))
+    assert listed["a"]["consented"] and listed["a"]["data"]["licence"] == "DUA-17"
     kinds = [json.loads(line)["kind"] for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines()]
     assert kinds.count("consent") == 1
 

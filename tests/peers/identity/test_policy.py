@@ -122,6 +122,8 @@ def test_what_it_allows_passes(tmp_path: Path) -> None:
         ("[limits]\nmax_parameters = -1", "limits.max_parameters = -1: must not be negative"),
         ('[accept]\nruns = ["abc"]', "accept.runs = 'abc': must be sha256: and 64 hexadecimal digits"),
         ("[limits]\nmax_gb_per_day = -1.0", "limits.max_gb_per_day = -1.0: must be a number, and not negative"),
+        ('[data]\nmanifest = "abc"', "data.manifest = 'abc': must be sha256: and 64 hexadecimal digits"),
+        ('[data]\nlicence = "a\\nb"', "data.licence = 'a\\nb': must be one printable line of at most 512 characters"),
         ("[protect]\nclip = -1.0", "protect.clip = -1.0: must be a number, and not negative"),
         ("[protect]\nclip = nan", "protect.clip = nan: must be a number, and not negative"),
         ('[protect]\nhide = ["tokens"]', "protect.hide = 'tokens': must be of loss, tokens_per_s, step_s, device, metrics"),
