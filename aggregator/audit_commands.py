@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.checkpoints import NoteKey
+from edit.trust.envelopes import signed_envelope
 from editpb.audit_log import LogFault, LogVerifier, Usage
 from editpb.messages import DataStatement
 
@@ -107,24 +109,55 @@ def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False
 
 @audit.command()
 def export(
-    out: Annotated[Path, typer.Argument(help="The folder to write.")], state: _Log = Path("edit-run"), key: _Key = ""
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    state: _Log = Path("edit-run"),
+    key: _Key = "",
+    provenance: Annotated[
+        bool,
+        typer.Option(
+            "--provenance", help="Write where the model comes from, too: a signed statement of in-toto, for other tools."
+        ),
+    ] = False,
+    of: Annotated[
+        list[Path] | None,
+        typer.Option("--of", help="With --provenance: a file of the model, as `export` wrote it; may be repeated."),
+    ] = None,
 ) -> None:
     """Verify the log and copy it, for somebody else to verify: the entries that the head is signed for, the head, the key.
 
-    Example: edit-coordinator audit export my-audit --state my-run
+    Example: edit-coordinator audit export my-audit --state my-run --provenance --of model.safetensors
     """
+    if of and not provenance:
+        raise ConfigError("--of: has no effect without --provenance")
     log, _ = _verified(state, key)
     assert log.key is not None
     head = (state / AUDIT_HEAD).read_bytes()
     signed = log.check_head(head)
     lines = b"".join(line + b"\n" for line in itertools.islice(entries_of(state / AUDIT_LOG), signed))
+    files = [(AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")]
+    if provenance:
+        files += _provenance(state, log.run_id, log.key, lines, head, of or [])
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be created ({error.strerror})") from error
-    for name, data in ((AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")):
+    for name, data in files:
         write_atomic(out / name, data)
     typer.echo(f"{out}: {signed} entries, outer step {log.outer_step}")
+
+
+def _provenance(
+    state: Path, run_id: str, key: NoteKey, lines: bytes, head: bytes, of: Sequence[Path]
+) -> list[tuple[str, bytes]]:
+    """Return the files that say where the model comes from: the statement, signed, and the key that it is signed with."""
+    from aggregator.provenance import PAYLOAD_TYPE, provenance_of
+    from aggregator.storage.audit_log import AuditLog
+
+    signer = AuditLog.signer(state, run_id)
+    if signer.key != key:
+        raise ConfigError(f"{state}: its log.key is not the one that the log is signed with; restore it from a copy")
+    statement = json.dumps(provenance_of(lines.splitlines(), key, head, of), sort_keys=True).encode()
+    return [("provenance.json", signed_envelope(PAYLOAD_TYPE, statement, signer)), ("audit-log.key.pem", key.pem())]
 
 
 def _words_of(data: DataStatement) -> str:

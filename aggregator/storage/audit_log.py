@@ -70,13 +70,18 @@ class AuditLog:
                     f"{path}: is missing, and the log has entries that are signed with it; restore it from a copy"
                 )
             write_atomic(path, LogSigner.new_key(), mode=0o600)
+        return cls(folder, run_id, config, cls.signer(folder, run_id), now, disk or Disk())
+
+    @staticmethod
+    def signer(folder: Path, run_id: str) -> LogSigner:
+        """Return what signs for the log of this state folder. Raises ConfigError where its key is not there."""
+        path = folder / _PRIVATE
         try:
-            signer = LogSigner(f"edit/{run_id}", read_private(path))
+            return LogSigner(f"edit/{run_id}", read_private(path))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        return cls(folder, run_id, config, signer, now, disk or Disk())
 
     @property
     def key(self) -> str:
