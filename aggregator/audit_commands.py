@@ -146,6 +146,32 @@ def export(
     typer.echo(f"{out}: {signed} entries, outer step {log.outer_step}")
 
 
+@audit.command()
+def card(
+    out: Annotated[Path, typer.Argument(help="The file to write, as README.md beside the exported model; it must not exist.")],
+    state: _Log = Path("edit-run"),
+    key: _Key = "",
+) -> None:
+    """Verify the log and write a model card by it: who took part, on what data, configuration, privacy, and the log's head.
+
+    Example: edit-coordinator audit card my-model/README.md --state my-run
+    """
+    from aggregator.model_card import model_card
+
+    if out.exists():
+        raise ConfigError(f"{out}: exists; name a new file")
+    log, _ = _verified(state, key)
+    assert log.key is not None
+    head = (state / AUDIT_HEAD).read_bytes()
+    text = model_card(itertools.islice(entries_of(state / AUDIT_LOG), log.check_head(head)), log.key, head.decode())
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out.parent}: cannot be created ({error.strerror})") from error
+    write_atomic(out, text.encode())
+    typer.echo(f"{out}: run {printable(log.run_id)}, outer step {log.outer_step}")
+
+
 def _provenance(
     state: Path, run_id: str, key: NoteKey, lines: bytes, head: bytes, of: Sequence[Path]
 ) -> list[tuple[str, bytes]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,48 @@ from edit.trust.checkpoints import NoteKey
 from editpb.audit_log import LogVerifier
 from editpb.messages import Consent
 
-__all__ = ["PAYLOAD_TYPE", "provenance_of"]
+__all__ = ["PAYLOAD_TYPE", "Past", "provenance_of", "read_past", "utc"]
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _STATEMENT, _PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 _BUILD, _BUILDER = "urn:edit-localsgd:training:v1", f"urn:edit-localsgd:coordinator:{edit.__version__}"
 _DIGEST = "editOuterParameters"  # the name of the digest of outer parameters, as `edit-coordinator status` shows it
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """A configuration that the run has had."""
+
+    digest: str  # SHA-256 of its text, hex
+    since: int  # the outer step from which on
+    values: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Past:
+    """What a log says of a run. Times in seconds since 1970, by the coordinator's clock."""
+
+    log: LogVerifier
+    begun: int = 0
+    ended: int = 0  # of the last commit
+    first_step: int = 0  # of the outer parameters with which the log begins
+    first_digest: str = ""
+    configurations: list[Configured] = field(default_factory=list)
+
+
+def read_past(lines: Iterable[bytes], key: NoteKey) -> Past:
+    """Return what the entries of a log say. Raises LogFault; the signatures of contributions are not looked at."""
+    past = Past(LogVerifier(key, signatures=False))
+    for line in lines:
+        entry = past.log.take(line)
+        if "config" in entry:
+            values = json.loads(entry["config"])
+            past.configurations.append(Configured(entry["config_digest"], past.log.outer_step, values))
+        if entry["kind"] == "genesis":
+            past.begun, past.first_step, past.first_digest = int(entry["time"]), past.log.outer_step, past.log.digest
+        if entry["kind"] == "commit":
+            past.ended = int(entry["time"])
+    return past
 
 
 def provenance_of(lines: Iterable[bytes], key: NoteKey, head: bytes, files: Sequence[Path]) -> dict[str, Any]:
@@ -40,16 +77,8 @@ def provenance_of(lines: Iterable[bytes], key: NoteKey, head: bytes, files: Sequ
 
     Raises LogFault; ConfigError before the first commit, for a file that cannot be read, and for an export of another model.
     """
-    log, begun, ended, configurations, first = LogVerifier(key, signatures=False), 0, 0, list[dict[str, Any]](), {}
-    for line in lines:
-        entry = log.take(line)
-        if "config" in entry:
-            configurations.append({"sha256": entry["config_digest"], "fromOuterStep": log.outer_step})
-            text = str(entry["config"])
-        if entry["kind"] == "genesis":
-            begun, first = int(entry["time"]), {"outerStep": log.outer_step, "digest": log.digest}
-        if entry["kind"] == "commit":
-            ended = int(entry["time"])
+    past = read_past(lines, key)
+    log = past.log
     if not log.commits:
         raise ConfigError("--provenance: the log has no commit yet")
     name = f"{log.run_id} at outer step {log.outer_step}"
@@ -61,9 +90,9 @@ def provenance_of(lines: Iterable[bytes], key: NoteKey, head: bytes, files: Sequ
             "buildDefinition": {
                 "buildType": _BUILD,
                 "externalParameters": {
-                    "configuration": json.loads(text),
-                    "configurations": configurations,
-                    "initialParameters": first,
+                    "configuration": past.configurations[-1].values,
+                    "configurations": [{"sha256": one.digest, "fromOuterStep": one.since} for one in past.configurations],
+                    "initialParameters": {"outerStep": past.first_step, "digest": past.first_digest},
                 },
                 "internalParameters": {},
                 "resolvedDependencies": [
@@ -72,7 +101,7 @@ def provenance_of(lines: Iterable[bytes], key: NoteKey, head: bytes, files: Sequ
             },
             "runDetails": {
                 "builder": {"id": _BUILDER},
-                "metadata": {"invocationId": log.run_id, "startedOn": _time(begun), "finishedOn": _time(ended)},
+                "metadata": {"invocationId": log.run_id, "startedOn": utc(past.begun), "finishedOn": utc(past.ended)},
                 "byproducts": [
                     {
                         "name": "head of the audit log",
@@ -121,5 +150,6 @@ def _origin(path: Path) -> dict[str, str]:
         raise ConfigError(f"--of {path}: is not a file of safetensors ({error})") from error
 
 
-def _time(unix: int) -> str:
+def utc(unix: int) -> str:
+    """Return a time as `2026-11-23T12:00:00Z`."""
     return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

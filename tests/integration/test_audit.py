@@ -229,6 +229,16 @@ def test_provenance_says_what_the_log_says_and_is_signed_with_its_key(tmp_path: 
     assert run["metadata"]["startedOn"] <= run["metadata"]["finishedOn"] and run["metadata"]["startedOn"].endswith("Z")
     assert base64.b64decode(run["byproducts"][0]["content"]) == (out / "audit-log.head").read_bytes()
 
+    result = CliRunner().invoke(app, ["audit", "card", str(tmp_path / "model" / "README.md"), "--state", str(folder.path)])
+    assert result.exit_code == 0, result.output
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert card.startswith(f'---\nmodel_name: "{folder.run_id}"\n') and f"`{log.digest}`" in card
+    assert "| a | 1 | 10 | 50.0% | yes | notes; licence DUA&#45;17; manifest sha256&#58;" in card
+    assert "| b | 1 | 10 | 50.0% |  |  |" in card and "20 tokens in all." in card and "No differential privacy." in card
+    assert (out / "audit-log.head").read_text().strip() in card
+    again = CliRunner().invoke(app, ["audit", "card", str(tmp_path / "model" / "README.md"), "--state", str(folder.path)])
+    assert isinstance(again.exception, ConfigError) and "exists; name a new file" in str(again.exception)
+
     def refused(*words: str) -> str:
         failed = CliRunner().invoke(app, ["audit", "export", str(tmp_path / "no"), *words])
         assert isinstance(failed.exception, ConfigError) and not (tmp_path / "no").exists()
