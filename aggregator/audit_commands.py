@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,12 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from aggregator.audit_verification import entries_of, verified_log
+from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import AUDIT_HEAD, AUDIT_KEY, AUDIT_LOG, StateFolder
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.checkpoints import NoteKey
+from edit.trust.envelopes import signed_envelope
 from editpb.audit_log import LogFault, LogVerifier, Usage
+from editpb.messages import DataStatement
 
 __all__ = ["audit"]
 
@@ -75,9 +80,22 @@ def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False
     Example: edit-coordinator audit usage --state my-run
     """
     log, _ = _verified(state, key)
-    peers = dict(sorted(log.usage.items()))
+    peers = {peer: log.usage.get(peer, Usage()) for peer in sorted(log.usage.keys() | log.consents.keys())}
+    data = {peer: consent.data for peer, consent in log.consents.items() if consent.data}
     if as_json:
-        typer.echo(json.dumps({peer: {**_fields(one), "verdicts": dict(one.verdicts)} for peer, one in peers.items()}))
+        typer.echo(
+            json.dumps(
+                {
+                    peer: {
+                        **_fields(one),
+                        "verdicts": dict(one.verdicts),
+                        "consented": peer in log.consents,
+                        "data": asdict(data[peer]) if peer in data else None,
+                    }
+                    for peer, one in peers.items()
+                }
+            )
+        )
         return
     table = Table("peer", "outer steps", "tokens", "share", "missing", "verdicts by fragment", box=None)
     for peer, one in peers.items():
@@ -85,29 +103,93 @@ def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False
         share = one.share / log.commits if log.commits else 0.0
         table.add_row(printable(peer), str(one.outer_steps), str(one.tokens), f"{share:.1%}", str(one.missing), verdicts)
     Console().print(table)
-    typer.echo("Tokens are what each peer says of itself.")
+    for peer, said in sorted(data.items()):
+        typer.echo(f"{printable(peer)}'s data: {printable(_words_of(said))}")
+    typer.echo("Tokens, and what is said of data, are what each peer says of itself.")
 
 
 @audit.command()
 def export(
-    out: Annotated[Path, typer.Argument(help="The folder to write.")], state: _Log = Path("edit-run"), key: _Key = ""
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    state: _Log = Path("edit-run"),
+    key: _Key = "",
+    provenance: Annotated[
+        bool,
+        typer.Option(
+            "--provenance", help="Write where the model comes from, too: a signed statement of in-toto, for other tools."
+        ),
+    ] = False,
+    of: Annotated[
+        list[Path] | None,
+        typer.Option("--of", help="With --provenance: a file of the model, as `export` wrote it; may be repeated."),
+    ] = None,
 ) -> None:
     """Verify the log and copy it, for somebody else to verify: the entries that the head is signed for, the head, the key.
 
-    Example: edit-coordinator audit export my-audit --state my-run
+    Example: edit-coordinator audit export my-audit --state my-run --provenance --of model.safetensors
     """
+    if of and not provenance:
+        raise ConfigError("--of: has no effect without --provenance")
     log, _ = _verified(state, key)
     assert log.key is not None
     head = (state / AUDIT_HEAD).read_bytes()
     signed = log.check_head(head)
     lines = b"".join(line + b"\n" for line in itertools.islice(entries_of(state / AUDIT_LOG), signed))
+    files = [(AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")]
+    if provenance:
+        files += _provenance(state, log.run_id, log.key, lines, head, of or [])
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be created ({error.strerror})") from error
-    for name, data in ((AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")):
+    for name, data in files:
         write_atomic(out / name, data)
     typer.echo(f"{out}: {signed} entries, outer step {log.outer_step}")
+
+
+@audit.command()
+def card(
+    out: Annotated[Path, typer.Argument(help="The file to write, as README.md beside the exported model; it must not exist.")],
+    state: _Log = Path("edit-run"),
+    key: _Key = "",
+) -> None:
+    """Verify the log and write a model card by it: who took part, on what data, configuration, privacy, and the log's head.
+
+    Example: edit-coordinator audit card my-model/README.md --state my-run
+    """
+    from aggregator.model_card import model_card
+
+    if out.exists():
+        raise ConfigError(f"{out}: exists; name a new file")
+    log, _ = _verified(state, key)
+    assert log.key is not None
+    head = (state / AUDIT_HEAD).read_bytes()
+    text = model_card(itertools.islice(entries_of(state / AUDIT_LOG), log.check_head(head)), log.key, head.decode())
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out.parent}: cannot be created ({error.strerror})") from error
+    write_atomic(out, text.encode())
+    typer.echo(f"{out}: run {printable(log.run_id)}, outer step {log.outer_step}")
+
+
+def _provenance(
+    state: Path, run_id: str, key: NoteKey, lines: bytes, head: bytes, of: Sequence[Path]
+) -> list[tuple[str, bytes]]:
+    """Return the files that say where the model comes from: the statement, signed, and the key that it is signed with."""
+    from aggregator.provenance import PAYLOAD_TYPE, provenance_of
+
+    signer = open_log_key(state, run_id)
+    if signer.key != key:
+        raise ConfigError(f"{state}: its log.key is not the one that the log is signed with; restore it from a copy")
+    statement = json.dumps(provenance_of(lines.splitlines(), key, head, of), sort_keys=True).encode()
+    return [("provenance.json", signed_envelope(PAYLOAD_TYPE, statement, signer)), ("audit-log.key.pem", key.pem())]
+
+
+def _words_of(data: DataStatement) -> str:
+    manifest = f"manifest sha256:{data.manifest}" if data.manifest else ""
+    licence = f"licence {data.licence}" if data.licence else ""
+    return "; ".join(filter(None, (data.statement, licence, manifest)))
 
 
 def _verified(state: Path, key: str, sample: int | None = None) -> tuple[LogVerifier, int]:

@@ -156,6 +156,7 @@ ceiling_s = 600.0               # The longest deadline of a round, in seconds.
 #heartbeat_s = 2.0              # Seconds between two reports of a peer; by default 1.0 in a swarm.
 #lease_s = 6.0                  # A peer that is silent for so many seconds is lost; by default 3.0 in a swarm.
 #share_losses = false           # Whether observers and other peers see a peer's training loss and metrics. The operator does.
+#consent = false                # A peer takes part only once its site has consented to this configuration (edit-peer consent).
 
 [storage]
 #buffer_bytes = 268435456       # Memory for contributions, a quarter of it for what is on its way. The rest lies on disk.

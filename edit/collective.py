@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from edit.errors import LocalProtocolError
+from edit.errors import ConfigError, LocalProtocolError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Contribution, Outcome, Progress, Snapshot
@@ -72,13 +72,16 @@ class CompositeCollective:
     """One peer's connections to a run with several aggregators; what `EditWorker` takes in place of a `Collective`.
 
     shares: a collective for each aggregator, in the aggregators' order. Each carries the fragments that its aggregator has
-    (`edit.fragments.assignment`); they advance on their own.
+    (`edit.fragments.assignment`); they advance on their own. clip: the largest norm of a contribution, over all fragments and
+    ranks, that this peer's site allows: a longer one is made as short before it is encoded; 0: any. It needs one aggregator.
     """
 
-    def __init__(self, shares: Sequence[Collective]) -> None:
+    def __init__(self, shares: Sequence[Collective], clip: float = 0.0) -> None:
         if not shares:
             raise LocalProtocolError("a CompositeCollective needs at least one collective")
-        self._shares = tuple(shares)
+        if clip and len(shares) > 1:
+            raise ConfigError(f"protect.clip = {clip:g}: the model is in {len(shares)} parts, with a contribution to each")
+        self._shares, self.clip = tuple(shares), clip
 
     @property
     def peer_id(self) -> str:

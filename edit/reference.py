@@ -639,14 +639,16 @@ def _two_levels(x: Tensor, edge: float) -> Tensor:
     return torch.where(x < 0, -levels, levels)
 
 
-def feedback(deltas: Sequence[Tensor], lossy: Callable[[Tensor], Tensor], decay: float) -> list[Tensor]:
+def feedback(deltas: Sequence[Tensor], lossy: Callable[[Tensor], Tensor], decay: float, clip: float = math.inf) -> list[Tensor]:
     """Return what is sent of each of a row of vectors: u = Delta + decay e; send lossy(u); e <- u - lossy(u).
 
     Contributions of one peer; merges as they are recorded for the outer optimizer; outer steps as they are published.
+    clip: u <- u min(1, clip / ||u||) first, so what is cut off is not sent later.
     """
     error, sent = torch.zeros_like(deltas[0]), []
     for delta in deltas:
         total = delta + decay * error
+        total = total * min(1.0, clip / max(float(total.double().square().sum().sqrt()), 1e-300))
         sent.append(lossy(total))
         error = total - sent[-1]
     return sent

@@ -305,11 +305,14 @@ def explain(
     """
     from edit.view.explain import STAYS, leaving, print_leaving
     from peers.identity.peer_folder import PeerFolder
+    from peers.identity.policy import SitePolicy
     from peers.watching import read_status
 
     folder = PeerFolder(home)
     enrolled = folder.load(time.time())
-    entries = leaving(asyncio.run(read_status(folder)), enrolled.identity.role, enrolled.endpoints)
+    policy, status = SitePolicy.load(home, enrolled.identity, folder.key), asyncio.run(read_status(folder))
+    gb, clip, hidden = policy.limits.max_gb_per_day, policy.protect.clip, policy.protect.hide
+    entries = leaving(status, enrolled.identity.role, enrolled.endpoints, clip=clip, hidden=hidden, gb=gb)
     if as_json:
         typer.echo(json_text({"sent": [entry.as_json() for entry in entries], "not_sent": list(STAYS)}, indent=2))
     else:

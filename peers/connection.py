@@ -61,7 +61,9 @@ def connect(
     listed = read_members(Path(members)) if members is not None else None
     known = MaskFolder(folder.revealed, policy.members(listed, "members"))
     ranks = _world() if ranks is None else ranks
-    channels = Channels(enrolled.endpoints, enrolled.credentials, send_limit(max_mbit, Path(home)))
+    channels = Channels(
+        enrolled.endpoints, enrolled.credentials, send_limit(max_mbit, Path(home), policy.limits.max_gb_per_day)
+    )
     renewal = Renewal(folder, enrolled, channels, asks=launched().local_rank == 0)
     ended, failed = "the training has ended", "the training failed"
     with IoThread() as io:
@@ -75,6 +77,8 @@ def connect(
             masks=known,
             receipts=Path(home),
             check=policy.check,
+            clip=policy.protect.clip,
+            hide=policy.protect.hide,
             ended=ended,
             failed=failed,
         )

@@ -65,7 +65,7 @@ def run_peer(options: PeerOptions) -> None:
     device = choose_device(options.device, launch)
     use_threads(options.threads)
     limit_heaps()
-    limit = send_limit(options.max_mbit, options.home)
+    limit = send_limit(options.max_mbit, options.home, options.policy.limits.max_gb_per_day)
     server = server_of(options, enrolled, launch, limit)
     with process_group(launch, device):
         channels = Channels(enrolled.endpoints, enrolled.credentials, limit)
@@ -121,9 +121,11 @@ def attend(
             io.spawn(renewal.keep())
         if seeking is not None:
             io.spawn(seeking.keep())
-        check = options.policy.check
-        home = options.home
-        return connect_hub(io, channels, identity, ranks, server, key=key, masks=masks, receipts=home, check=check)
+        policy, home = options.policy, options.home
+        hide = policy.protect.hide
+        return connect_hub(
+            io, channels, identity, ranks, server, key=key, masks=masks, receipts=home, check=policy.check, hide=hide
+        )
 
     train(options, connect, identity, device, launch)
 

@@ -45,7 +45,7 @@ from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.high_water import Mark
 from aggregator.storage.privacy_budget import PrivacyBudget
 from edit.config.run import RunConfig
-from edit.errors import RefusedError, StaleError, StorageError
+from edit.errors import RefusedError, StaleError, StorageError, TransportError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.merging.private import noise_line
@@ -257,10 +257,30 @@ class Run:
         if self._rounds is not None and schema.schema_hash != self._rounds.outer.schema.schema_hash:
             raise RefusedError("another model: its schema_hash differs")  # the run was founded while the schema was learned
         attendance = self.attendances.open(peer_id, schema, rank, ranks, expires)
-        if rank == 0 and self._rounds is None:
+        if rank == 0 and self._rounds is None and self.may_take_part(peer_id):
             self.founding.attended(peer_id)
         self._show_change()
         return attendance
+
+    def may_take_part(self, peer_id: str) -> bool:
+        """Return whether a peer counts: its site has consented, where the run asks for that."""
+        return not self.config.membership.consent or peer_id in self.consents
+
+    def check_consented(self, peer_id: str) -> None:
+        """Raise TransportError unless `may_take_part`: it comes on another stream, so the consent may be on its way."""
+        if not self.may_take_part(peer_id):
+            raise TransportError(f"{peer_id} has not said yet that its site consents to the configuration (membership.consent)")
+
+    def lacks_consent(self, peer_id: str) -> None:
+        """A peer attends, and does not say that its site consents: what it said before counts no more."""
+        self.consents.pop(peer_id, None)
+
+    def consents_awaited(self) -> list[str]:
+        """Return the members that would train and whose sites have not consented, where the run asks for that."""
+        if not self.config.membership.consent:
+            return []
+        peers = {one.peer_id for one in self.members.all() if one.role == "peer" and one.evicted is None}
+        return sorted(peers - self.consents.keys())
 
     def not_understood(self, peer_id: str, fault: str) -> None:
         """Warn, once per member, of a first message that is not understood; the member goes on trying."""
@@ -275,6 +295,10 @@ class Run:
             return
         self.consents[peer_id] = consent.policy_digest
         self.feed.publish(Consented(peer_id, consent.policy_digest))
+        if self.config.membership.consent:
+            if self._rounds is None and self.attendances.get(peer_id) is not None:
+                self.founding.attended(peer_id)
+            self._show_change()
         if self._resources.store.audit is not None:
             self._resources.background.spawn(self._log_consent(self._resources.store.audit, peer_id, consent))
 
@@ -344,7 +368,7 @@ class Run:
             machine = self._rounds.machine
             if machine.phase is not Phase.GATHERING or machine.enough < wanted or self._rounds.published.outer_step > 0:
                 return ""
-        missing = wanted - len(self.attendances.members())
+        missing = wanted - sum(map(self.may_take_part, self.attendances.members()))
         if missing <= 0 or wanted < 2:
             return ""
         return f"{missing} of {wanted} peers (rounds.start_peers = {wanted})"

@@ -70,7 +70,7 @@ def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief:
 def _waiting_for(run: Run, rounds: RoundRunner | None) -> str:
     """Say in words what has to happen before the run goes on."""
     if rounds is None:
-        return "; ".join(filter(None, (run.peers_awaited(), run.founding.waiting_for())))
+        return "; ".join(filter(None, (run.peers_awaited(), run.founding.waiting_for(), _consents(run))))
     wanted = run.config.rounds
     machine = rounds.machine
     match machine.phase:
@@ -81,17 +81,24 @@ def _waiting_for(run: Run, rounds: RoundRunner | None) -> str:
         case Phase.GATHERING if machine.held_back:
             return "the next attempt"
         case Phase.GATHERING if awaited := run.peers_awaited():
-            return awaited
+            return "; ".join(filter(None, (awaited, _consents(run))))
         case Phase.GATHERING if machine.round_id == 0 and machine.enough > 1:
-            return f"peers that are here: {len(machine.ready)} of {machine.enough} are ready"
+            ready = f"peers that are here: {len(machine.ready)} of {machine.enough} are ready"
+            return "; ".join(filter(None, (ready, _consents(run))))
         case Phase.GATHERING:
-            return "a peer that is ready"
+            return "; ".join(filter(None, ("a peer that is ready", _consents(run))))
         case Phase.COLLECTING if machine.deadline is None:
             return "a contribution"
         case Phase.COLLECTING:
             few = f"{len(machine.arrived)} in, quorum {wanted.quorum}"
             return f"{_names(machine.expected - machine.arrived) or 'more contributions'} ({few})"
     return ""
+
+
+def _consents(run: Run) -> str:
+    """Say in words whose consent is waited for; '': nobody's, or the run asks for none."""
+    awaited = run.consents_awaited()
+    return f"the consent of {_names(awaited)}" if awaited else ""
 
 
 def _masks(rounds: RoundRunner | None) -> str:
@@ -123,7 +130,10 @@ def _members(run: Run, rounds: RoundRunner | None, now: float) -> list[MemberSta
     """Every peer that was ever enrolled, and every other identity that attended."""
     attended = run.attendances.membership.members
     return [
-        _with_past(_member(one.peer_id, one.role, attended.get(one.peer_id), rounds, now), run.history, one.expires)
+        replace(
+            _with_past(_member(one.peer_id, one.role, attended.get(one.peer_id), rounds, now), run.history, one.expires),
+            consented=one.peer_id in run.consents,
+        )
         for one in run.members.all()
         if one.role == "peer" or one.peer_id in attended
     ]

@@ -32,6 +32,10 @@ __all__ = ["ControlService"]
 
 _HELLO_S = 30.0  # an Attend stream whose first message, or whose schema, takes longer is closed
 _WATCHERS = ("operator", "observer", "peer", "region")
+_NO_CONSENT = (
+    "its site has not consented to the run's configuration, which this run asks for (membership.consent): "
+    "run `edit-peer consent`, then start the peer again"
+)
 _REFUSED_S = 5.0  # how long a refused client may take over its first message before it hears why
 
 
@@ -116,30 +120,38 @@ class ControlService:
                 await attendance.changed.wait()
             if isinstance(attendance.expelled, TransportError):
                 raise attendance.expelled
-            if attendance.expelled is not None:
-                yield _expel(attendance.expelled)
+            if (refused := attendance.expelled or _refusal(listening)) is not None:
+                yield _expel(refused)
         finally:
+            fault = _fault(listening)
             ended = listening.done() and not listening.cancelled()
-            fault = listening.exception() if ended else None
             goodbye = listening.result() if ended and fault is None else ""
             listening.cancel()
             reason = goodbye or (str(fault) if isinstance(fault, EditError) else "the connection broke")
             self._run.leave(attendance, reason, polite=bool(goodbye))
-        if fault is not None:
+        if fault is not None and not isinstance(fault, RefusedError):  # who is refused was told so
             raise fault
 
     async def _listen(self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage], certified: str) -> str:
-        """Take heartbeats until the stream ends; return the reason of a goodbye, or ''. Raises RemoteProtocolError."""
+        """Take heartbeats until the stream ends; return the reason of a goodbye, or ''.
+
+        Raises RemoteProtocolError; RefusedError where the run asks for its site's consent, and it reports without one.
+        """
+        consented = not self._run.config.membership.consent or attendance.rank != 0
         async for message in messages:
             match peer_message_from_pb(message):
                 case Goodbye(reason):
                     return reason or "goodbye"
                 case Heartbeat() as heartbeat:
+                    if not consented:
+                        self._run.lacks_consent(attendance.peer_id)
+                        raise RefusedError(_NO_CONSENT)
                     self._run.heartbeat(attendance, heartbeat)
                 case Consent() as consent:
                     if key_hash(consent.public_key) != certified:
                         raise RemoteProtocolError("a consent is signed with another key than the certificate's")
                     self._run.consented(attendance.peer_id, consent)
+                    consented = True
                 case Hello():
                     raise RemoteProtocolError("Hello is said once")
         return ""
@@ -200,6 +212,16 @@ async def _discard_first(messages: AsyncIterator[cpb.PeerMessage]) -> None:
     """Let the first message of a refused client arrive, unread."""
     with contextlib.suppress(TimeoutError, StopAsyncIteration):
         await asyncio.wait_for(anext(messages), _REFUSED_S)
+
+
+def _fault(listening: asyncio.Task[str]) -> BaseException | None:
+    """Return what ended the reading of a stream; None: it goes on, was cancelled, or the stream ended."""
+    return listening.exception() if listening.done() and not listening.cancelled() else None
+
+
+def _refusal(listening: asyncio.Task[str]) -> RefusedError | None:
+    fault = _fault(listening)
+    return fault if isinstance(fault, RefusedError) else None
 
 
 def _expel(error: EvictedError | RefusedError) -> cpb.CoordinatorMessage:

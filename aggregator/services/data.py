@@ -92,6 +92,7 @@ class DataService:
     def _header(self, identity: Identity, message: dpb.ContributionHeader) -> ContributionHeader:
         header = contribution_header_from_pb(message, self._run.rounds.published.schema)
         self._run.check_run_id(header.run_id)
+        self._run.check_consented(identity.peer_id)
         if header.peer_id != identity.peer_id:
             raise RefusedError(f"the certificate is {identity.peer_id}'s, the contribution says {header.peer_id}")
         if header.rank >= (ranks := self._run.attendances.ranks(identity.peer_id)):

@@ -46,6 +46,7 @@ class MaskingService:
             with self._authorizer.admit(context, "peer") as identity:
                 run_id, round_id, said = request_from_pb(request, identity.peer_id)
                 self._run.check_run_id(run_id)
+                self._run.check_consented(identity.peer_id)
                 if isinstance(said, Advert):
                     certified = public_hash(self._authorizer.certificate(context))
                     if key_hash(said.public_key) != certified:

@@ -5,6 +5,8 @@ u = delta + decay e; q = encode(u); e <- u - decode(q), adopted only when the ro
 
 Step ahead (Xu et al., arXiv 2008.05823): the local parameters become theta - decay e, and e becomes 0. So training goes on from
 where the peer would be had all been sent, and the next delta, theta less the local parameters, has decay e in it.
+
+Rescaled by s (`rescale`): u = s (delta + decay e) in all of the above, until that is committed or rolled back.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class ErrorFeedback:
         self.form = "fp32" if self._steps_ahead else choice.residual
         self._residuals: dict[int, Residual] = {}
         self._staged: dict[int, EncodedTensor | Residual] = {}  # encoded, or what `keep` made of it
+        self._scales: dict[int, float] = {}  # s of `rescale`
 
     def keeps(self, i: int) -> bool:
         """Return whether fragment i has a residual: its codec is lossy, and feedback is not turned off."""
@@ -75,11 +78,26 @@ class ErrorFeedback:
 
     def owed(self, i: int, delta: Vector) -> Iterator[Tensor]:
         """Yield u = delta + decay e of fragment i as `stage` encodes it, a part at a time, valid until the next one."""
-        residual, numel = self._residuals.get(i), delta.numel()
-        total = torch.empty(0 if residual is None else min(PIECE, numel))
+        residual, scale, numel = self._residuals.get(i), self._scales.get(i), delta.numel()
+        total = torch.empty(0 if residual is None and scale is None else min(PIECE, numel))
         for part in parts(numel):
             u = delta[part]
-            yield u if residual is None else owing(u, residual.read(part), self._decay, total[: u.numel()])
+            if residual is not None:
+                u = owing(u, residual.read(part), self._decay, total[: u.numel()])
+            yield u if scale is None else torch.mul(u, scale, out=total[: u.numel()])
+
+    def rescale(self, i: int, scale: float) -> None:
+        """Multiply u of fragment i, as it is staged next, by `scale`, 0 to 1; what that takes away is in no residual."""
+        if not 0 <= scale <= 1:
+            raise LocalProtocolError(f"fragment {i}: a scale of {scale}, which is not from 0 to 1")
+        self._scales.pop(i, None)
+        if scale < 1:
+            self._scales[i] = scale
+
+    @property
+    def scales(self) -> dict[int, float]:
+        """What `rescale` was given of what is not committed yet, by fragment; one without is left out."""
+        return dict(self._scales)
 
     def needs_delta(self, i: int) -> bool:
         """Return whether `commit` of the staged vector i takes its delta."""
@@ -104,7 +122,7 @@ class ErrorFeedback:
         staged = self._staged[i]
         if self.keeps(i) and isinstance(staged, EncodedTensor):
             left = Residual(delta.numel(), self.form)
-            for _ in self._left_out(i, delta, staged, self._residuals.get(i), left):
+            for _ in self._left_out(i, delta, staged, self._residuals.get(i), left, self._scales.get(i)):
                 pass
             self._staged[i] = left
 
@@ -133,14 +151,21 @@ class ErrorFeedback:
             self._check(i, delta)
             before = self._residuals.get(i)
             self._residuals[i] = before or Residual(delta.numel(), self.form)
-            written = self._left_out(i, delta, staged, before, self._residuals[i])
+            written = self._left_out(i, delta, staged, before, self._residuals[i], self._scales.get(i))
             if self._steps_ahead:  # all of it is asked for before anything moves
                 written = iter(list(written))
         del self._staged[i]
+        self._scales.pop(i, None)
         return written
 
     def _left_out(
-        self, i: int, delta: Vector, encoded: EncodedTensor, before: Residual | None, out: Residual
+        self,
+        i: int,
+        delta: Vector,
+        encoded: EncodedTensor,
+        before: Residual | None,
+        out: Residual,
+        scale: float | None,
     ) -> Iterator[slice]:
         """Write e' = u - decode(q) into `out`, yielding each part that is written. before: e, perhaps `out` itself."""
         in_place = out.form == "fp32"
@@ -148,6 +173,8 @@ class ErrorFeedback:
         for part in parts(delta.numel()):
             u = out.tensor[part] if in_place else scratch[: part.stop - part.start]
             owing(delta[part], None if before is None else before.read(part), self._decay, u)
+            if scale is not None:
+                u.mul_(scale)
             subtract(part, u)
             if not in_place:
                 out.write(part, u)
@@ -163,6 +190,7 @@ class ErrorFeedback:
     def rollback(self, i: int) -> None:
         """Forget the staged vector, if there is one: it was not merged."""
         self._staged.pop(i, None)
+        self._scales.pop(i, None)
 
     def residuals(self) -> dict[int, Residual]:
         """Return the committed residuals by fragment; a fragment without one is left out. Commits write into them."""
@@ -182,7 +210,7 @@ class ErrorFeedback:
             except StorageError as error:
                 raise StorageError(f"residual.{i}: {error}") from error
         self._residuals = {i: residual for i, residual in loaded.items() if self.keeps(i)}
-        self._staged = {}
+        self._staged, self._scales = {}, {}
 
     def _check(self, i: int, delta: Vector) -> None:
         if not 0 <= i < len(self._shards) or delta.numel() != self._shards[i].numel:

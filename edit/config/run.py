@@ -177,6 +177,8 @@ class MembershipConfig:
     # Whether observers and other peers see a peer's training loss and metrics, which the operator always does. What a peer
     # keeps to itself with --hide-loss, it says to nobody.
     share_losses: bool = False
+    # Whether a peer takes part only once its site has consented to this configuration (`edit-peer consent`).
+    consent: bool = False
 
     def __post_init__(self) -> None:
         check_bounds("membership.", self)
@@ -319,6 +321,8 @@ class RunConfig:
         self._check_audit()
         self._check_secagg()
         self._check_privacy()
+        rule = "must be false with [swarm]: there is no coordinator that asks for it; policy.toml of each site may"
+        require(self.swarm is None or not self.membership.consent, "membership.consent", True, rule)
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)
@@ -543,6 +547,7 @@ class RunConfig:
 
 _LATER: tuple[tuple[str, str, object], ...] = (
     ("membership", "share_losses", False),
+    ("membership", "consent", False),
     ("", "plugins", {}),
     ("inner", "optimizer", "adamw"),
     ("inner", "options", {}),

@@ -20,7 +20,7 @@ from edit.codecs.blockwise import row_sums
 from edit.kernels import fast
 from edit.records import EncodedTensor
 
-__all__ = ["difference_norm", "dot", "norm", "norm_of_encoded", "norm_of_pieces", "whole_norm"]
+__all__ = ["clip_to", "difference_norm", "dot", "norm", "norm_of_encoded", "norm_of_pieces", "whole_norm"]
 
 
 def norm(flat: Tensor) -> float:
@@ -78,6 +78,13 @@ def _lanes(numel: int) -> Tensor:
 
 def _sum(lanes: Tensor) -> float:
     return row_sums(lanes.unsqueeze(0)).item()
+
+
+def clip_to(norm: float, most: float) -> float:
+    """Return min(1, most / norm), what shortens a vector of this norm to `most`; 0 for a norm that is NaN or infinite."""
+    if norm <= most:
+        return 1.0
+    return most / norm if math.isfinite(norm) else 0.0
 
 
 def whole_norm(norms: Iterable[float]) -> float:

@@ -98,14 +98,23 @@ class NoteKey:
 
     def verifies(self, signature: bytes, text: str) -> bool:
         """Return whether the holder of this key has signed the text of a note."""
+        return self.verifies_bytes(signature, text.encode())
+
+    def pem(self) -> bytes:
+        """Return an Ed25519 key as SubjectPublicKeyInfo in PEM, which other tools read."""
+        pem, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        return Ed25519PublicKey.from_public_bytes(self.public).public_bytes(pem, form)
+
+    def verifies_bytes(self, signature: bytes, signed: bytes) -> bool:
+        """Return whether the holder of this key has signed these bytes."""
         try:
             if self.kind == _ED25519:
-                Ed25519PublicKey.from_public_bytes(self.public).verify(signature, text.encode())
+                Ed25519PublicKey.from_public_bytes(self.public).verify(signature, signed)
             else:
                 key = serialization.load_der_public_key(self.public)
                 if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
                     return False
-                key.verify(signature, text.encode(), ec.ECDSA(hashes.SHA256()))
+                key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, ValueError, UnsupportedAlgorithm):
             return False
         return True
@@ -131,6 +140,10 @@ class LogSigner:
         """Return a new private key, in PEM."""
         pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
         return Ed25519PrivateKey.generate().private_bytes(pem, form, serialization.NoEncryption())
+
+    def sign_bytes(self, signed: bytes) -> bytes:
+        """Return the signature of what is no note, and cannot be taken for one."""
+        return self._key.sign(signed)
 
     def sign(self, size: int, root: bytes) -> str:
         """Return the signed note of a head. The same head has the same note."""

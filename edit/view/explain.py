@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -55,11 +55,16 @@ class Leaving:
         return asdict(self)
 
 
-def leaving(status: RunStatus, role: str, endpoints: Sequence[str]) -> tuple[Leaving, ...]:
+def leaving(
+    status: RunStatus, role: str, endpoints: Sequence[str], *, clip: float = 0.0, hidden: Collection[str] = (), gb: float = 0.0
+) -> tuple[Leaving, ...]:
     """Return what leaves the site of a member.
 
-    status: what the coordinator says of the run, with its settings; role: the member's; endpoints: the coordinator's, where
-    they are known.
+    Args:
+        status: what the coordinator says of the run, with its settings.
+        role: the member's.
+        endpoints: the coordinator's, where they are known.
+        clip, hidden, gb: protect.clip, protect.hide and limits.max_gb_per_day of the site's policy.toml, where that is known.
     """
     settings = _settings(status)
     coordinator = "the coordinator" + (f" ({' or '.join(map(printable, endpoints))})" if endpoints else "")
@@ -77,11 +82,12 @@ def leaving(status: RunStatus, role: str, endpoints: Sequence[str]) -> tuple[Lea
     addresses = settings.get("aggregators.addresses")
     further = tuple(map(str, addresses)) if isinstance(addresses, list) else ()
     return (
-        _contribution(status, settings, coordinator, further),
+        _contribution(status, settings, coordinator, further, clip, gb),
         *((_mask_keys(coordinator),) if settings.get("secagg.enabled") is True else ()),
         *((_signatures(coordinator),) if settings.get("audit.enabled") is True else ()),
-        _heartbeat(settings, coordinator),
+        _heartbeat(settings, coordinator, hidden),
         _schema(coordinator),
+        _consent(settings, coordinator),
         asked,
     )
 
@@ -97,7 +103,9 @@ def _settings(status: RunStatus) -> dict[str, object]:
     return settings
 
 
-def _contribution(status: RunStatus, settings: Mapping[str, object], coordinator: str, further: Sequence[str]) -> Leaving:
+def _contribution(
+    status: RunStatus, settings: Mapping[str, object], coordinator: str, further: Sequence[str], clip: float, gb: float
+) -> Leaving:
     to = f"{coordinator} and the aggregators at {', '.join(map(printable, further))}" if further else coordinator
     fragments = any(value for name, value in settings.items() if name.startswith("codec.fragments"))
     often = f"each fragment once in {_said(settings, 'sync.every')} inner steps"
@@ -110,11 +118,12 @@ def _contribution(status: RunStatus, settings: Mapping[str, object], coordinator
         codec = f"masked integers of {_said(settings, 'secagg.bits')} bits"
     return Leaving(
         what="contributions: how far its parameters moved from the common ones (pseudo-gradients), its inner steps and tokens"
-        + (", the norm of each fragment" if masked else ""),
+        + (", the norm of each fragment" if masked else "")
+        + (f"; shortened to a norm of at most {clip:g} (protect.clip)" if clip else ""),
         to=to,
         form=f"{codec}, over mutual TLS; {_mask(settings) if masked else 'not masked' + _noise(status, settings)}",
         how_often=f"{often}; again when a round is aborted",
-        size=_size(status),
+        size=_size(status) + (f"; at most {gb:g} GB on a day (limits.max_gb_per_day)" if gb else ""),
         seen_by=(
             "the operator sees the norms, and the sum of all peers; other members see norms, weights and verdicts, and the "
             "merged result"
@@ -182,7 +191,7 @@ def _signatures(coordinator: str) -> Leaving:
     )
 
 
-def _heartbeat(settings: Mapping[str, object], coordinator: str) -> Leaving:
+def _heartbeat(settings: Mapping[str, object], coordinator: str, hidden: Collection[str]) -> Leaving:
     shared = settings.get("membership.share_losses")
     private = settings.get("privacy.level") == "example"
     losses = (
@@ -199,7 +208,8 @@ def _heartbeat(settings: Mapping[str, object], coordinator: str) -> Leaving:
             if private
             else "training loss, unless it runs with --hide-loss"
         )
-        + "; metrics that its own loop gives to worker.report",
+        + "; metrics that its own loop gives to worker.report"
+        + (f"; all without {', '.join(hidden)} (protect.hide)" if hidden else ""),
         to=coordinator,
         form="numbers and short texts, over mutual TLS",
         how_often=f"every {_said(settings, 'membership.heartbeat_s')} s",
@@ -218,6 +228,22 @@ def _schema(coordinator: str) -> Leaving:
         size="the parameters: 4 bytes each",
         seen_by="the operator; every member gets the common parameters",
         kept="in the checkpoints, as the run's model",
+    )
+
+
+def _consent(settings: Mapping[str, object], coordinator: str) -> Leaving:
+    needed = "needed here" if settings.get("membership.consent") is True else "if its site gave one"
+    audit = settings.get("audit.enabled") is True
+    return Leaving(
+        what=f"its site's consent ({needed}): digests of the configuration and of policy.toml, what that says of the data, "
+        "and a signature of them",
+        to=coordinator,
+        form="SHA-256 and P-256, over mutual TLS",
+        how_often="with every connection",
+        size="about 300 bytes",
+        seen_by="the operator; that there is one: every member"
+        + ("; whoever gets the audit log or a copy of it" if audit else ""),
+        kept="in the coordinator's audit log, which is not shortened" if audit else "in memory, until the coordinator stops",
     )
 
 

@@ -116,10 +116,11 @@ _COLUMNS: tuple[tuple[str, Callable[[MemberStatus], Text], int], ...] = (
     ("outer", lambda row: Text(str(row.outer_step)), 1),
     ("steps", lambda row: Text(str(row.inner_steps)), 8),
     ("loss", lambda row: Text(f"{row.loss:.3g}" if math.isfinite(row.loss) else ""), 2),
-    ("tok/s", lambda row: Text(f"{row.tokens_per_s:.3g}"), 7),
+    ("tok/s", lambda row: Text(f"{row.tokens_per_s:.3g}" if row.tokens_per_s else ""), 7),
     ("in", lambda row: Text(str(row.contributions)), 2),
     ("out", lambda row: Text(str(row.rejections)), 2),
     ("absent", lambda row: Text(str(row.absences)), 3),
+    ("consent", lambda row: Text("yes" if row.consented else ""), 8),
     ("certificate", lambda row: _certificate(row.expires, time.time()), 9),
 )
 

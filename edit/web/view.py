@@ -105,6 +105,7 @@ class MemberRow:
     traffic: str
     certificate: str
     certificate_tone: str
+    consent: str
     evictable: bool
 
 
@@ -217,7 +218,7 @@ def _member(row: MemberStatus, colour: int | None, status: RunStatus, now: float
         where=printable(row.device),
         phase=_phase(row) if here else "",
         loss=_loss(row),
-        tokens_per_s=_short(row.tokens_per_s) if here and row.tokens_per_s > 0 else "",
+        tokens_per_s=_speed(row) if here else "",
         step=f"{row.outer_step:,}" if trains and row.outer_step else "",
         shares=_shares(row),
         verdict=VERDICTS.get(row.verdict, printable(row.verdict)),
@@ -227,6 +228,7 @@ def _member(row: MemberStatus, colour: int | None, status: RunStatus, now: float
         traffic=f"{_bytes(row.bytes_sent)} ↑\n{_bytes(row.bytes_received)} ↓" if sent else "",
         certificate=_certificate(row.expires, now),
         certificate_tone=_certificate_tone(row.expires, now),
+        consent="its site consents" if row.consented else "",
         evictable=row.state != "evicted",
     )
 
@@ -245,6 +247,12 @@ def _loss(row: MemberStatus) -> str:
     if not math.isfinite(row.loss):
         return "" if row.inner_steps == 0 else "not shared"
     return f"{row.loss:.3f}" if row.inner_steps else ""
+
+
+def _speed(row: MemberStatus) -> str:
+    if row.tokens_per_s > 0:
+        return _short(row.tokens_per_s)
+    return "not shared" if row.inner_steps > 1 else ""
 
 
 def _shares(row: MemberStatus) -> tuple[tuple[str, float, float, str], ...]:

@@ -63,6 +63,7 @@ class _PartialCommit:
 
 class ShareExchange:
     """The exchange of one replica with one aggregator. clock: monotonic seconds. alone: whether there is no other aggregator.
+    clip: as `ContributionMaker`'s.
 
     Raises ConfigError when the model has fewer fragments than the run has groups.
     """
@@ -76,6 +77,7 @@ class ShareExchange:
         clock: Callable[[], float],
         *,
         alone: bool,
+        clip: float = 0.0,
     ) -> None:
         sync = config.sync
         self.replica = replica
@@ -89,7 +91,7 @@ class ShareExchange:
         self.sent = SentTensors()
         # The commit applied last, without its payloads.
         self.last_commit: Commit | None = None
-        self._maker = ContributionMaker(replica, self.feedback, collective, config, self.estimator, self.grid)
+        self._maker = ContributionMaker(replica, self.feedback, collective, config, self.estimator, self.grid, clip)
         self._updates = Updates(replica, collective, self.exchange.due, strict=sync.strict)
         self._collective = collective
         self._optimizers = optimizers

@@ -18,6 +18,7 @@ import base64
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from edit.codecs.residuals import Residual
-from edit.errors import ConfigError, RemoteProtocolError, StorageError
+from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import combine
 from edit.fragments.shards import Box, Shard, partition_fault
 from edit.records import Snapshot
@@ -112,6 +113,8 @@ def state_of(share: ShareExchange) -> dict[str, Any]:
         scalars["residual_form"] = form
     if share.grid is not None and exchange.pending is not None:
         scalars["grid"] = [_grid_scalars(plan, share.grid.norms.get(i)) for i, plan in sorted(share.grid.plans.items())]
+    if exchange.pending is not None and (scales := share.feedback.scales):
+        scalars["scales"] = sorted(scales.items())
     if form == "int8" and some:
         scalars["fragments"][_INT8] = some
         scalars["owned"] = [
@@ -294,7 +297,7 @@ def _vector(layout: Layout, i: int, kind: str, named: Mapping[str, Tensor]) -> T
 def _checked(read: Callable[[], _T]) -> _T:
     try:
         return read()
-    except (KeyError, TypeError, ValueError, AttributeError, zlib.error, RemoteProtocolError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, zlib.error, LocalProtocolError, RemoteProtocolError) as error:
         raise StorageError(f"checkpoint: the worker's scalars are damaged ({error!r})") from error
 
 
@@ -349,6 +352,8 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
         _checked(lambda: estimator.load(checkpoint.vectors, scalars))
     pending = _pending(checkpoint)
     if pending is not None:
+        for i, scale in _checked(lambda: [(int(each[0]), float(each[1])) for each in scalars.get("scales", ())]):
+            _checked(partial(share.feedback.rescale, i, scale))
         vectors = checkpoint.vectors
         share.sent = SentTensors(sent_from=dict(vectors.get("sent_from", {})), deltas=dict(vectors.get("sent", {})))
         if (grid := share.grid) is not None:

@@ -5,7 +5,7 @@ The same contribution can be made again to the bit, from what a checkpoint keeps
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from edit.codecs.error_feedback import ErrorFeedback, Vector
 from edit.collective import Collective
 from edit.errors import LocalProtocolError
+from edit.merging.norms import clip_to, norm_of_pieces, whole_norm
 from edit.records import Contribution, EncodedTensor
 from edit.replica.flat import is_finite
 from edit.replica.replica import Replica
@@ -48,6 +49,7 @@ class ContributionMaker:
         config: `sync.overlap`, `sync.strict` count here.
         estimator: None unless training goes on from an estimate of the update (eager).
         grid: puts contributions on the grid of their round; None: they are not masked.
+        clip: the largest norm of a contribution, over all ranks; 0: any.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ContributionMaker:
         config: WorkerConfig,
         estimator: Estimator | None,
         grid: GridStaging | None = None,
+        clip: float = 0.0,
     ) -> None:
         self._replica = replica
         self._feedback = feedback
@@ -65,6 +68,7 @@ class ContributionMaker:
         self._config = config
         self._estimator = estimator
         self._grid = grid
+        self._clip = clip
 
     def _own_delta(self, sent: SentTensors, i: int) -> Vector | None:
         """Return this rank's part of the pseudo-gradient of fragment i once more, if its residual takes it.
@@ -108,6 +112,7 @@ class ContributionMaker:
 
         Raises what `Collective.contribute` raises.
         """
+        self._shorten(pending.fragments, self._replica.own_pseudo_gradient)
         for i in pending.fragments:
             if self._estimator is not None:
                 delta = self._replica.pseudo_gradient(i)
@@ -124,12 +129,16 @@ class ContributionMaker:
         Args and errors as of `contribute`; `sent` is what the checkpoint kept.
         """
         layout = self._replica.layout
+
+        def own_of(i: int) -> Vector:
+            if i in sent.deltas:
+                return layout.own(i, sent.deltas[i])
+            return self._replica.own_pseudo_gradient(i, sent.sent_from.get(i))
+
+        if layout.ranks.all([not self._feedback.scales])[0]:  # it was short enough, or made before there was a bound
+            self._shorten(pending.missing, own_of)
         for i in pending.missing:
-            own: Vector = (
-                layout.own(i, sent.deltas[i])
-                if i in sent.deltas
-                else self._replica.own_pseudo_gradient(i, sent.sent_from.get(i))
-            )
+            own = own_of(i)
             self._stage(pending, sent, i, own, send)
             if i not in sent.sent_from:
                 self._stay(sent, i, own)
@@ -154,6 +163,19 @@ class ContributionMaker:
         # They stay until the outcome: in every loop, or only if no one else writes to them.
         if not self._config.only_steps_write and self._replica.layout.owned[i].numel:
             self._feedback.keep(i, own)
+
+    def _shorten(self, fragments: Sequence[int], own_of: Callable[[int], Vector]) -> None:
+        """Let what is staged of these fragments next be no longer, all together, than `clip`. All ranks call it."""
+        if not self._clip:
+            return
+        layout, norms = self._replica.layout, []
+        for i in fragments:
+            own = own_of(i)
+            self._feedback.rescale(i, 1.0)
+            norms.append(norm_of_pieces(own.numel(), self._feedback.owed(i, own)) if own.numel() else 0.0)
+        norm = whole_norm(each for rank in layout.ranks.collect(norms) for each in rank)
+        for i in (each for each in fragments if layout.owned[each].numel):
+            self._feedback.rescale(i, clip_to(norm, self._clip))
 
     def _stage(self, pending: Pending, sent: SentTensors, i: int, own: Vector, send: bool) -> None:
         norm: float | None = None

@@ -110,6 +110,7 @@ class EditWorker:
         self._optimizers = innermost_optimizers(optimizer)
         self._device = _device_name(self._model)
         self._collectives = shares_of(collective)
+        self._clip = collective.clip if isinstance(collective, CompositeCollective) else 0.0
         self._config = config
         self._leaves_outer = leave == "outer"
         together = is_sharded(self._model) or is_replicated(model)
@@ -133,7 +134,15 @@ class EditWorker:
         with _outside_autograd():
             replicas = self._new_replicas()
             self._exchanges = tuple(
-                ShareExchange(replica, collective, self._optimizers, self._config, self._clock, alone=len(replicas) == 1)
+                ShareExchange(
+                    replica,
+                    collective,
+                    self._optimizers,
+                    self._config,
+                    self._clock,
+                    alone=len(replicas) == 1,
+                    clip=self._clip,
+                )
                 for replica, collective in zip(replicas, self._collectives, strict=True)
             )
             checkpoints, self._checkpoints = self._checkpoints, ()
@@ -169,6 +178,7 @@ class EditWorker:
 
     def _new_replicas(self) -> list[Replica]:
         self._ranks.same("the worker's configuration", self._config)
+        self._ranks.same("the largest norm of a contribution (protect.clip)", self._clip)
         count = len(self._collectives)
         replicas = [Replica(self._model, self._ranks, self._config.buffers, (number, count)) for number in range(count)]
         refuse_small_shares(replicas, self._config.sync.groups)

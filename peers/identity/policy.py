@@ -1,11 +1,15 @@
 """What a site allows its peer: policy.toml in the peer's folder, and the consent to one configuration of a run.
 
 The peer checks both whenever an aggregator tells it the run's configuration, before anything of its data has been sent, so no
-run can switch them off. A site without policy.toml that has consented to nothing takes part in whatever it was invited to.
+run can switch them off. A site without policy.toml that has consented to nothing takes part in whatever it was invited to,
+unless the run asks for its consent.
 
-    [accept]    needs a consent: the run's digest is in `runs`, or the operator gave it (`edit-peer consent`)
+    [accept]    needs a consent: the run's digest is in `runs`, or the operator gave it (`edit-peer consent`); without this
+                section it is needed where the run asks for it (`membership.consent`)
     [limits]    what the run may ask for
     [require]   what the run must have
+    [protect]   what the peer does to all that it sends
+    [data]      what is said of the data with a consent
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import base64
 import datetime
 import hashlib
 import json
+import math
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +35,16 @@ from edit.errors import ConfigError
 from edit.trust.signatures import Signer, is_signed
 from editpb.consents import consent_statement, signed_consent
 from editpb.identity import Identity
+from editpb.limits import MAX_DATA_CHARS
 from editpb.messages import Consent as SaidConsent
+from editpb.messages import DataStatement
 from peers.identity.known_members import read_members
 
-__all__ = ["NO_POLICY", "Consent", "Sections", "SitePolicy", "changes", "digest_of"]
+__all__ = ["NO_POLICY", "Consent", "Protect", "Sections", "SitePolicy", "changes", "digest_of"]
 
 _FORMAT = 1  # of consent.json
 _DIGEST = "sha256:"
+_NOTHING = DataStatement()
 _MOST_SHOWN = 12  # changed settings in a message
 
 
@@ -51,9 +59,8 @@ class Accept:
 
     def __post_init__(self) -> None:
         for run in self.runs:
-            rest = run.removeprefix(_DIGEST)
-            ok = run.startswith(_DIGEST) and len(rest) == 64 and set(rest) <= set("0123456789abcdef")
-            require(ok, "accept.runs", run, "must be sha256: and 64 hexadecimal digits, as edit-peer consent prints it")
+            rule = "must be sha256: and 64 hexadecimal digits, as edit-peer consent prints it"
+            require(_is_digest(run), "accept.runs", run, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +73,16 @@ class Limits:
     models: tuple[str, ...] = ()
     # The last day, in UTC, on which the peer begins to train or connects again; absent: no end.
     until: datetime.date | None = None
+    # The most that the peer sends on a day of UTC, in 10^9 bytes, as `--max-mbit` counts them; 0: any.
+    max_gb_per_day: float = 0.0
 
     def __post_init__(self) -> None:
+        require(
+            0 <= self.max_gb_per_day < math.inf,
+            "limits.max_gb_per_day",
+            self.max_gb_per_day,
+            "must be a number, and not negative",
+        )
         require(self.max_parameters >= 0, "limits.max_parameters", self.max_parameters, "must not be negative")
 
 
@@ -99,6 +114,49 @@ class Require:
         require(not self.members or self.secagg, "require.members", self.members, rule)
 
 
+HIDEABLE = ("loss", "tokens_per_s", "step_s", "device", "metrics")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protect:
+    """The section [protect]."""
+
+    # The largest norm of a contribution, over all fragments and ranks: a longer one is made as short before it is encoded, and
+    # what is cut off is not sent later; 0: any.
+    clip: float = 0.0
+    # What the peer's reports leave out: `loss`, `tokens_per_s`, `step_s`, `device`, `metrics`.
+    hide: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(0 <= self.clip < math.inf, "protect.clip", self.clip, "must be a number, and not negative")
+        for each in self.hide:
+            require(each in HIDEABLE, "protect.hide", each, f"must be of {', '.join(HIDEABLE)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The section [data]: what the site says of its data with its consent, for the run's audit log."""
+
+    # In words.
+    statement: str = ""
+    # `sha256:` and the digest of a list of the files, which the site keeps.
+    manifest: str = ""
+    # The licence, or the agreement under which it is used.
+    licence: str = ""
+
+    def __post_init__(self) -> None:
+        for name, text in (("statement", self.statement), ("licence", self.licence)):
+            ok = text.isprintable() and len(text) <= MAX_DATA_CHARS
+            require(ok, f"data.{name}", text[:80], f"must be one printable line of at most {MAX_DATA_CHARS} characters")
+        rule = "must be sha256: and 64 hexadecimal digits"
+        require(not self.manifest or _is_digest(self.manifest), "data.manifest", self.manifest, rule)
+
+    @property
+    def said(self) -> DataStatement:
+        """As it is said with a consent."""
+        return DataStatement(self.statement, _hex(self.manifest), self.licence)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
     """policy.toml."""
@@ -106,6 +164,8 @@ class Sections:
     accept: Accept | None = None
     limits: Limits = field(default_factory=Limits)
     require: Require = field(default_factory=Require)
+    protect: Protect = field(default_factory=Protect)
+    data: Data = field(default_factory=Data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +227,8 @@ class SitePolicy:
     accept: Accept | None = None
     limits: Limits = Limits()
     require: Require = Require()
+    protect: Protect = Protect()
+    data: Data = Data()
     consent: Consent | None = None
     # `digest_of` policy.toml; empty: there is none.
     digest: str = ""
@@ -186,8 +248,9 @@ class SitePolicy:
             consent = None  # to the run that this folder was enrolled in before
         path = home / "policy.toml"
 
-        def sign(text: str, policy: str = "") -> SaidConsent:
-            return signed_consent(identity.run_id, identity.peer_id, _hex(digest_of(text)), _hex(policy), Signer(key()))
+        def sign(text: str, policy: str = "", data: DataStatement = _NOTHING) -> SaidConsent:
+            config = _hex(digest_of(text))
+            return signed_consent(identity.run_id, identity.peer_id, config, _hex(policy), Signer(key()), data)
 
         try:
             data = path.read_bytes()
@@ -202,8 +265,19 @@ class SitePolicy:
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         digest = digest_of(data)
-        signing = partial(sign, policy=digest)
-        return cls(home, sections.accept, sections.limits, sections.require, consent, digest, signing, now)
+        signing = partial(sign, policy=digest, data=sections.data.said)
+        return cls(
+            home=home,
+            accept=sections.accept,
+            limits=sections.limits,
+            require=sections.require,
+            protect=sections.protect,
+            data=sections.data,
+            consent=consent,
+            digest=digest,
+            sign=signing,
+            now=now,
+        )
 
     def members(self, given: Mapping[str, str] | None, option: str) -> Mapping[str, str] | None:
         """Return the key hashes of the members with whom keys are shared, by name; None: all.
@@ -223,8 +297,9 @@ class SitePolicy:
         """
         for fault in self.faults(config):
             raise ConfigError(f"{fault}; this peer does not take part")
-        self._check_consent(text)
-        asked = self.accept is not None or self.consent is not None
+        asked = self.accept is not None or self.consent is not None or config.membership.consent
+        if asked:
+            self._check_consent(text)
         return self.sign(text) if asked and self.sign is not None else None
 
     def check_parameters(self, count: int) -> None:
@@ -248,6 +323,8 @@ class SitePolicy:
             today = datetime.datetime.fromtimestamp(self.now(), datetime.UTC).date()
             if today > limits.until:
                 yield f"limits.until = {limits.until}: that is over"
+        if limits.max_gb_per_day and config.swarm is not None:
+            yield f"limits.max_gb_per_day = {limits.max_gb_per_day:g}: a member of a swarm serves its parts to others, too"
         if wanted.secagg and not config.secagg.enabled:
             yield "require.secagg = true: the run has secagg.enabled = false"
         if config.rounds.quorum < wanted.min_peers:
@@ -259,9 +336,14 @@ class SitePolicy:
         if wanted.epsilon_max and privacy.epsilon_max > wanted.epsilon_max:
             yield f"require.epsilon_max = {wanted.epsilon_max:g}: the run has privacy.epsilon_max = {privacy.epsilon_max:g}"
 
+        clip = f"protect.clip = {self.protect.clip:g}"
+        parts = config.aggregators.count if config.swarm is None else config.swarm.parts
+        if self.protect.clip and parts > 1:
+            yield f"{clip}: the run's model is in {parts} parts, with a contribution to each"
+        if self.protect.clip and config.outer.algorithm == "gossip":
+            yield f'{clip}: with outer.algorithm = "gossip" partners swap parameters, which are not shortened'
+
     def _check_consent(self, text: str) -> None:
-        if self.accept is None and self.consent is None:
-            return
         digest, accept = digest_of(text), self.accept or Accept()
         if digest in accept.runs:
             return
@@ -280,6 +362,11 @@ class SitePolicy:
 
 
 NO_POLICY = SitePolicy()
+
+
+def _is_digest(text: str) -> bool:
+    rest = text.removeprefix(_DIGEST)
+    return text.startswith(_DIGEST) and len(rest) == 64 and set(rest) <= set("0123456789abcdef")
 
 
 def _hex(digest: str) -> str:

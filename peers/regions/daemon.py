@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 
@@ -49,6 +49,9 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: 
     policy = SitePolicy.load(home, upper.identity, PeerFolder(home).key)
     if policy.require.secagg:
         raise ConfigError(f"{home / 'policy.toml'}: require.secagg = true: a region cannot be part of a masked run")
+    if policy.protect.clip:
+        clip = f"protect.clip = {policy.protect.clip:g}"
+        raise ConfigError(f"{home / 'policy.toml'}: {clip}: the progress of a whole run is not shortened; remove it")
     _log.info(kernels.load())
     with IoThread() as io, stopping(io):
         try:
@@ -57,11 +60,12 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: 
                 upper,
                 lower,
                 SentFile(home / "sent.safetensors", upper.run_id),
-                send_limit(max_mbit, home),
+                send_limit(max_mbit, home, policy.limits.max_gb_per_day),
                 allowed,
                 key=PeerFolder(home).key(),
                 home=home,
                 check=policy.check,
+                hide=policy.protect.hide,
             )
             for path, enrolled, channels in ((home, upper, regional.above), (below, lower, regional.below)):
                 io.spawn(Renewal(PeerFolder(path), enrolled, channels).keep())
@@ -92,7 +96,9 @@ class _Regional:
         key: bytes = b"",
         home: Path | None = None,
         check: Check = lambda text, config: None,
+        hide: Collection[str] = (),
     ) -> None:
+        self._hide = hide
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
         self._parser, self._allowed, self._key, self._home = ConfigParser(), allowed, key, home
         self._above = ConfigParser(check)
@@ -108,7 +114,7 @@ class _Regional:
         with closing(self._below):
             lower, upper = self._configuration(self._lower, self.below), self._configuration(self._upper, self.above)
             schema, below = self._founded()
-            channels, siblings = self.above.to(self._upper.endpoints), Siblings(parser=self._above)
+            channels, siblings = self.above.to(self._upper.endpoints), Siblings(parser=self._above, hide=self._hide)
             with leaving(
                 HubCollective(self._io, channels, self._upper.identity, siblings=siblings, key=self._key, receipts=self._home)
             ) as collective:

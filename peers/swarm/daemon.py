@@ -102,7 +102,17 @@ def _connect(
 
         key = folder.key()
         with connect_swarm(
-            io, hosts, swarm.parts, credentials, identity, ranks, limit, key=key, check=policy.check, keep=keep
+            io,
+            hosts,
+            swarm.parts,
+            credentials,
+            identity,
+            ranks,
+            limit,
+            key=key,
+            check=policy.check,
+            hide=policy.protect.hide,
+            keep=keep,
         ) as connected:
             check_ranks(connected[1], launch.size)
             yield connected

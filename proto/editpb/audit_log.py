@@ -16,7 +16,7 @@ import base64
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
@@ -28,7 +28,7 @@ from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
 from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
 from edit.trust.signatures import is_signed
 from editpb.consents import check_consent
-from editpb.messages import Consent, ContributionHeader, SeenHead
+from editpb.messages import Consent, ContributionHeader, DataStatement, SeenHead
 from editpb.signed_contributions import boxes_digest, config_digest, contribution_statement
 
 if TYPE_CHECKING:  # torch, which whoever verifies need not load
@@ -115,6 +115,7 @@ def consent_entry(peer_id: str, consent: Consent) -> _Entry:
         "policy_digest": consent.policy_digest,
         "key": base64.b64encode(consent.public_key).decode(),
         "signature": base64.b64encode(consent.signature).decode(),
+        **({"data": asdict(consent.data)} if consent.data else {}),
     }
 
 
@@ -422,7 +423,9 @@ class LogVerifier:
     def _take_consent(self, entry: _Entry) -> None:
         key, signature = (base64.b64decode(str(entry[name]), validate=True) for name in ("key", "signature"))
         peer_id = str(entry["peer"])
-        consent = Consent(str(entry["config_digest"]), str(entry["policy_digest"]), key, signature)
+        said = entry.get("data", {})
+        data = DataStatement(**{name: str(said[name]) for name in ("statement", "manifest", "licence") if said})
+        consent = Consent(str(entry["config_digest"]), str(entry["policy_digest"]), key, signature, data)
         try:
             check_consent(consent, self.run_id, peer_id, self._config)
         except RemoteProtocolError as error:

@@ -125,6 +125,9 @@ def consent_to_pb(consent: msg.Consent) -> cpb.Consent:
         policy_digest=consent.policy_digest,
         public_key=consent.public_key,
         signature=consent.signature,
+        data_statement=consent.data.statement,
+        data_manifest=consent.data.manifest,
+        data_licence=consent.data.licence,
     )
 
 
@@ -137,6 +140,11 @@ def consent_from_pb(message: cpb.Consent) -> msg.Consent:
         policy_digest=check_digest("policy_digest", message.policy_digest, empty=True),
         public_key=message.public_key,
         signature=message.signature,
+        data=msg.DataStatement(
+            statement=check_text("data_statement", message.data_statement, lim.MAX_DATA_CHARS),
+            manifest=check_digest("data_manifest", message.data_manifest, empty=True),
+            licence=check_text("data_licence", message.data_licence, lim.MAX_DATA_CHARS),
+        ),
     )
 
 

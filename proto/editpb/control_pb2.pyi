@@ -117,16 +117,22 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., schema: _Optional[bytes] = ..., consent: _Optional[_Union[Consent, _Mapping]] = ...) -> None: ...
 
 class Consent(_message.Message):
-    __slots__ = ("config_digest", "policy_digest", "public_key", "signature")
+    __slots__ = ("config_digest", "policy_digest", "public_key", "signature", "data_statement", "data_manifest", "data_licence")
     CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
     POLICY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    DATA_STATEMENT_FIELD_NUMBER: _ClassVar[int]
+    DATA_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_LICENCE_FIELD_NUMBER: _ClassVar[int]
     config_digest: str
     policy_digest: str
     public_key: bytes
     signature: bytes
-    def __init__(self, config_digest: _Optional[str] = ..., policy_digest: _Optional[str] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    data_statement: str
+    data_manifest: str
+    data_licence: str
+    def __init__(self, config_digest: _Optional[str] = ..., policy_digest: _Optional[str] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., data_statement: _Optional[str] = ..., data_manifest: _Optional[str] = ..., data_licence: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "peer_id", "config_json", "outer_step", "first_round_id", "log_key")
@@ -205,7 +211,7 @@ class CoordinatorMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., view: _Optional[_Union[View, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., schema_request: _Optional[_Union[SchemaRequest, _Mapping]] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s", "phase", "upload_bytes", "upload_total_bytes", "download_s", "compute_s", "upload_s", "optional", "quarantined_s", "expires", "device", "computing", "exchanging", "waiting", "verdict", "verdict_reason")
+    __slots__ = ("peer_id", "role", "state", "reason", "silent_s", "heartbeat", "contributions", "rejections", "absences", "deadline_s", "phase", "upload_bytes", "upload_total_bytes", "download_s", "compute_s", "upload_s", "optional", "quarantined_s", "expires", "device", "computing", "exchanging", "waiting", "verdict", "verdict_reason", "consented")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +237,7 @@ class MemberStatus(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     VERDICT_REASON_FIELD_NUMBER: _ClassVar[int]
+    CONSENTED_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     role: str
     state: str
@@ -256,7 +263,8 @@ class MemberStatus(_message.Message):
     waiting: float
     verdict: str
     verdict_reason: str
-    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., silent_s: _Optional[float] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., contributions: _Optional[int] = ..., rejections: _Optional[int] = ..., absences: _Optional[int] = ..., deadline_s: _Optional[float] = ..., phase: _Optional[str] = ..., upload_bytes: _Optional[int] = ..., upload_total_bytes: _Optional[int] = ..., download_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., upload_s: _Optional[float] = ..., optional: bool = ..., quarantined_s: _Optional[float] = ..., expires: _Optional[float] = ..., device: _Optional[str] = ..., computing: _Optional[float] = ..., exchanging: _Optional[float] = ..., waiting: _Optional[float] = ..., verdict: _Optional[str] = ..., verdict_reason: _Optional[str] = ...) -> None: ...
+    consented: bool
+    def __init__(self, peer_id: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., silent_s: _Optional[float] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., contributions: _Optional[int] = ..., rejections: _Optional[int] = ..., absences: _Optional[int] = ..., deadline_s: _Optional[float] = ..., phase: _Optional[str] = ..., upload_bytes: _Optional[int] = ..., upload_total_bytes: _Optional[int] = ..., download_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., upload_s: _Optional[float] = ..., optional: bool = ..., quarantined_s: _Optional[float] = ..., expires: _Optional[float] = ..., device: _Optional[str] = ..., computing: _Optional[float] = ..., exchanging: _Optional[float] = ..., waiting: _Optional[float] = ..., verdict: _Optional[str] = ..., verdict_reason: _Optional[str] = ..., consented: bool = ...) -> None: ...
 
 class PeerVerdict(_message.Message):
     __slots__ = ("peer_id", "verdict", "norm", "weight", "staleness")

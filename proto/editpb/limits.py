@@ -20,6 +20,7 @@ __all__ = [
     "MAX_CONFIG_CHARS",
     "MAX_CONTROL_BYTES",
     "MAX_COUNT",
+    "MAX_DATA_CHARS",
     "MAX_DIMS",
     "MAX_DONORS",
     "MAX_ENTRY_BYTES",
@@ -66,6 +67,7 @@ MAX_CHUNK_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20  # of a chunk that is sent here
 MAX_BYTES = 1 << 43  # of one encoded fragment; no codec needs 8 bytes per element
 MAX_TEXT_CHARS = 4096
+MAX_DATA_CHARS = 512  # of what a site says of its data, and of its licence
 MAX_CONTROL_BYTES = 32 << 10  # of a peer's message on Attend, except a schema that it was asked for
 MAX_CONFIG_CHARS = 1 << 20
 MAX_READ_S = 600.0  # deadline of a call that reads a snapshot; a reader that needs longer goes on from where it was

@@ -84,6 +84,18 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class DataStatement:
+    """What a site says of the data that its peer trains on. Nobody else can check it."""
+
+    statement: str = ""  # in words, one line
+    manifest: str = ""  # SHA-256 of a list of its files, which the site keeps; hex
+    licence: str = ""  # or the agreement under which it is used
+
+    def __bool__(self) -> bool:
+        return bool(self.statement or self.manifest or self.licence)
+
+
+@dataclass(frozen=True, slots=True)
 class Consent:
     """A site's consent to a run's configuration, signed by its peer; see `editpb.consents`."""
 
@@ -91,6 +103,7 @@ class Consent:
     policy_digest: str  # of the site's policy.toml, likewise; empty: it has none
     public_key: bytes  # of the peer's certificate, DER
     signature: bytes
+    data: DataStatement = DataStatement()
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,7 @@ class MemberStatus:
     waiting: float = 0.0  # likewise: for the others
     verdict: str = ""  # of `PeerRound`, on the last round that it was expected in; empty: none yet
     verdict_reason: str = ""
+    consented: bool = False  # its site said that it consents to the configuration, since the coordinator was started
 
     def as_json(self) -> dict[str, object]:
         """Return one row of `members --json`. `json_text` writes it: a number that is not finite as null."""

@@ -132,6 +132,7 @@ def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:
         waiting=member.waiting,
         verdict=member.verdict,
         verdict_reason=member.verdict_reason,
+        consented=member.consented,
     )
 
 
@@ -170,6 +171,7 @@ def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
         waiting=row.waiting,
         verdict=row.verdict,
         verdict_reason=row.verdict_reason,
+        consented=row.consented,
     )
 
 

@@ -236,6 +236,7 @@ def _member(rows: Sequence[MemberStatus]) -> MemberStatus:
         upload_bytes=sum(row.upload_bytes for row in rows),
         upload_total_bytes=sum(row.upload_total_bytes for row in rows),
         optional=any(row.optional for row in here),
+        consented=all(row.consented for row in here),
         quarantined_s=max(row.quarantined_s for row in rows),
         expires=max(row.expires for row in rows),
         computing=_mean(row.computing for row in here),

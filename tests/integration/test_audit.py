@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from aggregator.cli import app
 from aggregator.storage.store import load_outer
 from edit.errors import ConfigError
+from edit.fragments.digest import digest
 from edit.trust.checkpoints import LogSigner
+from edit.trust.envelopes import open_envelope
 from editpb.audit_log import LogFault, LogVerifier
+from editpb.consents import signed_consent
+from editpb.control_messages import peer_message_to_pb
+from editpb.messages import DataStatement
 from editpb.signed_contributions import ContributionSigner
-from tests.support.served import SCHEMA, TOML, BarePeer, found_run, new_folder, served
+from tests.support.loops import until
+from tests.support.served import SCHEMA, TOML, BarePeer, found_run, new_folder, served, theta
 
 AUDITED = TOML + "[audit]\nenabled = true\n"
 
@@ -173,3 +183,69 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
         command("verify", "--state", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="keeps no audit log"):
         command("verify", "--state", str(new_folder(tmp_path / "plain").path))
+
+
+def test_provenance_says_what_the_log_says_and_is_signed_with_its_key(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=AUDITED)
+    out, model = tmp_path / "out", tmp_path / "model.safetensors"
+
+    async def scenario() -> None:
+        async with served(folder) as run, run.signing_peer("a") as a, run.signing_peer("b") as b:
+            welcome = await a[0].attend()
+            await a[0].view(lambda view: view.found)
+            data = DataStatement("notes", "c" * 64, "DUA-17")
+            config = hashlib.sha256(welcome.config_json.encode()).hexdigest()
+            said = signed_consent(folder.run_id, "a", config, "", a[1]._signer, data)
+            await a[0]._call.write(peer_message_to_pb(said))
+            await until(lambda: run.coordinator.run.consents)
+            await b[0].attend()
+            await a[0].found(theta())
+            for peer in (a[0], b[0]):
+                await peer.report(0)
+            await commit_one([a, b], 0)
+
+    asyncio.run(scenario())
+    result = CliRunner().invoke(app, ["export", "--state", str(folder.path), "--out", str(model)])
+    assert result.exit_code == 0, result.output
+    options = ["--state", str(folder.path), "--provenance", "--of", str(model)]
+    result = CliRunner().invoke(app, ["audit", "export", str(out), *options])
+    assert result.exit_code == 0, result.output
+    log = verified(out)
+    assert log.key is not None
+    said = json.loads(open_envelope((out / "provenance.json").read_bytes(), "application/vnd.in-toto+json", log.key))
+    assert (said["_type"], said["predicateType"]) == ("https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1")
+    assert [subject["digest"] for subject in said["subject"]] == [
+        {"editOuterParameters": log.digest},
+        {"sha256": hashlib.sha256(model.read_bytes()).hexdigest()},
+    ]
+    build, run = said["predicate"]["buildDefinition"], said["predicate"]["runDetails"]
+    parameters = build["externalParameters"]
+    assert parameters["configuration"] == json.loads(folder.config().to_json())
+    assert parameters["initialParameters"] == {"outerStep": 0, "digest": digest(theta())}
+    (dependency,) = build["resolvedDependencies"]
+    assert dependency["digest"] == {"sha256": "c" * 64}
+    assert dependency["annotations"] == {"peer": "a", "statement": "notes", "licence": "DUA-17"}
+    assert run["metadata"]["invocationId"] == folder.run_id
+    assert run["metadata"]["startedOn"] <= run["metadata"]["finishedOn"] and run["metadata"]["startedOn"].endswith("Z")
+    assert base64.b64decode(run["byproducts"][0]["content"]) == (out / "audit-log.head").read_bytes()
+
+    result = CliRunner().invoke(app, ["audit", "card", str(tmp_path / "model" / "README.md"), "--state", str(folder.path)])
+    assert result.exit_code == 0, result.output
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert card.startswith(f'---\nmodel_name: "{folder.run_id}"\n') and f"`{log.digest}`" in card
+    assert "| a | 1 | 10 | 50.0% | yes | notes; licence DUA&#45;17; manifest sha256&#58;" in card
+    assert "| b | 1 | 10 | 50.0% |  |  |" in card and "20 tokens in all." in card and "No differential privacy." in card
+    assert (out / "audit-log.head").read_text().strip() in card
+    again = CliRunner().invoke(app, ["audit", "card", str(tmp_path / "model" / "README.md"), "--state", str(folder.path)])
+    assert isinstance(again.exception, ConfigError) and "exists; name a new file" in str(again.exception)
+
+    def refused(*words: str) -> str:
+        failed = CliRunner().invoke(app, ["audit", "export", str(tmp_path / "no"), *words])
+        assert isinstance(failed.exception, ConfigError) and not (tmp_path / "no").exists()
+        return str(failed.exception)
+
+    save_file({"w": torch.zeros(1)}, tmp_path / "other.safetensors", {"run_id": folder.run_id, "digest": "0" * 64})
+    other = ["--state", str(folder.path), "--provenance", "--of", str(tmp_path / "other.safetensors")]
+    assert "other.safetensors: says digest 000000000000, the log ends with" in refused(*other)
+    assert "log.key: cannot be read" in refused("--state", str(out), "--provenance")
+    assert "--of: has no effect without --provenance" in refused("--state", str(folder.path), "--of", str(model))

@@ -231,6 +231,7 @@ def test_a_wrong_schema_is_refused(message: tpb.Schema, reason: str) -> None:
         msg.Goodbye("stopped by the user"),
         msg.Consent("a" * 64, "b" * 64, b"key", b"s" * 64),
         msg.Consent("a" * 64, "", b"key", b"s" * 64),
+        msg.Consent("a" * 64, "", b"key", b"s" * 64, msg.DataStatement("notes", "c" * 64, "DUA-17")),
     ],
 )
 def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodbye | msg.Consent) -> None:
@@ -260,6 +261,9 @@ def test_what_the_coordinator_says_survives(value: msg.Welcome | msg.View | msg.
         ({"policy_digest": "b" * 63}, "policy_digest"),
         ({"public_key": b"k" * 257}, "a key of 257"),
         ({"signature": b"s" * 63}, "a signature of 63 bytes"),
+        ({"data_statement": "two\nlines"}, "data_statement holds control characters"),
+        ({"data_licence": "x" * 513}, "data_licence has 513 characters"),
+        ({"data_manifest": "c" * 63}, "data_manifest"),
     ],
 )
 def test_a_wrong_consent_is_refused(changes: dict[str, object], reason: str) -> None:

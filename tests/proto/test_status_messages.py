@@ -65,6 +65,7 @@ MEMBER = MemberStatus(
     waiting=0.125,
     verdict="anomalous",
     verdict_reason="norm 40 times that of the others",
+    consented=True,
     metrics={"accuracy": 0.5},
 )
 LOSTLESS = dataclasses.replace(MEMBER, loss=math.nan)

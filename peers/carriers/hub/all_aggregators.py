@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,6 +40,8 @@ def connect_hub(
     masks: MaskFolder | None = None,
     receipts: Path | None = None,
     check: Check = lambda text, config: None,
+    clip: float = 0.0,
+    hide: Collection[str] = (),
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -57,6 +59,8 @@ def connect_hub(
         server: serves this peer's snapshots while the context is open.
         key, masks, receipts: as `HubCollective`'s.
         check: of the configuration, as `ConfigParser`'s.
+        clip: as `CompositeCollective`'s.
+        hide: as `Siblings`'.
         ended, failed: what the goodbye says.
     """
     with _serving(io, server):
@@ -66,7 +70,7 @@ def connect_hub(
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
         each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
-        hub = AllAggregators(io, each, identity, ranks, parser, server, key, masks, receipts)
+        hub = AllAggregators(io, each, identity, ranks, parser, server, key, masks, receipts, clip, hide)
         with leaving(hub, ended, failed) as connection:
             yield connection, config, run_step
 
@@ -131,6 +135,8 @@ class AllAggregators(CompositeCollective):
         parser: of the configuration, with what it has parsed.
         server: serves this peer's snapshots.
         key, masks, receipts: as `HubCollective`'s.
+        clip: as `CompositeCollective`'s.
+        hide: as `Siblings`'.
     """
 
     def __init__(
@@ -144,16 +150,18 @@ class AllAggregators(CompositeCollective):
         key: bytes = b"",
         masks: MaskFolder | None = None,
         receipts: Path | None = None,
+        clip: float = 0.0,
+        hide: Collection[str] = (),
     ) -> None:
         self._io = io
         self._server = server
         self._shown: Outer | None = None
-        siblings = Siblings(len(channels), parser, server)
+        siblings = Siblings(len(channels), parser, server, hide)
         self._connections = tuple(
             HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key, masks=masks, receipts=receipts)
             for each in channels
         )
-        super().__init__(self._connections)
+        super().__init__(self._connections, clip)
 
     @property
     def shares(self) -> tuple[HubCollective, ...]:

@@ -10,12 +10,15 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
@@ -72,6 +75,11 @@ class LeaderDecision:
     inner_steps: int = 0  # until the next contribution; 0: as before
 
 
+_HIDDEN: Mapping[str, Any] = MappingProxyType(
+    {"loss": math.nan, "tokens_per_s": 0.0, "step_s": 0.0, "device": "", "metrics": {}}
+)  # what a report has of `Progress` where it says nothing
+
+
 class Siblings:
     """What the connections of one peer share: one parsed configuration, one snapshot server, one start.
 
@@ -81,11 +89,19 @@ class Siblings:
         connections: how many there are.
         parser: of the configuration.
         server: of this peer's snapshots; heartbeats tell of it.
+        hide: fields of `Progress` that heartbeats leave out.
     """
 
-    def __init__(self, connections: int = 1, parser: ConfigParser | None = None, server: SnapshotServer | None = None) -> None:
+    def __init__(
+        self,
+        connections: int = 1,
+        parser: ConfigParser | None = None,
+        server: SnapshotServer | None = None,
+        hide: Collection[str] = (),
+    ) -> None:
         self.parser = parser or ConfigParser()
         self.server = server
+        self.hidden = {name: _HIDDEN[name] for name in hide}
         self._connections = connections
         self._joined: list[HubCollective] = []
 
@@ -545,6 +561,7 @@ class HubCollective:
 
     def report(self, progress: Progress) -> None:
         """Say this in heartbeats from now on (bytes are filled in); one goes out at once when step, digest or state changed."""
+        progress = dataclasses.replace(progress, **self._siblings.hidden)
         heartbeat = Heartbeat(
             state=PeerState.EXCHANGING if progress.exchanging else PeerState.TRAINING,
             outer_step=progress.outer_step,

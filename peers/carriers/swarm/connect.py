@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ def connect_swarm(
     *,
     key: bytes = b"",
     check: Check = lambda text, config: None,
+    hide: Collection[str] = (),
     keep: Callable[[Channels], Coroutine[Any, Any, None]] | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
@@ -53,6 +54,7 @@ def connect_swarm(
         limit: of what is sent.
         key: this peer's private key, in PEM; it signs contributions where the run has them signed.
         check: of the configuration, as `ConfigParser`'s.
+        hide: as `Siblings`'.
         keep: a task that renews the credentials of the channels that it is given.
         ended, failed: what the goodbye says.
     """
@@ -64,7 +66,7 @@ def connect_swarm(
     parser = ConfigParser(check)
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)
-    with leaving(AllAggregators(io, channels, identity, ranks, parser, key=key), ended, failed) as connection:
+    with leaving(AllAggregators(io, channels, identity, ranks, parser, key=key, hide=hide), ended, failed) as connection:
         io.spawn(watch.run())
         try:
             yield connection, read[0][0], min(outer_step for _, outer_step in read)

@@ -1,4 +1,5 @@
-"""How many bytes a member sends per second: the bound that its operator sets (`--max-mbit`), and who waits for it.
+"""How many bytes a member sends per second, and per day: the bounds that its operator sets (`--max-mbit`, and
+`limits.max_gb_per_day` of policy.toml), and who waits for them.
 
 The bound is of all processes of the member on one machine that are given the same file: a peer, its ranks, its host. The file
 holds the moment at which the bytes that went so far are through, on the system's monotonic clock, which all processes share.
@@ -12,18 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import math
 import os
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 from edit.errors import ConfigError
 from editpb.limits import CHUNK_BYTES
 
-__all__ = ["LEAST_MBIT", "UNLIMITED", "SendLimit", "SharedSendLimit", "send_limit", "size_of"]
+__all__ = ["LEAST_MBIT", "UNLIMITED", "DailyLimit", "SendLimit", "SharedSendLimit", "send_limit", "size_of"]
 
 LEAST_MBIT = 0.1
 MESSAGE_S = 0.05  # what one message takes; a larger chunk is cut
@@ -33,6 +36,11 @@ LOCK_S = 1.0  # another process that has the lock for so long is stopped, and no
 LONGEST_S = 60.0  # the line is never so long: what the file says is of another start of the machine
 _LOCK_AGAIN_S = 0.001
 _FORMAT = "<d"
+_DAY_S = 86_400
+_DAY_FORMAT = "<qq"  # the day, counted from 1970, and the bytes of it
+_BLOCK_BYTES = 16 << 20  # that a process takes of a day at a time, or a 64th of the day's
+_LOOK_S = 30.0  # between two looks at the clock, which may jump
+_log = logging.getLogger(__name__)
 _Part = TypeVar("_Part")
 
 
@@ -52,6 +60,17 @@ class SendLimit:
 
 
 UNLIMITED = SendLimit()
+
+
+def _lock(file: int) -> bool | None:
+    """Return whether the file is locked; None: another process has the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError:  # a file system without locks
+        return False
+    return True
 
 
 class SharedSendLimit(SendLimit):
@@ -94,7 +113,7 @@ class SharedSendLimit(SendLimit):
     async def _reserve(self, count: int) -> float:
         """Put `count` bytes in line; return how long to wait for those before, in seconds."""
         begun = self._clock()
-        while (locked := self._lock()) is None and self._clock() - begun < LOCK_S:
+        while (locked := _lock(self._file)) is None and self._clock() - begun < LOCK_S:
             await self._sleep(_LOCK_AGAIN_S)
         try:
             now = self._clock()
@@ -107,16 +126,6 @@ class SharedSendLimit(SendLimit):
             if locked:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def _lock(self) -> bool | None:
-        """Return whether the file is locked; None: another process has the lock."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
-        except OSError:  # a file system without locks
-            return False
-        return True
-
     def _read(self, now: float) -> float:
         try:
             (through,) = struct.unpack(_FORMAT, os.pread(self._file, struct.calcsize(_FORMAT), 0))
@@ -125,9 +134,107 @@ class SharedSendLimit(SendLimit):
         return through if now - LONGEST_S < through < now + LONGEST_S else 0.0
 
 
-def send_limit(mbit: float | None, home: Path) -> SendLimit:
-    """Return the bound of the member whose folder this is; none where mbit is None. Raises ConfigError."""
-    return UNLIMITED if mbit is None else SharedSendLimit(mbit, home / "send-limit")
+class DailyLimit(SendLimit):
+    """At most so many bytes on a day of UTC; what is more waits for the next day. Used on one event loop.
+
+    The file has what the day's processes have taken; one that is killed has taken up to a block more than it sent. A clock that
+    is set back begins no new day.
+
+    Args:
+        most_bytes: per day.
+        path: of the file that all processes of the member share; made if there is none.
+        within: the bound per second.
+        unix: seconds since 1970.
+
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        most_bytes: int,
+        path: Path,
+        within: SendLimit = UNLIMITED,
+        *,
+        unix: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._most, self._path, self._within, self._unix, self._sleep = most_bytes, path, within, unix, sleep
+        self.chunk_bytes = within.chunk_bytes
+        self._day, self._left = -1, 0  # what this process has taken of a day, and not used yet
+        self._full = -1  # the day that is used up
+        self._told = -1  # the day of which the log has said that it is used up
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written, and limits.max_gb_per_day needs it ({error.strerror})") from error
+
+    async def room(self, count: int) -> None:
+        """See `SendLimit`. Where the file cannot be written, nothing may go."""
+        while not await self._take(count):
+            await self._sleep(min(_LOOK_S, _DAY_S - self._unix() % _DAY_S))
+        await self._within.room(count)
+
+    async def _take(self, count: int) -> bool:
+        """Take `count` bytes of this day, if there are so many."""
+        today = int(self._unix() // _DAY_S)
+        if self._day < today or self._left < count:
+            block = max(count, min(_BLOCK_BYTES, self._most // 64))
+            if not await self._take_block(today, block) and not await self._take_block(today, count):
+                tomorrow = date(1970, 1, 1) + timedelta(days=self._full + 1)
+                sent = f"limits.max_gb_per_day = {self._most / 1e9:g}: that is sent ({self._path})"
+                self._say(today, f"{sent}; nothing more goes out before {tomorrow}, 0:00 UTC")
+                return False
+        self._left -= count
+        return True
+
+    async def _take_block(self, today: int, count: int) -> bool:
+        while (locked := _lock(self._file)) is None:
+            await self._sleep(_LOCK_AGAIN_S)
+        try:
+            day, taken = self._read(today)
+            if taken + count > self._most:
+                self._full = day
+                return False
+            os.pwrite(self._file, struct.pack(_DAY_FORMAT, day, taken + count), 0)
+            os.fsync(self._file)
+            self._left = count + (self._left if self._day == day else 0)
+            self._day = day
+            return True
+        except OSError as error:  # what is not counted does not go out
+            self._say(today, f"{self._path}: cannot be written ({error.strerror}), and limits.max_gb_per_day needs it")
+            return False
+        finally:
+            if locked:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _read(self, today: int) -> tuple[int, int]:
+        """Return the day that counts, and what was taken of it: all where the file is damaged."""
+        data = os.pread(self._file, struct.calcsize(_DAY_FORMAT) + 1, 0)
+        if not data:
+            return today, 0
+        try:
+            day, taken = struct.unpack(_DAY_FORMAT, data)
+        except struct.error:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, struct.pack(_DAY_FORMAT, today, self._most), 0)
+            return today, self._most
+        return (day, taken) if day >= today else (today, 0)
+
+    def _say(self, today: int, why: str) -> None:
+        if self._told != today:
+            self._told = today
+            _log.warning("%s", why)
+
+
+def send_limit(mbit: float | None, home: Path, gb_per_day: float = 0.0) -> SendLimit:
+    """Return the bound of the member whose folder this is. Raises ConfigError.
+
+    Args:
+        mbit: per second, in 10^6 bits; None: any.
+        gb_per_day: in 10^9 bytes; 0: any.
+    """
+    limit = UNLIMITED if mbit is None else SharedSendLimit(mbit, home / "send-limit")
+    return DailyLimit(int(gb_per_day * 1e9), home / "sent-today", limit) if gb_per_day else limit
 
 
 def size_of(message: Any) -> int:

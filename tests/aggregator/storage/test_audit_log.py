@@ -25,7 +25,7 @@ from edit.merging.outer_state import OuterState
 from edit.trust.signatures import Signer
 from editpb.audit_log import LogFault, LogVerifier
 from editpb.consents import signed_consent
-from editpb.messages import Consent, ContributionHeader
+from editpb.messages import Consent, ContributionHeader, DataStatement
 from editpb.signed_contributions import ContributionSigner, config_digest
 from tests.support.encoded import encode
 from tests.support.keys import member_key
@@ -193,6 +193,24 @@ def test_a_consent_that_is_not_signed_as_it_says_is_found(tmp_path: Path) -> Non
     store.close()
     with pytest.raises(LogFault, match=r"entry 1: .*the consent of a is not signed with the key that it names"):
         log_of(tmp_path)
+
+
+def test_what_a_site_says_of_its_data_is_signed(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    founded(store)
+    assert store.audit is not None
+    data = DataStatement("notes", "c" * 64, "DUA-17")
+    signed = signed_consent("run", "a", config_digest(CONFIG), "", Signer(PEER), data)
+    store.audit.consent("a", signed)
+    store.audit.consent("b", replace(said("b"), data=data))
+    store.close()
+    log = LogVerifier()
+    lines = (tmp_path / "audit-log.jsonl").read_bytes().splitlines()
+    for line in lines[:2]:
+        log.take(line)
+    assert log.consents == {"a": signed}
+    with pytest.raises(LogFault, match=r"entry 2: .*the consent of b is not signed with the key that it names"):
+        log.take(lines[2])
 
 
 def test_a_consent_that_cannot_be_written_is_written_before_the_next_commit(tmp_path: Path) -> None:

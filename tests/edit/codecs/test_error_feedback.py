@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from edit import reference
 from edit.codecs import decode
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.config.codec import RESIDUAL_FORMS, CodecChoice, CodecSpec
 from edit.errors import LocalProtocolError, StorageError
 from edit.fragments.schema import FragmentSpec, TensorSpec
 from edit.fragments.shards import Shard
+from edit.merging.norms import clip_to, norm_of_pieces
 from tests.support.encoded import LOSSY, SPECS, elements, encode, whole_shards
 
 
@@ -42,6 +44,39 @@ def test_what_was_merged_plus_the_residual_is_the_sum_of_the_deltas(name: str, s
         sent += decode(encoded)
         meant += delta
     assert torch.allclose(sent + residual_of(feedback), meant, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["fp32", "int8", "topk:k=9"])
+def test_what_is_cut_off_a_long_vector_is_never_sent(name: str, form: str) -> None:
+    """Against the reference, some vectors longer than the bound and some not; also where the residual is kept early."""
+    choice = CodecChoice(CodecSpec.parse(name), decay=0.9, residual=form)
+    feedback, clip, vectors = ErrorFeedback(choice, whole_shards(300)), 17.0, deltas(0, 6)
+    assert {float(each.norm()) > clip for each in vectors} == {True, False}
+    expected = reference.feedback(vectors, lambda u: decode(encode(name, u)), 0.9, clip)
+    for number, (delta, wanted) in enumerate(zip(vectors, expected, strict=True)):
+        feedback.rescale(0, clip_to(norm_of_pieces(300, feedback.owed(0, delta)), clip))
+        sent = decode(feedback.stage(0, delta))
+        if form == "fp32":
+            torch.testing.assert_close(sent, wanted, rtol=1e-4, atol=1e-4)
+        assert float(sent.norm()) <= clip * 1.01
+        if number % 2:
+            feedback.keep(0, delta)
+        feedback.commit(0, delta)
+        assert feedback.scales == {}
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"), [(0.0, 1.0), (2.0, 1.0), (4.0, 0.5), (math.inf, 0.0), (math.nan, 0.0), (5e-324, 1.0)]
+)
+def test_a_vector_whose_norm_is_not_known_is_not_sent_at_length(norm: float, expected: float) -> None:
+    assert clip_to(norm, 2.0) == expected
+
+
+@pytest.mark.parametrize("scale", [-0.1, 1.5, math.nan])
+def test_a_scale_that_is_none_is_refused(scale: float) -> None:
+    with pytest.raises(LocalProtocolError, match="which is not from 0 to 1"):
+        ErrorFeedback("int8", whole_shards(300)).rescale(0, scale)
 
 
 @pytest.mark.parametrize("name", LOSSY)

@@ -98,7 +98,7 @@ def test_signatures_are_told_where_the_run_keeps_a_log_and_nowhere_else() -> Non
     told = by_what(leaving(configured(audit__enabled=True), "peer", AT), "a signature of each contribution")
     assert "hub.example:7700" in told.to and "not in it" in told.kept
     without = leaving(configured(audit__enabled=False), "peer", AT)
-    assert not any("signature" in entry.what for entry in without)
+    assert not any("signature of each contribution" in entry.what for entry in without)
 
 
 def test_other_codecs_of_some_fragments_and_a_schedule_by_time_are_said() -> None:
@@ -153,3 +153,21 @@ def test_every_setting_that_it_names_is_one_of_the_run() -> None:
         config = RunConfig.from_mapping({"name": "run", **values})
         told = leaving(replace(status(), settings=settings_of(config)), "peer", AT)
         assert not [text for entry in told for text in entry.as_json().values() if re.search(r"as \w+\.\w+ says", text)]
+
+
+@pytest.mark.parametrize(("asked", "words"), [(False, "if its site gave one"), (True, "needed here")])
+def test_a_consent_is_told_and_whether_the_run_asks_for_it(asked: bool, words: str) -> None:
+    told = by_what(leaving(configured(None, membership__consent=asked), "peer", AT), "its site's consent")
+    assert words in told.what and "until the coordinator stops" in told.kept
+    kept = by_what(leaving(configured(audit__enabled=True), "peer", AT), "its site's consent").kept
+    assert "audit log" in kept
+
+
+def test_what_a_site_does_to_what_it_sends_is_told() -> None:
+    told = leaving(configured(), "peer", AT, clip=1.5, hidden=("loss", "step_s"), gb=50.0)
+    size = by_what(told, "contributions").size
+    assert size.endswith("; at most 50 GB on a day (limits.max_gb_per_day)")
+    assert "shortened to a norm of at most 1.5 (protect.clip)" in by_what(told, "contributions").what
+    assert "all without loss, step_s (protect.hide)" in by_what(told, "reports").what
+    plain = leaving(configured(), "peer", AT)
+    assert not any("protect" in entry.what for entry in plain)

@@ -81,3 +81,12 @@ def test_what_privacy_has_cost_each_peer_is_said_to_who_may_see_it() -> None:
 def test_a_rounds_number_counts_from_1() -> None:
     row = next(line for line in lines(80, rounds=(ROUND,)) if "all 2 contributors in" in line)
     assert row.split()[0] == "1"
+
+
+def test_who_has_consented_has_a_column_where_anybody_has() -> None:
+    members = status().members
+    assert not any("consent" in line for line in lines(200))
+    told = lines(200, members=(replace(members[0], consented=True), *members[1:]))
+    (head,) = (line for line in told if line.startswith("member"))
+    (row,) = (line for line in told if line.startswith(members[0].peer_id))
+    assert row[head.index("consent") :].startswith("yes")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from edit.codecs import decode
 from edit.codecs.residuals import Residual
+from edit.collective import CompositeCollective
 from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.schema import plan_fragments
@@ -40,12 +41,15 @@ MODES: dict[str, dict[str, Any]] = {
 class Life:
     """One peer between two interruptions."""
 
-    def __init__(self, run: LocalRun, name: str, worker_config: WorkerConfig, saved: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, run: LocalRun, name: str, worker_config: WorkerConfig, saved: dict[str, Any] | None = None, clip: float = 0.0
+    ) -> None:
         self.model = TinyTransformer(seed=3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.batches = token_batches(NAMES.index(name))
         self.taken = 0
-        self.worker = EditWorker(self.model, self.optimizer, run.collective(name), worker_config)
+        collective = CompositeCollective([run.collective(name)], clip)
+        self.worker = EditWorker(self.model, self.optimizer, collective, worker_config)
         if saved is not None:
             if "model" in saved:
                 self.model.load_state_dict(saved["model"])
@@ -84,7 +88,7 @@ def theta_of(run: LocalRun) -> list[str]:
 
 
 def trained(
-    run_config: RunConfig, save_after: int = -1, die_after: int = -1, **own: Any
+    run_config: RunConfig, save_after: int = -1, die_after: int = -1, clip: float = 0.0, **own: Any
 ) -> tuple[list[float], list[str], list[Tensor]]:
     """Losses of both peers, the run's theta and the local parameters; saved and then killed after so many steps of both.
 
@@ -93,7 +97,7 @@ def trained(
     """
     run = LocalRun(run_config, NAMES)
     worker_config = dataclasses.replace(WorkerConfig.of(run_config), **own)
-    lives = [Life(run, name, worker_config) for name in NAMES]
+    lives = [Life(run, name, worker_config, clip=clip) for name in NAMES]
     losses: dict[tuple[int, int], float] = {}
     saved: list[dict[str, Any]] = []
     step = 0
@@ -103,7 +107,7 @@ def trained(
         if step == die_after:
             for life in lives:
                 life.worker.__exit__(KeyboardInterrupt, None, None)
-            lives = [Life(run, name, worker_config, one) for name, one in zip(NAMES, saved, strict=True)]
+            lives = [Life(run, name, worker_config, one, clip) for name, one in zip(NAMES, saved, strict=True)]
             step, die_after = save_after, -1
         for i, life in enumerate(lives):
             losses[step, i] = life.step()
@@ -157,6 +161,14 @@ def test_an_interrupted_training_gives_the_same_bits_with_every_codec(kind: str,
 
 def equal(a: tuple[list[float], list[str], list[Tensor]], b: tuple[list[float], list[str], list[Tensor]]) -> bool:
     return a[:2] == b[:2] and all(torch.equal(x, y) for x, y in zip(a[2], b[2], strict=True))
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_a_contribution_that_was_shortened_is_the_same_after_an_interruption(kind: str) -> None:
+    run_config, clip = run_of(kind, CodecConfig(up="int4", down="bf16")), 0.05
+    whole = trained(run_config, clip=clip)
+    assert equal(whole, trained(run_config, 9, 17, clip=clip)) and equal(whole, trained(run_config, 13, 15, clip=clip))
+    assert not equal(whole, once(kind, "int4", "bf16", "fp32")), "the bound counts"
 
 
 FORMS = [
@@ -545,11 +557,12 @@ def test_without_strict_what_was_merged_is_never_merged_again(save_after: int) -
         life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
-def test_killed_in_the_middle_of_a_forward_it_applies_the_rest_and_nothing_twice() -> None:
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_killed_in_the_middle_of_a_forward_it_applies_the_rest_and_nothing_twice(clip: float) -> None:
     run_config = run_of("forward")
-    whole = trained(run_config)
+    whole = trained(run_config, clip=clip)
     run, worker_config = LocalRun(run_config, NAMES), WorkerConfig.of(run_config)
-    lives = [Life(run, name, worker_config) for name in NAMES]
+    lives = [Life(run, name, worker_config, clip=clip) for name in NAMES]
     losses = [life.step() for _ in range(EVERY) for life in lives]
     saved: list[dict[str, Any]] = []
 
@@ -562,7 +575,7 @@ def test_killed_in_the_middle_of_a_forward_it_applies_the_rest_and_nothing_twice
         lives[0].step()
     lives[0].worker.__exit__(KeyboardInterrupt, None, None)
     assert saved[0]["worker"]["scalars"]["pending"]["applied"] == [0, 1]
-    lives[0] = Life(run, "a", worker_config, saved[0] | {"taken": saved[0]["taken"] - 1})
+    lives[0] = Life(run, "a", worker_config, saved[0] | {"taken": saved[0]["taken"] - 1}, clip)
     assert lives[0].worker.outer_step == 0 and lives[0].worker.pending
     losses += [life.step() for _ in range(STEPS - EVERY) for life in lives]
     assert (losses, theta_of(run)) == whole[:2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from edit import reference
 from edit.codecs import decode
 from edit.codecs.residuals import Residual
+from edit.collective import CompositeCollective
 from edit.config.codec import CodecConfig
 from edit.errors import ConfigError, TransportError
 from edit.fragments.digest import digest
@@ -45,7 +46,7 @@ from tests.support.models import TinyTransformer, train_step
 from tests.support.ranks import at_every_rank
 from tests.support.settings import worker_config
 
-ROUNDS, EVERY = 4, 2
+ROUNDS, EVERY, CLIP = 4, 2, 0.1
 
 
 class Late:
@@ -147,11 +148,11 @@ def peer(sharded: bool, **settings: Any) -> tuple[nn.Module, torch.optim.Optimiz
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    breaks_at = settings.pop("breaks_at", None)
+    breaks_at, clip = settings.pop("breaks_at", None), settings.pop("clip", 0.0)
     config = worker_config(**({"every": EVERY, "codec": "fp32"} | settings))
     oracle = Oracle(Replica(TinyTransformer(seed=5)).local(), lazy=config.sync.mode == "forward", breaks_at=breaks_at)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, optimizer, oracle, EditWorker(model, optimizer, oracle, config)
+    return model, optimizer, oracle, EditWorker(model, optimizer, CompositeCollective([oracle], clip), config)
 
 
 def train(sharded: bool, settings: dict[str, Any]) -> dict[str, Any]:
@@ -177,6 +178,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "forward": {"mode": "forward"},
     "broken": {"mode": "forward", "breaks_at": (2, 1), "strict": True},
     "delayed": {"mode": "delayed", "delay": 1},
+    "clipped": {"clip": CLIP},
 }
 
 
@@ -271,8 +273,15 @@ def test_two_ranks_train_as_one_process_does(kind: str, two_ranks: list[dict[str
     for outer_step, i, inner_steps, boxes, vector in alone["sent"]:
         assert boxes is None
         torch.testing.assert_close(whole[outer_step, i, inner_steps], vector, rtol=1e-3, atol=1e-5)
+    attempts = {(key[0], key[2]) for key in whole}
+    norms = [reference_norm(vector for key, vector in whole.items() if (key[0], key[2]) == each) for each in attempts]
+    assert all(abs(norm - CLIP) < 1e-6 if kind == "clipped" else norm > CLIP for norm in norms)
     first, second = (rank[kind]["state"] for rank in two_ranks)
     assert second == {} and all(torch.equal(first[name], alone["state"][name]) for name in alone["state"])
+
+
+def reference_norm(fragments: Iterable[Tensor]) -> float:
+    return float(sum(each.double().square().sum() for each in fragments)) ** 0.5
 
 
 def test_every_rank_keeps_what_the_owner_of_a_parameter_did_not_send(two_ranks: list[dict[str, Any]]) -> None:

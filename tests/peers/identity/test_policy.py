@@ -61,6 +61,26 @@ def check(found: SitePolicy, run: RunConfig) -> None:
             {"privacy": {"level": "example", "epsilon_max": 8.0, "delta": 1e-5, "noise_multiplier": 1.0}},
             "require.epsilon_max = 4: the run has privacy.epsilon_max = 8",
         ),
+        (
+            "[protect]\nclip = 0.5",
+            {"aggregators": {"addresses": ["b.example:7700"]}},
+            "protect.clip = 0.5: the run's model is in 2 parts, with a contribution to each",
+        ),
+        (
+            "[limits]\nmax_gb_per_day = 5",
+            {"swarm": {}},
+            "limits.max_gb_per_day = 5: a member of a swarm serves its parts to others, too",
+        ),
+        (
+            "[protect]\nclip = 0.5",
+            {"swarm": {}},
+            "protect.clip = 0.5: the run's model is in 4 parts, with a contribution to each",
+        ),
+        (
+            "[protect]\nclip = 0.5",
+            {"swarm": {"parts": 1}, "outer": {"algorithm": "gossip"}, "rounds": {"start_peers": 3}},
+            'protect.clip = 0.5: with outer.algorithm = "gossip" partners swap parameters, which are not shortened',
+        ),
     ],
 )
 def test_each_key_refuses_by_its_name(tmp_path: Path, text: str, sections: dict[str, Any], message: str) -> None:
@@ -101,6 +121,12 @@ def test_what_it_allows_passes(tmp_path: Path) -> None:
         ('[limits]\nuntil = "2026"', "limits.until: must be date, not str"),
         ("[limits]\nmax_parameters = -1", "limits.max_parameters = -1: must not be negative"),
         ('[accept]\nruns = ["abc"]', "accept.runs = 'abc': must be sha256: and 64 hexadecimal digits"),
+        ("[limits]\nmax_gb_per_day = -1.0", "limits.max_gb_per_day = -1.0: must be a number, and not negative"),
+        ('[data]\nmanifest = "abc"', "data.manifest = 'abc': must be sha256: and 64 hexadecimal digits"),
+        ('[data]\nlicence = "a\\nb"', "data.licence = 'a\\nb': must be one printable line of at most 512 characters"),
+        ("[protect]\nclip = -1.0", "protect.clip = -1.0: must be a number, and not negative"),
+        ("[protect]\nclip = nan", "protect.clip = nan: must be a number, and not negative"),
+        ('[protect]\nhide = ["tokens"]', "protect.hide = 'tokens': must be of loss, tokens_per_s, step_s, device, metrics"),
         ("[require", "is not TOML"),
     ],
 )

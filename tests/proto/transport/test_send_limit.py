@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import struct
@@ -14,8 +15,8 @@ import pytest
 
 from edit.errors import ConfigError
 from editpb.limits import CHUNK_BYTES
-from editpb.transport.send_limit import LOCK_S, UNLIMITED, SharedSendLimit, send_limit
-from tests.support.loops import on_a_loop, pass_time, run_held
+from editpb.transport.send_limit import LOCK_S, UNLIMITED, DailyLimit, SharedSendLimit, send_limit
+from tests.support.loops import on_a_loop, pass_time, run_held, until
 
 MBIT = 8.0  # a million bytes per second
 BURST = 110_000  # bytes that may go beyond it: 0.05 s made up for, and a message of 0.05 s
@@ -147,3 +148,100 @@ def test_a_bound_that_is_none_is_refused(mbit: float, tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--max-mbit needs it"):
         send_limit(1.0, tmp_path / "nowhere")
+
+
+DAY_S, DAY = 86_400, 20_780  # DAY: 2026-11-23
+
+
+class Daily:
+    """A bound per day on a clock of its own; who waits sleeps until `until`."""
+
+    def __init__(self, path: Path, most: int = 6400, at: float = 0.5 * DAY_S) -> None:
+        self.unix, self.naps = DAY * DAY_S + at, list[float]()
+        self.limit = DailyLimit(most, path, unix=lambda: self.unix, sleep=self.sleep)
+
+    async def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.unix += seconds
+        await asyncio.sleep(0)
+
+
+def test_what_is_beyond_a_days_bytes_goes_on_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        one = Daily(tmp_path / "sent")
+        for _ in range(6):
+            await one.limit.room(1000)
+        assert not one.naps
+        await one.limit.room(1000)
+        assert one.unix == (DAY + 1) * DAY_S and max(one.naps) <= 30.0
+        for _ in range(5):
+            await one.limit.room(1000)
+        assert one.unix == (DAY + 1) * DAY_S
+        (line,) = caplog.messages
+        assert line.startswith("limits.max_gb_per_day = 6.4e-06: that is sent (")
+        assert line.endswith("nothing more goes out before 2026-11-24, 0:00 UTC")
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_days_bytes_are_of_all_processes_and_of_all_starts(processes: int, tmp_path: Path) -> None:
+    """Whoever is killed has taken at most a block more than it sent; never less."""
+
+    async def body() -> None:
+        sent = 0
+        for _ in range(4):  # starts
+            for one in [Daily(tmp_path / "sent") for _ in range(processes)]:
+                for _ in range(10):
+                    await one.limit.room(50)
+                    sent += 50 if not one.naps else 0
+                    if one.naps:
+                        break
+        assert 0.5 * 6400 <= sent <= 6400 or sent == 4 * processes * 500
+
+    asyncio.run(body())
+
+
+def test_a_clock_that_is_set_back_begins_no_new_day_and_a_damaged_file_none_either(tmp_path: Path) -> None:
+    async def body() -> None:
+        one = Daily(tmp_path / "sent")
+        await one.limit.room(6400)
+        earlier = Daily(tmp_path / "sent", at=-3 * DAY_S)
+        await earlier.limit.room(1)
+        assert earlier.unix >= (DAY + 1) * DAY_S
+        (tmp_path / "sent").write_bytes(b"torn")
+        again = Daily(tmp_path / "sent", at=DAY_S)
+        await again.limit.room(1)
+        assert again.unix == (DAY + 2) * DAY_S
+
+    asyncio.run(body())
+
+
+def test_what_cannot_be_counted_does_not_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        one, full = Daily(tmp_path / "sent"), True
+
+        def write(file: int, data: bytes, at: int) -> int:
+            if full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return pwrite(file, data, at)
+
+        pwrite = os.pwrite
+        monkeypatch.setattr(os, "pwrite", write)
+        waiting = asyncio.ensure_future(one.limit.room(1))
+        await until(lambda: one.naps)
+        assert not waiting.done() and "cannot be written (No space left on device)" in caplog.text
+        full = False
+        await waiting
+
+    asyncio.run(body())
+
+
+def test_the_bound_of_a_day_keeps_to_the_one_of_a_second(tmp_path: Path) -> None:
+    limit = send_limit(MBIT, tmp_path, 1.0)
+    assert isinstance(limit, DailyLimit) and limit.chunk_bytes == SharedSendLimit(MBIT, tmp_path / "x").chunk_bytes
+    assert send_limit(None, tmp_path) is UNLIMITED
+    with pytest.raises(ConfigError, match=r"sent-today: cannot be written, and limits\.max_gb_per_day needs it"):
+        send_limit(None, tmp_path / "none", 1.0)

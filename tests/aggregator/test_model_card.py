@@ -1,0 +1,40 @@
+"""The model card: what members wrote is text, and privacy is claimed only where it holds for the whole run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aggregator.model_card import _privacy, _text
+from aggregator.provenance import Configured, Past
+from editpb.audit_log import LogVerifier
+
+PRIVATE = {"privacy": {"level": "example", "epsilon_max": 8.0, "delta": 1e-5}}
+STRICTER = {"privacy": {"level": "example", "epsilon_max": 4.0, "delta": 1e-6}}
+
+
+def past(*configurations: dict[str, Any], continued: int = 0) -> Past:
+    found = Past(LogVerifier(), configurations=[Configured("", 0, each) for each in configurations])
+    found.log.continued.extend(range(continued))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (past({}), "No differential privacy."),
+        (past(PRIVATE), "epsilon at most 8 at delta 1e-05"),
+        (past(PRIVATE, STRICTER), "epsilon at most 8 at delta 1e-05"),
+        (past({}, PRIVATE), "No differential privacy of the whole run"),
+        (past(PRIVATE, continued=1), "No differential privacy of the whole run"),
+    ],
+)
+def test_privacy_is_claimed_only_where_every_configuration_has_it(found: Past, words: str) -> None:
+    assert words in _privacy(found)
+
+
+@pytest.mark.parametrize("words", ["<script>", "a | b", "[x](https://y.example)", "`x`", "**x**", "a\n# b", "&lt;", "@all"])
+def test_what_members_wrote_is_no_markup(words: str) -> None:
+    shown = _text(words)
+    assert not set(shown.replace("&#", "").replace(";", "")) & set("<>|[]()`*\n@/:") and "# " not in shown
