@@ -247,5 +247,5 @@ def test_provenance_says_what_the_log_says_and_is_signed_with_its_key(tmp_path: 
     save_file({"w": torch.zeros(1)}, tmp_path / "other.safetensors", {"run_id": folder.run_id, "digest": "0" * 64})
     other = ["--state", str(folder.path), "--provenance", "--of", str(tmp_path / "other.safetensors")]
     assert "other.safetensors: says digest 000000000000, the log ends with" in refused(*other)
-    assert "log.key: cannot be read" in refused("--state", str(out), "--provenance")
+    assert "log.key: is missing" in refused("--state", str(out), "--provenance")
     assert "--of: has no effect without --provenance" in refused("--state", str(folder.path), "--of", str(model))
