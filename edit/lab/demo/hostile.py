@@ -101,6 +101,9 @@ def run_hostile_demo(options: DemoOptions, console: Console, dependencies: Depen
         raise ConfigError(f"{folder.path}: cannot be written ({error.strerror})") from error
     console.print(Rule("all three", style="dim"))
     console.print(_printed(found))
+    console.print("\nthe audit logs:", style="dim")
+    for line in found.log:
+        console.print(Text(line), soft_wrap=True)
     console.print(f"\n{folder.report}\n{folder.results}", soft_wrap=True, highlight=False)
     return found
 
@@ -154,9 +157,7 @@ def _printed(found: Comparison) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True, style="bold")
     for row in _rows(found):
         table.add_row(*row)
-    return Group(
-        Text(_headline(found), style="bold green"), table, Text("\nthe audit logs:", style="dim"), *map(Text, found.log)
-    )
+    return Group(Text(_headline(found), style="bold green"), table)
 
 
 def _verdicts(results: Results, peer_id: str) -> str:
