@@ -42,6 +42,7 @@ IMPORTED = (
     "torch._dynamo",  # the first call of an optimizer imports it
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "typer._adapters",  # what reading a command line imports
 )
 
 
@@ -186,6 +187,12 @@ class Rank:
         return self.returncode
 
 
+def _name_of_caller(depth: int = 2) -> str:
+    """Return what torchrun's `get_method_name` does, for its log: without reading the sources of all frames, for which all
+    modules are searched, and here there are thousands."""
+    return sys._getframe(depth).f_code.co_name
+
+
 def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run this as a new interpreter would, with nothing of torchrun's open, and end. Never returns."""
     code: Any = 1
@@ -326,4 +333,6 @@ if __name__ == "__main__":
     if sys.argv[0] == "torch.distributed.run":
         handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
         setattr(handler, "Popen", Rank)  # noqa: B010
+        rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+        setattr(rendezvous, "get_method_name", _name_of_caller)  # noqa: B010
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
