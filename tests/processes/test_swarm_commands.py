@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import aggregator.swarm.commands
-import peers.cli
 from aggregator.storage.store import Store
 from aggregator.swarm.host import merging
 from aggregator.swarm.member_folder import MemberFolder
@@ -31,6 +30,7 @@ from edit.lab.council.replicated import same
 from edit.lab.run_toml import to_toml
 from editpb.invitation import Invitation
 from tests.support.daemons import Daemon, Site, call, children, small, torchrun
+from tests.support.fork_server import Forked
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -86,7 +86,7 @@ class Swarm:
         """The file with a member's only invitation."""
         file = self.path / f"{name}.invitation"
         if not file.exists():
-            file.write_text(call(peers.cli.app, "swarm", "invite", name, "--home", self.path / "a"))
+            invite(file, name, self.path / "a")
         return file
 
     def record(self, name: str) -> Record:
@@ -102,6 +102,15 @@ class Swarm:
         for store in stores:
             store.close()
         return replicas
+
+
+def invite(file: Path, name: str, home: Path) -> None:
+    """Write the invitation that a member's command prints."""
+    with file.open("wb") as output:
+        invited = Forked(["peers", "swarm", "invite", name, "--home", str(home)], output)
+    code, said = invited.wait(), file.read_text()
+    assert code == 0, said
+    file.write_text(next(line for line in said.splitlines() if line.startswith("edit1.")))
 
 
 @contextmanager
@@ -285,7 +294,7 @@ def test_a_member_with_a_copy_of_the_authoritys_key_lets_the_next_one_in(tmp_pat
         told = _command("share-authority", tmp_path / "a", "b")
         assert told == "b has a copy of the authority's key; in all: a, b\n"
         assert "b has a copy of the authority's key, and lets others in" in b.until("lets others in")
-        (tmp_path / "d.invitation").write_text(call(peers.cli.app, "swarm", "invite", "d", "--home", tmp_path / "b"))
+        invite(members.path / "d.invitation", "d", tmp_path / "b")
         d = members.host("d")
         d.until("3 vote, of 3 members")
         assert "d is enrolled" in b.until("d is enrolled")

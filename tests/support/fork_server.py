@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 REPOSITORY = Path(__file__).parents[2]
 IMPORTED = (
@@ -42,21 +42,27 @@ IMPORTED = (
     "torch._dynamo",  # the first call of an optimizer imports it
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "typer._adapters",  # what reading a command line imports
 )
 
 
 class Forked:
-    """`python -m ARGUMENTS` as a process of its own, as `subprocess.Popen` has it. stderr: a pipe."""
+    """`python -m ARGUMENTS` as a process of its own, as `subprocess.Popen` has it. stderr: a pipe.
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    output: a file that stdout and stderr are written to instead, in a session of its own.
+    """
+
+    def __init__(self, arguments: Sequence[str], output: IO[bytes] | None = None) -> None:
         self.args = list(arguments)
         self.returncode: int | None = None
         reading, writing = os.pipe()
         self._ended, ends = os.pipe()
         self.stderr: TextIO = os.fdopen(reading)
-        request = json.dumps([self.args, _environment(), os.fspath(REPOSITORY)]).encode()
+        if output is not None:
+            self.stderr.close()
+        request = json.dumps([self.args, _environment(), os.fspath(REPOSITORY), output is not None]).encode()
         server = _server()
-        socket.send_fds(server, [len(request).to_bytes(4, "big")], [writing, ends])
+        socket.send_fds(server, [len(request).to_bytes(4, "big")], [writing if output is None else output.fileno(), ends])
         server.sendall(request)
         os.close(writing)
         os.close(ends)
@@ -88,6 +94,11 @@ class Forked:
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start() -> None:
+    """Start this process's server now, with the environment of now, rather than with the first that is forked."""
+    _server()
 
 
 @cache
@@ -133,12 +144,15 @@ def _serve(connection: socket.socket) -> list[str]:
             length, pipes, _, _ = socket.recv_fds(connection, 4, 2)
             if not length:
                 raise SystemExit
-            arguments, environment, folder = json.loads(_exactly(connection, int.from_bytes(length, "big")))
+            arguments, environment, folder, apart = json.loads(_exactly(connection, int.from_bytes(length, "big")))
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.dup2(pipes[0], 2)
+                if apart:
+                    os.dup2(pipes[0], 1)
+                    os.setsid()
                 for descriptor in (woken, wakes, *pipes, *children.values()):
                     os.close(descriptor)
                 connection.close()
@@ -184,6 +198,12 @@ class Rank:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
+
+
+def _name_of_caller(depth: int = 2) -> str:
+    """Return what torchrun's `get_method_name` does, for its log: without reading the sources of all frames, for which all
+    modules are searched, and here there are thousands."""
+    return sys._getframe(depth).f_code.co_name
 
 
 def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -326,4 +346,6 @@ if __name__ == "__main__":
     if sys.argv[0] == "torch.distributed.run":
         handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
         setattr(handler, "Popen", Rank)  # noqa: B010
+        rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+        setattr(rendezvous, "get_method_name", _name_of_caller)  # noqa: B010
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

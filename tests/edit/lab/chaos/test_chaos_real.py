@@ -1,16 +1,41 @@
-"""Short chaos runs with real processes: one peer killed, the coordinator killed, another link silent; a hostile member."""
+"""Short chaos runs with real processes: one peer killed, the coordinator killed, another link silent; a hostile member.
+
+Beside a hostile member they are forked with their imports done; the others are started as a user's are.
+"""
 
 import io
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import IO
 
 import pytest
 from rich.console import Console
 
-from edit.lab import procfs
+from edit.lab import processes, procfs
 from edit.lab.chaos.command import run_chaos
 from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.processes import COORDINATOR
+from tests.support import fork_server
+from tests.support.fork_server import Forked
+
+
+class Child(Forked):
+    """What the lab holds of a process that it has started."""
+
+    def __init__(self, argv: Sequence[str], output: IO[bytes]) -> None:
+        assert tuple(argv[:2]) == (sys.executable, "-m")
+        super().__init__(argv[2:], output)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (code := super().wait(timeout)) is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def poll(self) -> int | None:
+        return Forked.wait(self, 0)
 
 
 @pytest.mark.timeout(100)
@@ -41,7 +66,9 @@ def test_three_faults_break_nothing(tmp_path, capsys):
 @pytest.mark.timeout(100)
 @pytest.mark.skipif(not procfs.available(), reason="no /proc")
 @pytest.mark.parametrize("behaviours", [("bad-bytes", "heartbeats-only"), ("x100",)], ids=["bad-bytes", "x100"])
-def test_a_hostile_member_breaks_nothing(tmp_path, capsys, behaviours):
+def test_a_hostile_member_breaks_nothing(tmp_path, capsys, behaviours, monkeypatch):
+    fork_server.start()  # outside of the chaos, which leaves no process behind
+    monkeypatch.setattr(processes, "_spawn", Child)
     faults = (Fault(number=1, at_s=4.0, kind=Kind.KILL_COORDINATOR, target=COORDINATOR, lasts_s=0.5),)
     options = ChaosOptions(
         peers=2,
