@@ -66,7 +66,7 @@ def test_a_member_that_has_no_folder_of_the_run_sees_how_it_stands(
             shown = json.loads(await status(home, "--json"))
             assert shown["run_id"] == folder.run_id and shown["members"][0]["peer_id"] == "a"
             sent = json.loads(await asyncio.to_thread(run, ["edit-peer", "explain", "--home", str(home), "--json"]))["sent"]
-            assert ("(codec.up)" in sent[0]["form"]) == (role == "peer") and len(sent) == (4 if role == "peer" else 1)
+            assert ("(codec.up)" in sent[0]["form"]) == (role == "peer") and len(sent) == (5 if role == "peer" else 1)
             at.coordinator.run.evict("someone", "talks")
             with pytest.raises(EvictedError, match="talks"):
                 await status(home)
