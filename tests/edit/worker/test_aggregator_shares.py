@@ -87,7 +87,7 @@ class Peer:
 
     def __init__(self, runs: Sequence[LocalRun], name: str, run_config: RunConfig, saved: dict[str, Any] | None = None) -> None:
         self.model = TinyTransformer(seed=3)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.batches = token_batches(NAMES.index(name))
         self.gates = [Gate(run, name) for run in runs]
         for gate in self.gates:

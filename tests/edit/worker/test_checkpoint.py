@@ -45,7 +45,7 @@ class Life:
         self, run: LocalRun, name: str, worker_config: WorkerConfig, saved: dict[str, Any] | None = None, clip: float = 0.0
     ) -> None:
         self.model = TinyTransformer(seed=3)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.batches = token_batches(NAMES.index(name))
         self.taken = 0
         collective = CompositeCollective([run.collective(name)], clip)

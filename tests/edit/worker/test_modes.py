@@ -28,7 +28,7 @@ class Loop:
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
         self.model = TinyTransformer().to(dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.batches = token_batches(seed)
         self.replica = Replica(self.model)  # to read and write fragments
 
