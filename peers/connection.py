@@ -23,6 +23,7 @@ from peers.identity.known_members import read_members
 from peers.identity.peer_folder import PeerFolder
 from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
+from peers.own_site import site_of
 from peers.training.torchrun import launched
 
 __all__ = ["connect", "without_effect"]
@@ -73,12 +74,7 @@ def connect(
             channels,
             enrolled.identity,
             ranks,
-            key=folder.key(),
-            masks=known,
-            receipts=Path(home),
-            check=policy.check,
-            clip=policy.protect.clip,
-            hide=policy.protect.hide,
+            site=site_of(policy, folder, known, clip=policy.protect.clip),
             ended=ended,
             failed=failed,
         )

@@ -31,6 +31,7 @@ from editpb.transport.send_limit import UNLIMITED, SendLimit, send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.masking import MaskFolder
+from peers.carriers.hub.site import NOWHERE, Site
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
@@ -38,6 +39,7 @@ from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
 from peers.identity.seeking import Seeking, searching
+from peers.own_site import site_of
 from peers.training.loop import Place, Training
 from peers.training.metrics import Metrics
 from peers.training.options import PeerOptions
@@ -72,8 +74,8 @@ def run_peer(options: PeerOptions) -> None:
         renewal = Renewal(PeerFolder(options.home), enrolled, channels, asks=launch.local_rank == 0)
         seeking = Seeking(channels, searching(options.home, options.dht_peers)) if options.dht_peers else None
         folder = PeerFolder(options.home)
-        masks = MaskFolder(folder.revealed, options.members)
-        attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking, folder.key(), masks)
+        site = site_of(options.policy, folder, MaskFolder(folder.revealed, options.members))
+        attend(options, channels, enrolled.identity, device, launch, server, renewal, seeking, site)
 
 
 def with_policy(options: PeerOptions, identity: Identity) -> PeerOptions:
@@ -105,15 +107,14 @@ def attend(
     server: SnapshotServer | None = None,
     renewal: Renewal | None = None,
     seeking: Seeking | None = None,
-    key: bytes = b"",
-    masks: MaskFolder | None = None,
+    site: Site = NOWHERE,
 ) -> None:
     """Train as `identity` in the run that `channels` lead to; `run_peer` looks these up in the peer's folder.
 
     A replica of several ranks calls it at each, inside their process group.
 
-    renewal: keeps the certificate of `channels` renewed meanwhile. seeking: looks for a coordinator that is lost. key: signs
-    contributions, where the run has them signed or masked; masks: what masked rounds need of this peer's site.
+    renewal: keeps the certificate of `channels` renewed meanwhile. seeking: looks for a coordinator that is lost. site: this
+    peer's.
     """
 
     def connect(io: IoThread, ranks: Ranks) -> Connecting:
@@ -121,11 +122,7 @@ def attend(
             io.spawn(renewal.keep())
         if seeking is not None:
             io.spawn(seeking.keep())
-        policy, home = options.policy, options.home
-        hide = policy.protect.hide
-        return connect_hub(
-            io, channels, identity, ranks, server, key=key, masks=masks, receipts=home, check=policy.check, hide=hide
-        )
+        return connect_hub(io, channels, identity, ranks, server, site=site)
 
     train(options, connect, identity, device, launch)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -21,13 +21,15 @@ from editpb.messages import InjectionState, RunPhase
 from editpb.transport.send_limit import UNLIMITED, SendLimit, send_limit
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
-from peers.carriers.hub.control_stream import Check, ConfigParser
+from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.hub.site import NOWHERE, Site
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted, leaving
 from peers.daemon import stopping
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
+from peers.own_site import site_of
 from peers.regions.last_contribution import SentFile
 from peers.regions.lower_run import RunBelow
 
@@ -62,10 +64,7 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: 
                 SentFile(home / "sent.safetensors", upper.run_id),
                 send_limit(max_mbit, home, policy.limits.max_gb_per_day),
                 allowed,
-                key=PeerFolder(home).key(),
-                home=home,
-                check=policy.check,
-                hide=policy.protect.hide,
+                site=site_of(policy, PeerFolder(home)),
             )
             for path, enrolled, channels in ((home, upper, regional.above), (below, lower, regional.below)):
                 io.spawn(Renewal(PeerFolder(path), enrolled, channels).keep())
@@ -93,15 +92,11 @@ class _Regional:
         limit: SendLimit = UNLIMITED,
         allowed: frozenset[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
-        key: bytes = b"",
-        home: Path | None = None,
-        check: Check = lambda text, config: None,
-        hide: Collection[str] = (),
+        site: Site = NOWHERE,
     ) -> None:
-        self._hide = hide
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
-        self._parser, self._allowed, self._key, self._home = ConfigParser(), allowed, key, home
-        self._above = ConfigParser(check)
+        self._parser, self._allowed, self._site = ConfigParser(), allowed, site
+        self._above = ConfigParser(site.check)
         self.above = Channels(upper.endpoints, upper.credentials, limit)
         self.below = Channels(lower.endpoints, lower.credentials)
         self._below = RunBelow(io, self.below.to(lower.endpoints), lower.run_id)
@@ -114,9 +109,9 @@ class _Regional:
         with closing(self._below):
             lower, upper = self._configuration(self._lower, self.below), self._configuration(self._upper, self.above)
             schema, below = self._founded()
-            channels, siblings = self.above.to(self._upper.endpoints), Siblings(parser=self._above, hide=self._hide)
+            channels, siblings = self.above.to(self._upper.endpoints), Siblings(parser=self._above)
             with leaving(
-                HubCollective(self._io, channels, self._upper.identity, siblings=siblings, key=self._key, receipts=self._home)
+                HubCollective(self._io, channels, self._upper.identity, siblings=siblings, site=self._site)
             ) as collective:
                 region = RegionalPeer(schema, below, collective, upper, lower, self._upper.run_id, self._memory)
                 with region:

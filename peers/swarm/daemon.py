@@ -18,6 +18,7 @@ from edit.replica.ranks import Ranks
 from editpb.transport.send_limit import SendLimit, send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators
 from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
 from peers.carriers.run_connection import Interrupted
@@ -100,7 +101,7 @@ def _connect(
         async def keep(channels: Channels) -> None:  # the host renews the certificate that lies in the folder
             await Renewal(folder, enrolled, channels, asks=False).keep()
 
-        key = folder.key()
+        site = Site(key=folder.key(), check=policy.check, hide=policy.protect.hide)
         with connect_swarm(
             io,
             hosts,
@@ -109,9 +110,7 @@ def _connect(
             identity,
             ranks,
             limit,
-            key=key,
-            check=policy.check,
-            hide=policy.protect.hide,
+            site=site,
             keep=keep,
         ) as connected:
             check_ranks(connected[1], launch.size)

@@ -24,6 +24,7 @@ from edit.replica.replica import Replica
 from edit.worker.config import WorkerConfig
 from edit.worker.worker import EditWorker
 from editpb.identity import Identity
+from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from peers.carriers.swarm.connect import connect_swarm
 from tests.support.council.trained import POINTS, Trained, trained
@@ -129,10 +130,10 @@ class Sharded:
 
     def train(self, ranks: Ranks, held: Sequence[Shard], points: Sequence[str]) -> list[str]:
         """Take an outer step for each point at which the owner ends; return the digests that they led to."""
-        identity = Identity(self.at.swarm.run_id, "peer", self.name)
+        identity, site = Identity(self.at.swarm.run_id, "peer", self.name), Site(key=self.key)
         with (
             IoThread() as io,
-            connect_swarm(io, self.at.addresses(), 1, self.credentials, identity, ranks, key=self.key) as (connection, _, _),
+            connect_swarm(io, self.at.addresses(), 1, self.credentials, identity, ranks, site=site) as (connection, _, _),
         ):
             (collective,) = connection.shares
             collective.join(SCHEMA, list, held)

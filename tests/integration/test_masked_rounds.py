@@ -30,6 +30,7 @@ from editpb.mask_messages import PeerMessage
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.hub.masking import Calls, MaskFolder
+from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from tests.support.running import Running, address, enter_together, running
 from tests.support.served import new_folder
@@ -101,8 +102,7 @@ def connected(
                 io,
                 Channels([address(folder)], credentials),
                 Identity(folder.run_id, "peer", name),
-                key=key,
-                masks=MaskFolder(home / f"{name}.json", members),
+                site=Site(key=key, masks=MaskFolder(home / f"{name}.json", members)),
             )
             stack.callback(found[name].close)
         yield found

@@ -35,6 +35,7 @@ from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.hub.kept_receipts import FAULT, KEY, verify_kept
 from peers.carriers.hub.masking import MaskFolder
+from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from peers.connection import connect
 from tests.integration.test_audit import AUDITED
@@ -118,7 +119,7 @@ def members(folder: StateFolder, here: Running, homes: Path, names: str = "ab") 
             credentials = grpc.ssl_channel_credentials(here.served.ca, key, certificate)
             channels = Channels([address(folder)], credentials)
             masks, identity = MaskFolder(home / "revealed.json"), Identity(folder.run_id, "peer", name)
-            hub = HubCollective(io, channels, identity, key=key, masks=masks, receipts=home)
+            hub = HubCollective(io, channels, identity, site=Site(key=key, masks=masks, receipts=home))
             stack.callback(hub.close)
             found[name] = Member(name, hub, settings, home)
         enter_together(stack, [one.worker for one in found.values()])
@@ -249,7 +250,7 @@ def test_a_peer_of_two_ranks_checks_receipts_at_its_first_and_stops_at_both(tmp_
         def one(ranks: Ranks) -> str:
             with IoThread() as io:
                 channels, identity = Channels([address(folder)], credentials), Identity(folder.run_id, "peer", "a")
-                hub = HubCollective(io, channels, identity, ranks=ranks, key=key, receipts=home)
+                hub = HubCollective(io, channels, identity, ranks=ranks, site=Site(key=key, receipts=home))
                 rank = two_ranks.Rank(ranks, io, hub, two_ranks.shards(ranks.rank), gate)
                 try:
                     rank.join()

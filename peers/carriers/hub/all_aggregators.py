@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
@@ -17,8 +16,8 @@ from edit.replica.replica import Outer
 from editpb.identity import Identity
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
-from peers.carriers.hub.control_stream import Check, ConfigParser
-from peers.carriers.hub.masking import MaskFolder
+from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.hub.site import NOWHERE, Site
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Traffic, leaving
@@ -36,12 +35,7 @@ def connect_hub(
     ranks: Ranks,
     server: SnapshotServer | None = None,
     *,
-    key: bytes = b"",
-    masks: MaskFolder | None = None,
-    receipts: Path | None = None,
-    check: Check = lambda text, config: None,
-    clip: float = 0.0,
-    hide: Collection[str] = (),
+    site: Site = NOWHERE,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -57,20 +51,17 @@ def connect_hub(
         identity: this peer's.
         ranks: of the replica.
         server: serves this peer's snapshots while the context is open.
-        key, masks, receipts: as `HubCollective`'s.
-        check: of the configuration, as `ConfigParser`'s.
-        clip: as `CompositeCollective`'s.
-        hide: as `Siblings`'.
+        site: this peer's.
         ended, failed: what the goodbye says.
     """
     with _serving(io, server):
-        parser = ConfigParser(check)
+        parser = ConfigParser(site.check)
         config, run_step = agreed_configuration(io, channels, identity, ranks, parser)
         if server is not None and config.aggregators.addresses:
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
         each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
-        hub = AllAggregators(io, each, identity, ranks, parser, server, key, masks, receipts, clip, hide)
+        hub = AllAggregators(io, each, identity, ranks, parser, server, site)
         with leaving(hub, ended, failed) as connection:
             yield connection, config, run_step
 
@@ -134,9 +125,7 @@ class AllAggregators(CompositeCollective):
         ranks: of the replica.
         parser: of the configuration, with what it has parsed.
         server: serves this peer's snapshots.
-        key, masks, receipts: as `HubCollective`'s.
-        clip: as `CompositeCollective`'s.
-        hide: as `Siblings`'.
+        site: this peer's.
     """
 
     def __init__(
@@ -147,21 +136,16 @@ class AllAggregators(CompositeCollective):
         ranks: Ranks,
         parser: ConfigParser | None = None,
         server: SnapshotServer | None = None,
-        key: bytes = b"",
-        masks: MaskFolder | None = None,
-        receipts: Path | None = None,
-        clip: float = 0.0,
-        hide: Collection[str] = (),
+        site: Site = NOWHERE,
     ) -> None:
         self._io = io
         self._server = server
         self._shown: Outer | None = None
-        siblings = Siblings(len(channels), parser, server, hide)
+        siblings = Siblings(len(channels), parser, server)
         self._connections = tuple(
-            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, key=key, masks=masks, receipts=receipts)
-            for each in channels
+            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, site=site) for each in channels
         )
-        super().__init__(self._connections, clip)
+        super().__init__(self._connections, site.clip)
 
     @property
     def shares(self) -> tuple[HubCollective, ...]:

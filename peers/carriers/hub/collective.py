@@ -13,10 +13,9 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -49,9 +48,10 @@ from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report
 from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.downlink import Downlink
-from peers.carriers.hub.masking import MaskFolder, MaskingCalls, MaskingSession, ReadyRound, masked
+from peers.carriers.hub.masking import MaskingCalls, MaskingSession, ReadyRound, masked
 from peers.carriers.hub.receipts import Receipts
 from peers.carriers.hub.session import HAS_PARAMETERS, NEVER, Decision, Session
+from peers.carriers.hub.site import NOWHERE, Site
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.hub.uplink import ATTEMPTS, Sign, Stage, Uplink, as_it_is
 from peers.carriers.io_thread import IoThread
@@ -89,7 +89,6 @@ class Siblings:
         connections: how many there are.
         parser: of the configuration.
         server: of this peer's snapshots; heartbeats tell of it.
-        hide: fields of `Progress` that heartbeats leave out.
     """
 
     def __init__(
@@ -97,11 +96,9 @@ class Siblings:
         connections: int = 1,
         parser: ConfigParser | None = None,
         server: SnapshotServer | None = None,
-        hide: Collection[str] = (),
     ) -> None:
         self.parser = parser or ConfigParser()
         self.server = server
-        self.hidden = {name: _HIDDEN[name] for name in hide}
         self._connections = connections
         self._joined: list[HubCollective] = []
 
@@ -125,10 +122,7 @@ class HubCollective:
         ranks: of this replica.
         siblings: what this peer's connections to all aggregators share; None: this is the only one.
         stage: applied to each contribution once its round is known.
-        key: this peer's private key, in PEM, where the run's contributions are signed or masked; empty: it has none here.
-        masks: what masked rounds need of this peer's site; None: it can take part in none.
-        receipts: the peer's folder, where a run has an audit log: its receipts are checked and kept there; None: no receipt is
-            asked for.
+        site: this peer's.
         draw: random numbers in [0, 1).
     """
 
@@ -141,9 +135,7 @@ class HubCollective:
         ranks: Ranks = ALONE,
         siblings: Siblings | None = None,
         stage: Stage = as_it_is,
-        key: bytes = b"",
-        masks: MaskFolder | None = None,
-        receipts: Path | None = None,
+        site: Site = NOWHERE,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._io = io
@@ -151,7 +143,8 @@ class HubCollective:
         self._identity = identity
         self._ranks = ranks
         self._siblings = siblings or Siblings()
-        self._stage, self._key, self._masks, self._home = stage, key, masks, receipts
+        self._stage, self._site = stage, site
+        self._hidden = {name: _HIDDEN[name] for name in site.hide}
         # The main thread's.
         self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
         self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None  # the loop only completes it
@@ -248,7 +241,7 @@ class HubCollective:
         """Make the links (loop's thread). started_ms: of rank 0, so that a later life's attempts have greater numbers."""
         self._session.configure(config.membership.heartbeat_s, config.rounds.max_staleness)
         used = config.secagg.enabled or config.audit.enabled
-        if self._masks is not None and self._masks.members is not None and not used:
+        if self._site.masks is not None and self._site.masks.members is not None and not used:
             raise ConfigError(
                 "--members: has no effect in a run that neither masks (secagg.enabled) nor keeps an audit log (audit.enabled); "
                 "leave it out"
@@ -287,17 +280,17 @@ class HubCollective:
 
     async def _open_receipts(self, config: RunConfig, schema_hash: str) -> None:
         """At rank 0 (loop's thread). Raises ConfigError, RefusedError, StorageError."""
-        if not config.audit.enabled or self._home is None or not self._key:
+        if not config.audit.enabled or self._site.receipts is None or not self._site.key:
             return
         assert self._session.welcome is not None
         self._receipts = Receipts.open(
-            self._home,
+            self._site.receipts,
             self._session.welcome.log_key,
             self._identity.run_id,
             schema_hash,
-            Mine(self.peer_id, Signer(self._key).public_key),
+            Mine(self.peer_id, Signer(self._site.key).public_key),
             self._refuse,
-            self._masks.members if self._masks is not None else None,
+            self._site.masks.members if self._site.masks is not None else None,
         )
 
     def _refuse(self, reason: str) -> None:
@@ -306,8 +299,8 @@ class HubCollective:
 
     def _signer(self, config: RunConfig) -> Sign:
         if (receipts := self._receipts) is None:
-            return ContributionSigner(self._key, config)
-        sign = ContributionSigner(self._key, config, receipts.seen)
+            return ContributionSigner(self._site.key, config)
+        sign = ContributionSigner(self._site.key, config, receipts.seen)
         return lambda header, data: receipts.signed(sign(header, data))
 
     def _delivered(self, header: ContributionHeader) -> None:
@@ -315,18 +308,18 @@ class HubCollective:
             self._receipts.delivered(header)
 
     def _masked_rounds(self, config: RunConfig) -> MaskingSession:
-        if not self._key or self._masks is None:
+        if not self._site.key or self._site.masks is None:
             raise ConfigError("secagg.enabled: this peer has no key and no folder of its own, which masks need")
         return MaskingSession(
             self._io,
             MaskingCalls(self._channels, self._identity.run_id),
             self.peer_id,
-            signer=Signer(self._key),
+            signer=Signer(self._site.key),
             run_id=self._identity.run_id,
             config_digest=config_digest(config),
             min_peers=config.secagg.min_peers,
-            file=self._masks.revealed,
-            members=self._masks.members,
+            file=self._site.masks.revealed,
+            members=self._site.masks.members,
         )
 
     def _advance(self) -> None:
@@ -561,7 +554,7 @@ class HubCollective:
 
     def report(self, progress: Progress) -> None:
         """Say this in heartbeats from now on (bytes are filled in); one goes out at once when step, digest or state changed."""
-        progress = dataclasses.replace(progress, **self._siblings.hidden)
+        progress = dataclasses.replace(progress, **self._hidden)
         heartbeat = Heartbeat(
             state=PeerState.EXCHANGING if progress.exchanging else PeerState.TRAINING,
             outer_step=progress.outer_step,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from editpb.transport.send_limit import UNLIMITED, SendLimit
 from peers.carriers.hub.all_aggregators import AllAggregators
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import read_configuration
-from peers.carriers.hub.control_stream import Check, ConfigParser
+from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.hub.site import NOWHERE, Site
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import leaving
 from peers.carriers.swarm.channels import PartChannels
@@ -34,9 +35,7 @@ def connect_swarm(
     ranks: Ranks = ALONE,
     limit: SendLimit = UNLIMITED,
     *,
-    key: bytes = b"",
-    check: Check = lambda text, config: None,
-    hide: Collection[str] = (),
+    site: Site = NOWHERE,
     keep: Callable[[Channels], Coroutine[Any, Any, None]] | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
@@ -52,9 +51,7 @@ def connect_swarm(
         parts: that the model is cut into.
         credentials: of this peer.
         limit: of what is sent.
-        key: this peer's private key, in PEM; it signs contributions where the run has them signed.
-        check: of the configuration, as `ConfigParser`'s.
-        hide: as `Siblings`'.
+        site: this peer's; no round is masked here, and the log has no receipts.
         keep: a task that renews the credentials of the channels that it is given.
         ended, failed: what the goodbye says.
     """
@@ -63,10 +60,10 @@ def connect_swarm(
         each.share(channels[0])
     if keep is not None:
         io.spawn(keep(channels[0]))
-    parser = ConfigParser(check)
+    parser = ConfigParser(site.check)
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)
-    with leaving(AllAggregators(io, channels, identity, ranks, parser, key=key, hide=hide), ended, failed) as connection:
+    with leaving(AllAggregators(io, channels, identity, ranks, parser, site=site), ended, failed) as connection:
         io.spawn(watch.run())
         try:
             yield connection, read[0][0], min(outer_step for _, outer_step in read)
