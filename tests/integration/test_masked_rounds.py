@@ -12,12 +12,12 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aggregator.control.status import run_status
 from aggregator.resources import Clock
 from aggregator.storage.state_folder import StateFolder
-from edit import Collective, EditWorker, LocalRun, WorkerConfig
+from edit import Collective, LocalRun
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, TransportError
 from edit.records import Verdict
@@ -32,6 +32,7 @@ from peers.carriers.hub.collective import HubCollective
 from peers.carriers.hub.masking import Calls, MaskFolder
 from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
+from tests.support.learner import Learner
 from tests.support.running import Running, address, enter_together, running
 from tests.support.served import new_folder
 
@@ -64,30 +65,6 @@ def toml(bits: int = 16, penalty: str = "", sync: str = "", rounds: int = ROUNDS
     return TOML.format(bits=bits, penalty=penalty, sync=sync, rounds=rounds, more=more)
 
 
-@dataclass
-class Peer:
-    """A peer with a model and data of its own."""
-
-    name: str
-    collective: Collective
-    settings: RunConfig
-    model: nn.Module = field(init=False)
-    worker: EditWorker = field(init=False)
-
-    def __post_init__(self) -> None:
-        torch.manual_seed(7)
-        self.model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.worker = EditWorker(self.model, self.optimizer, self.collective, WorkerConfig.of(self.settings))
-        self.draw = torch.Generator().manual_seed(ord(self.name))
-
-    def step(self) -> None:
-        inputs, targets = torch.randn(5, 6, generator=self.draw), torch.randn(5, 3, generator=self.draw)
-        nn.functional.mse_loss(self.model(inputs), targets).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 @contextmanager
 def connected(
     folder: StateFolder, here: Running, home: Path, names: tuple[str, ...] = NAMES, members: Mapping[str, str] | None = None
@@ -108,10 +85,12 @@ def connected(
         yield found
 
 
-def train(collectives: Mapping[str, Collective], settings: RunConfig, *, threads: bool) -> tuple[dict[str, Tensor], list[Peer]]:
+def train(
+    collectives: Mapping[str, Collective], settings: RunConfig, *, threads: bool
+) -> tuple[dict[str, Tensor], list[Learner]]:
     """Interleave the peers' loops step by step; return theta after all rounds."""
     with ExitStack() as stack:
-        peers = [Peer(name, collective, settings) for name, collective in collectives.items()]
+        peers = [Learner(name, collective, settings) for name, collective in collectives.items()]
         if threads:
             enter_together(stack, [peer.worker for peer in peers])
         else:
@@ -146,13 +125,13 @@ def test_masked_rounds_give_the_bits_of_the_run_without_masks(tmp_path: Path, bi
     assert all((tmp_path / f"{name}.json").exists() for name in NAMES)
 
 
-def started(stack: ExitStack, collectives: Mapping[str, HubCollective], settings: RunConfig) -> dict[str, Peer]:
-    peers = {name: Peer(name, collective, settings) for name, collective in collectives.items()}
+def started(stack: ExitStack, collectives: Mapping[str, HubCollective], settings: RunConfig) -> dict[str, Learner]:
+    peers = {name: Learner(name, collective, settings) for name, collective in collectives.items()}
     enter_together(stack, [peer.worker for peer in peers.values()])
     return peers
 
 
-def exchange(peers: Mapping[str, Peer], names: str) -> None:
+def exchange(peers: Mapping[str, Learner], names: str) -> None:
     """One exchange of these peers, who wait for its outcome."""
     for _ in range(EVERY):
         for name in names:
@@ -355,6 +334,6 @@ def test_known_members_without_masks_are_an_error(tmp_path: Path) -> None:
     text = toml().replace("enabled = true\nbits = 16", "enabled = false")
     folder = new_folder(tmp_path / "run", toml=text.replace("start_peers = 4", "start_peers = 3"))
     with running(folder) as here, connected(folder, here, tmp_path, ("a",), {}) as collectives:
-        peer = Peer("a", collectives["a"], folder.config())
+        peer = Learner("a", collectives["a"], folder.config())
         with pytest.raises(ConfigError, match=r"--members: has no effect in a run that neither masks \(secagg.enabled\) nor"):
             peer.worker.__enter__()

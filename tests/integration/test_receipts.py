@@ -22,7 +22,6 @@ from aggregator.services.data import DataService
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.state_folder import StateFolder
 from edit import EditWorker, WorkerConfig
-from edit.config.run import RunConfig
 from edit.errors import RefusedError
 from edit.records import Committed
 from edit.replica.ranks import Ranks
@@ -42,6 +41,7 @@ from tests.integration.test_audit import AUDITED
 from tests.integration.test_readme import run
 from tests.support import two_ranks
 from tests.support.fake_run import vectors
+from tests.support.learner import Learner
 from tests.support.running import Running, address, enter_together, running
 from tests.support.served import new_folder
 from tests.support.thread_ranks import at_every_rank
@@ -73,27 +73,10 @@ def toml(steps: int = 3, sync: str = "", peers: int = 2, more: str = "", rounds:
 
 
 @dataclass
-class Member:
-    """A peer with a folder, a key, a model and data of its own."""
+class Member(Learner):
+    """A peer with a folder, and a key in it."""
 
-    name: str
-    collective: HubCollective
-    settings: RunConfig
-    home: Path
-    worker: EditWorker = field(init=False)
-
-    def __post_init__(self) -> None:
-        torch.manual_seed(7)
-        self.model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        self.worker = EditWorker(self.model, self.optimizer, self.collective, WorkerConfig.of(self.settings))
-        self.draw = torch.Generator().manual_seed(ord(self.name))
-
-    def step(self) -> None:
-        inputs, targets = torch.randn(5, 6, generator=self.draw), torch.randn(5, 3, generator=self.draw)
-        nn.functional.mse_loss(self.model(inputs), targets).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    home: Path = field(kw_only=True)
 
     @property
     def fault(self) -> str:
@@ -121,7 +104,7 @@ def members(folder: StateFolder, here: Running, homes: Path, names: str = "ab") 
             masks, identity = MaskFolder(home / "revealed.json"), Identity(folder.run_id, "peer", name)
             hub = HubCollective(io, channels, identity, site=Site(key=key, masks=masks, receipts=home))
             stack.callback(hub.close)
-            found[name] = Member(name, hub, settings, home)
+            found[name] = Member(name, hub, settings, home=home)
         enter_together(stack, [one.worker for one in found.values()])
         yield found
 
