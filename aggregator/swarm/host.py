@@ -884,7 +884,8 @@ class Host:
                 raise RemoteProtocolError(f"part {part.number}: the update is described otherwise than it was announced")
             await part.do(offer.check, self.run_id)
         except RemoteProtocolError as error:
-            self._dispute(part, sender, update, error)
+            if not self.council.why_refused(sender, update):  # else the record went on meanwhile
+                self._dispute(part, sender, update, error)
             raise
         records = await self._verified(part, sender, offer) if self._is_to_verify(update) else ()
         part.pulled, part.verified = offer, records
