@@ -58,7 +58,7 @@ from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.masking import Opening
 from edit.trust.noise import SecretNoise
-from editpb.messages import ContributionHeader
+from editpb.messages import ContributionHeader, SeenHead
 from editpb.signed_contributions import check_payload, verified_by_others
 
 __all__ = ["RoundRunner", "Source", "commit_tokens", "weighted_tokens"]
@@ -187,7 +187,8 @@ class RoundRunner:
         if header.schema_hash != self.outer.schema.schema_hash:
             raise RefusedError("another model: the contribution's schema_hash is not the run's")
         self._check_masked(header)
-        self._check_seen(header)
+        if header.seen is not None and (why := self.note_seen(header.peer_id, header.seen)):
+            raise RefusedError(why)
         refused = self.feed(
             events.Offered(header.peer_id, header.round_id, header.outer_step, header.fragment_id, header.inner_steps)
         )
@@ -208,25 +209,22 @@ class RoundRunner:
         if header.round_id == self.machine.round_id and (why := self.masked.refusal(header.peer_id)):
             raise StaleError(why)
 
-    def _check_seen(self, header: ContributionHeader) -> None:
-        """Raise unless the audit log begins with what the peer has seen of it.
+    def note_seen(self, peer_id: str, seen: SeenHead) -> str:
+        """Return why the audit log does not begin with what the peer has seen of it, '' where it does; warn the operator.
 
-        What the log's key has not signed is the peer's fault. What it has signed is not: this log is then not the one that the
-        peer was shown, and the peer is refused for good.
+        What the log's key has not signed is the peer's fault: raises RemoteProtocolError. What it has signed is not: this log
+        is then not the one that the peer was shown.
         """
-        if header.seen is None:
-            return
         if (audit := self._store.audit) is None:
-            raise RemoteProtocolError(f"a contribution of {header.peer_id} names a head of an audit log; the run keeps none")
-        why, signed = audit.misfit(header.seen)
+            raise RemoteProtocolError(f"{peer_id} names a head of an audit log; the run keeps none")
+        why, signed = audit.misfit(seen)
         if why and not signed:
-            raise RemoteProtocolError(f"a contribution of {header.peer_id} says that it has seen {why}")
-        if why:
+            raise RemoteProtocolError(f"{peer_id} says that it has seen {why}")
+        if why and peer_id not in self.misfits:
             why = f"has seen {why}: the coordinator goes on from an old copy of its folder, or two of them serve this run"
-            if header.peer_id not in self.misfits:
-                self.misfits[header.peer_id] = f"{header.peer_id} {why}"
-                self._run_feed.publish(Advised(header.peer_id, why))
-            raise RefusedError(self.misfits[header.peer_id])
+            self.misfits[peer_id] = f"{peer_id} {why}"
+            self._run_feed.publish(Advised(peer_id, why))
+        return self.misfits[peer_id] if why else ""
 
     async def receive(self, shard: ShardUpload, offset: int, data: bytes | memoryview) -> None:
         """Take one chunk of a shard; one of a shard that was merged meanwhile has no effect. Raises as `Upload.write`."""

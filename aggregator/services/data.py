@@ -147,6 +147,8 @@ class DataService:
             published = self._run.rounds.published
             wanted = update_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
+            if wanted.seen is not None:
+                self._run.rounds.note_seen(identity.peer_id, wanted.seen)
             with self._update_readers.place(identity.peer_id, len(self._run.attendances.of(identity.peer_id))) as room:
                 limit = self._limit_of(context)
                 await send(context.write, self._update_parts(context, wanted, room, limit), limit=limit)

@@ -143,6 +143,10 @@ def chaos(
         int, typer.Option(help="Only kill, this many times; --minutes is ignored.", show_default="faults of all kinds")
     ] = 0,
     masked: Annotated[bool, typer.Option("--masked", help="With secure aggregation; at least 4 peers.")] = False,
+    forked: Annotated[
+        bool,
+        typer.Option("--forked", help="With an audit log; at the end two coordinators serve the run, which must be found."),
+    ] = False,
     hostile: Annotated[int, typer.Option(help="Number of hostile members beside them, fewer than there are peers.")] = 0,
     gap: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
     out: Annotated[Path, typer.Option(help="Folder for everything; one of an earlier run is wiped.")] = Path("runs/chaos"),
@@ -162,6 +166,10 @@ def chaos(
     are killed at once. One accepts no connections. Checks that every outer step of a part has one digest, nothing that was
     reported is lost, the swarm advances while a quorum is there, and all end by themselves with the same state on disk.
 
+    With --forked the run has an audit log. At the end a copy of the coordinator's folder is served as well, and half of the
+    peers are led to it, and back. Checks that each of them stops with exit code 3 and keeps the proof, nothing of theirs is
+    merged again, and the coordinator warns its operator.
+
     Example: edit-lab chaos --seed 7 --minutes 5 --hostile 1
     """
     from rich.console import Console
@@ -175,6 +183,7 @@ def chaos(
         peers=peers if peers is not None else 5 if swarm else 4 if masked else 3,
         swarm=swarm,
         masked=masked,
+        forked=forked,
         sharded=sharded,
         hostile=hostile,
         kills=kills,

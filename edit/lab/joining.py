@@ -12,7 +12,7 @@ from aggregator.storage.state_folder import StateFolder
 from edit.lab.link import Link, LinkShape
 from peers.identity.enrolment import join
 
-__all__ = ["enrol", "invite", "join_behind_a_link", "lead_through"]
+__all__ = ["address_of", "enrol", "invite", "join_behind_a_link", "lead_through"]
 
 
 def enrol(state: Path, name: str, home: Path, role: str = "peer") -> None:
@@ -28,11 +28,15 @@ def invite(state: Path, name: str, role: str = "peer") -> str:
     return authority.invite(name, role=role, enrol=enrol_at, lifetime_s=3600.0, now=time.time()).encode()
 
 
+def address_of(state: Path) -> tuple[str, int]:
+    """Return where the run in `state`, which is being served, listens on this machine."""
+    return "127.0.0.1", int(StateFolder(state).bound()["listen"].rpartition(":")[2])
+
+
 def join_behind_a_link(opened: ExitStack, state: Path, name: str, home: Path, shape: LinkShape) -> Link:
     """Enrol `name` in the run in `state`, which is being served, and return its link. opened: will close the link."""
     enrol(state, name, home)
-    addresses = StateFolder(state).bound()
-    link = opened.enter_context(Link(("127.0.0.1", int(addresses["listen"].rpartition(":")[2])), shape))
+    link = opened.enter_context(Link(address_of(state), shape))
     lead_through(home, link.port)
     return link
 

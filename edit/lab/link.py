@@ -119,6 +119,11 @@ class Link:
         self._cut = True
         self._run(self._drop())
 
+    def lead(self, target: tuple[str, int]) -> None:
+        """Forward to another target from now on, and close every connection to the one before."""
+        self._target = target
+        self._run(self._drop())
+
     def silence(self) -> None:
         """Forward nothing until `repair`, as a network that loses every packet: no connection is closed, none is accepted."""
         self._loop.call_soon_threadsafe(self._forwarding.clear)

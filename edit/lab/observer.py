@@ -51,6 +51,14 @@ class Observer:
             tokens=reply.tokens,
         )
 
+    def warnings(self) -> tuple[str, ...]:
+        """Return what the coordinator warns its operator of; nothing while it cannot be reached."""
+        stub: Any = control_pb2_grpc.ControlStub(self.control)
+        try:
+            return tuple(stub.Status(control_pb2.StatusRequest(brief=True), timeout=self.timeout_s).warnings)
+        except grpc.RpcError:
+            return ()
+
     def evict(self, peer_id: str, reason: str) -> None:
         """Shut a member out for good. Raises TransportError when the coordinator does not."""
         stub: Any = control_pb2_grpc.ControlStub(self.control)

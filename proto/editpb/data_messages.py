@@ -174,6 +174,7 @@ def update_request_to_pb(request: msg.UpdateRequest) -> dpb.UpdateRequest:
         digest=request.digest,
         round_id=request.round_id,
         seen_size=request.seen_size,
+        seen=_seen_to_pb(request.seen) if request.seen is not None else None,
     )
 
 
@@ -196,6 +197,7 @@ def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.Up
         check_digest("digest", message.digest, empty=message.offset == 0 or message.round_id > 0),
         within("round_id", message.round_id, 0, lim.MAX_COUNT),
         within("seen_size", message.seen_size, 0, lim.MAX_COUNT) if message.HasField("seen_size") else None,
+        _seen_from_pb(message.seen) if message.HasField("seen") else None,
     )
 
 

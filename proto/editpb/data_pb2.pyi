@@ -93,7 +93,7 @@ class FragmentBoxes(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_tensors_pb2.Box, _Mapping]]] = ...) -> None: ...
 
 class UpdateRequest(_message.Message):
-    __slots__ = ("run_id", "outer_step", "held", "offset", "limit", "digest", "round_id", "seen_size")
+    __slots__ = ("run_id", "outer_step", "held", "offset", "limit", "digest", "round_id", "seen_size", "seen")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class UpdateRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     SEEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     outer_step: int
     held: _containers.RepeatedCompositeFieldContainer[FragmentBoxes]
@@ -110,7 +111,8 @@ class UpdateRequest(_message.Message):
     digest: str
     round_id: int
     seen_size: int
-    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., held: _Optional[_Iterable[_Union[FragmentBoxes, _Mapping]]] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ..., digest: _Optional[str] = ..., round_id: _Optional[int] = ..., seen_size: _Optional[int] = ...) -> None: ...
+    seen: SeenHead
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., held: _Optional[_Iterable[_Union[FragmentBoxes, _Mapping]]] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ..., digest: _Optional[str] = ..., round_id: _Optional[int] = ..., seen_size: _Optional[int] = ..., seen: _Optional[_Union[SeenHead, _Mapping]] = ...) -> None: ...
 
 class FragmentUpdate(_message.Message):
     __slots__ = ("fragment_id", "rollback", "codec", "numel", "total_bytes", "verdicts")

@@ -256,6 +256,7 @@ class UpdateRequest:
     digest: str = ""  # of the update that was begun, where offset > 0
     round_id: int = 0  # the open round that may come to it, for its bytes ahead of the commit; 0: only what is committed
     seen_size: int | None = None  # with audit.enabled: entries of the log that the peer has seen; None: no receipt is wanted
+    seen: SeenHead | None = None  # the head of these entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,6 +175,35 @@ def test_a_receipt_waits_until_the_log_can_be_written(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_who_asks_for_an_update_tells_the_coordinator_of_another_log(tmp_path: Path) -> None:
+    """A peer that has been with another coordinator finds the fork by the receipt, and then says nothing more."""
+    folder = new_folder(tmp_path / "run", toml=AUDITED)
+
+    async def scenario() -> None:
+        async with served(folder) as run, run.signing_peer("a") as (a, sign):
+            view = await found_run(a)
+            for i in range(2):
+                await contribute(a, sign, view.round_id, i)
+            await a.view(lambda v: v.outer_step == 1)
+            own = signer_of(folder)
+
+            async def ask(seen: SeenHead) -> int:
+                request = UpdateRequest(a.run_id, 1, seen_size=seen.size, seen=seen)
+                index: int = (await a.data.FetchUpdate(update_request_to_pb(request)).read()).manifest.receipt.index
+                return index
+
+            assert await ask(head(own, 1, log_of(run)._tree.root(1))) == 1
+            assert run_status(run.coordinator.run).warnings == ()
+            with pytest.raises(grpc.aio.AioRpcError, match="a head of the audit log that is not signed with its key"):
+                await ask(replace(head(own, 1, bytes(32)), signature=bytes(64)))
+            assert run_status(run.coordinator.run).warnings == ()
+            assert await ask(head(own, 9, bytes(32))) == 1
+            (warning,) = run_status(run.coordinator.run).warnings
+            assert "a has seen 9 entries of the audit log, which has 2: " in warning and "two of them serve this run" in warning
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("kill", [True, False])
 def test_the_receipt_of_a_commit_is_the_same_after_a_restart(tmp_path: Path, kill: bool) -> None:
     folder = new_folder(tmp_path / "run", toml=AUDITED)

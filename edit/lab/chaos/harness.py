@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from edit.errors import EditError, StorageError
 from edit.lab.chaos.faults import Fault, Kind
+from edit.lab.chaos.fork import Fork, ForkResult
 from edit.lab.chaos.history import Files, History, Incident, Memory
 from edit.lab.chaos.invariants import Violation, broken, broken_at_end, journal_differs, may_not_start
 from edit.lab.chaos.options import SHARDED, ChaosOptions
@@ -42,6 +43,7 @@ class Report:
     history: History
     disk: str = ""  # which kind of disk the coordinator had
     seconds: float = 0.0  # of chaos
+    fork: ForkResult | None = None  # of a run that ends with one
     violation: Violation | None = None
     ended: dict[str, int] = field(default_factory=dict)  # exit codes by name
     evidence: dict[str, tuple[str, ...]] = field(default_factory=dict)  # last lines of logs by name
@@ -75,6 +77,8 @@ class Chaos:
                     self._inject_faults()
                     self._wait_for_recovery()
                     self._finish()
+                    if self._options.forked:
+                        self._fork()
                 except RuleBroken:
                     self._keep_evidence()
         finally:
@@ -140,6 +144,13 @@ class Chaos:
                 self._fail(Violation("a process that is asked to stop exits as promised", self._unix(), str(end), (end.name,)))
         self._read_dead_folder()
         self._check(broken_at_end(self._history, self._options.bounds, self._unix()))
+
+    def _fork(self) -> None:
+        """Let two coordinators serve the run that has just been stopped, and end the processes that are left."""
+        assert self._observer is not None
+        fork = Fork(self._options, self._testbed, self._observer, self._fail, self._say, self._unix)
+        self.report.fork = fork.result
+        fork.run()
 
     # ---- steps of a phase -----------------------------------------------------------------------------------------------
 

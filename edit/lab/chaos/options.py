@@ -30,6 +30,7 @@ class ChaosOptions:
     swarm: bool = False  # no coordinator; the last member has no listening port
     sharded: bool = False  # the last peer is a torchrun replica of two ranks
     masked: bool = False  # with secure aggregation
+    forked: bool = False  # with an audit log; at the end two coordinators serve the run
     hostile: int = 0  # members beside them that attack the run
     behaviours: tuple[str, ...] = ()  # of the hostile members; none: all
     behaviour_s: float = 10.0  # of each
@@ -68,6 +69,10 @@ class ChaosOptions:
             raise ConfigError("--masked: cannot be combined with --swarm or --hostile")
         if self.masked and self.peers < _LEAST_MASKED:
             raise ConfigError(f"--peers {self.peers}: must be at least {_LEAST_MASKED} with --masked")
+        if self.forked and (self.swarm or self.masked or self.hostile):
+            raise ConfigError("--forked: cannot be combined with --swarm, --masked or --hostile")
+        if self.forked and self.peers < 2 + self.sharded:
+            raise ConfigError(f"--peers {self.peers}: must be at least {2 + self.sharded} with --forked")
         if self.swarm and not 3 <= self.peers <= 7:
             raise ConfigError(f"--peers {self.peers}: with --swarm between 3 and 7")
         if not 1 <= self.peers <= 64:
@@ -143,6 +148,8 @@ class ChaosOptions:
         }
         if self.swarm:
             where = {"swarm": {"parts": self.parts, "lease_s": 1.0, "forget_s": 10.0, "discovery": "addresses"}}
+        if self.forked:
+            where = {**where, "audit": {"enabled": True}}
         codec = {"up": "int8", "down": "bf16"}
         if self.masked:
             where = {**where, "secagg": {"enabled": True}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -43,6 +44,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "log_bytes": history.files[-1].log_bytes if history.files else None,
         "state_bytes": max((sample.state_bytes for sample in history.files), default=None),
         "coordinator_bytes": {"median": statistics.median(sizes), "max": max(sizes)} if sizes else None,
+        "fork": asdict(report.fork) if report.fork is not None else None,
         "exit_codes": report.ended,
     }
 
@@ -107,7 +109,16 @@ def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
             "coordinator's memory",
             f"{memory['median'] / 1e6:.0f} MB median, {memory['max'] / 1e6:.0f} MB at most" if memory else "?",
         ),
+        *([("fork", _fork(values["fork"]))] if values["fork"] else []),
     ]
+
+
+def _fork(values: dict[str, Any]) -> str:
+    found = values["found_after_s"]
+    return (
+        f"found by {', '.join(found) or 'nobody'}; {max(found.values(), default=0.0):.1f} s, "
+        f"{values['found_after_steps']} outer steps after the peers were led back"
+    )
 
 
 def _median_max(spread: dict[str, float] | None) -> str:

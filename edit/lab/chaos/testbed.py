@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,13 +29,15 @@ from edit.lab.chaos.options import SHARDED, ChaosOptions
 from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.hostile.home import HostileHome
 from edit.lab.hostile.process import command
-from edit.lab.joining import join_behind_a_link
+from edit.lab.joining import address_of, join_behind_a_link
 from edit.lab.link import Link, LinkShape
 from edit.lab.observer import open_observer
 from edit.lab.processes import COORDINATOR, ChildDied, Exit, Programs, Supervisor
 from edit.lab.run_toml import to_toml
 
-__all__ = ["Testbed", "marked_processes"]
+__all__ = ["COPY", "Testbed", "marked_processes"]
+
+COPY = "copy"  # the name of a second coordinator, which serves a copy of the folder
 
 _MARK = "EDIT_LAB_CHAOS"
 _PATIENCE_S = 20.0
@@ -54,7 +57,7 @@ class Testbed:
         self._supervisor = Supervisor(self.folder.logs, patience_s=_PATIENCE_S)
         self._links: dict[str, Link] = {}
         self._open = contextlib.ExitStack()
-        self._log_begins = 0  # where the log of the coordinator's present process begins
+        self._log_begins: dict[str, int] = {}  # where the log of a coordinator's present process begins
         self.disk: Disk
         self.left_behind: list[str] = []
 
@@ -79,7 +82,7 @@ class Testbed:
         init = ("init", "--state", str(folder.state), "--config", str(folder.run_toml))
         self._supervisor.call({"init": (*coordinator, *init)})
         self.start(COORDINATOR)
-        self._wait_for_addresses()
+        self._wait_until_served(COORDINATOR)
         for name in self._options.peer_ids:
             self._links[name] = join_behind_a_link(self._open, folder.state, name, folder.home(name), LinkShape())
         if self._options.hostile:
@@ -88,10 +91,25 @@ class Testbed:
             for name in self._options.hostile_ids:
                 HostileHome(folder.home(name)).enrol(name, folder.state, operator)
 
-    def _wait_for_addresses(self) -> None:
+    def fork(self) -> None:
+        """Serve a copy of the coordinator's folder beside it. The coordinator must have ended. Raises ChildDied."""
+        copy = self._state(COPY)
+        shutil.copytree(self.folder.state, copy, ignore=shutil.ignore_patterns(BALLAST, self.folder.addresses.name))
+        for name in (COORDINATOR, COPY):
+            self.start(name)
+            self._wait_until_served(name)
+
+    def lead(self, name: str, coordinator: str) -> None:
+        """Let the link of this peer end at that coordinator, COORDINATOR or COPY, from now on."""
+        self._links[name].lead(address_of(self._state(coordinator)))
+
+    def _state(self, coordinator: str) -> Path:
+        return self.folder.state if coordinator == COORDINATOR else self._options.out / COPY
+
+    def _wait_until_served(self, name: str) -> None:
         give_up = time.monotonic() + _SERVE_WITHIN_S
-        while not self.folder.addresses.exists():
-            for end in self._supervisor.ended():
+        while not self.served(name):
+            for end in self.unexpected_ends():
                 raise ChildDied(str(end))
             if time.monotonic() > give_up:
                 raise ChildDied(f"the coordinator does not serve within {_SERVE_WITHIN_S:.0f} s")
@@ -99,11 +117,11 @@ class Testbed:
 
     def start(self, name: str) -> None:
         """Start the process called `name`, also again after it ended."""
-        if name == COORDINATOR:
+        if name in (COORDINATOR, COPY):
             log = self.folder.logs / f"{name}.log"
-            self._log_begins = log.stat().st_size if log.exists() else 0
+            self._log_begins[name] = log.stat().st_size if log.exists() else 0
             self._supervisor.start(
-                name, (*self._programs.coordinator, "serve", "--keep-serving", "--state", str(self.folder.state))
+                name, (*self._programs.coordinator, "serve", "--keep-serving", "--state", str(self._state(name)))
             )
             return
         home = self.folder.home(name)
@@ -126,7 +144,7 @@ class Testbed:
 
     def metrics(self, name: str) -> Path:
         """Return the path of this process's metrics file."""
-        return (self.folder.state if name == COORDINATOR else self.folder.home(name)) / "metrics.jsonl"
+        return (self._state(name) if name in (COORDINATOR, COPY) else self.folder.home(name)) / "metrics.jsonl"
 
     # ---- faults ---------------------------------------------------------------------------------------------------------
 
@@ -206,9 +224,9 @@ class Testbed:
         """Return whether this process runs."""
         return self._supervisor.running(name)
 
-    def served(self) -> bool:
+    def served(self, name: str = COORDINATOR) -> bool:
         """Return whether the coordinator has begun to serve since its last start."""
-        return b" serving " in (self.folder.logs / f"{COORDINATOR}.log").read_bytes()[self._log_begins :]
+        return b" serving " in (self.folder.logs / f"{name}.log").read_bytes()[self._log_begins[name] :]
 
     def unexpected_ends(self) -> list[Exit]:
         """Return the processes that ended without being asked to."""

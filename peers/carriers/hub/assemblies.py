@@ -28,7 +28,7 @@ from edit.records import Commit, EncodedTensor
 from editpb import data_pb2
 from editpb.data_messages import commit_from_parts, update_manifest_from_pb
 from editpb.limits import MAX_FOLLOWING
-from editpb.messages import FragmentUpdate, SnapshotManifest, SnapshotRequest, UpdateManifest, UpdateRequest
+from editpb.messages import FragmentUpdate, SeenHead, SnapshotManifest, SnapshotRequest, UpdateManifest, UpdateRequest
 from editpb.receipts import NOTHING_SEEN, Head
 from editpb.transport.chunk_frames import ReceivedChunk
 from editpb.transport.chunks import Chunk, Reassembly
@@ -42,6 +42,8 @@ class TakesReceipts(Protocol):
 
     @property
     def head(self) -> Head: ...
+
+    def seen(self) -> SeenHead | None: ...
 
     def accept(
         self, manifest: UpdateManifest, message: data_pb2.LogReceipt | None, asked: Head
@@ -102,7 +104,7 @@ class UpdateAssembly:
         if self._receipts is None:
             return replace(request, round_id=self.round_id)
         self._asked = self._receipts.head
-        return replace(request, round_id=self.round_id, seen_size=self._asked.size)
+        return replace(request, round_id=self.round_id, seen_size=self._asked.size, seen=self._receipts.seen())
 
     @property
     def manifest(self) -> Commit | None:

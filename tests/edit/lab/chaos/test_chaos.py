@@ -366,6 +366,17 @@ def test_a_run_with_hostile_members_needs_none_of_them() -> None:
         ChaosOptions(peers=3, hostile=3)
 
 
+def test_a_run_that_ends_with_a_fork_has_an_audit_log_and_a_peer_on_each_side() -> None:
+    from edit.config.run import RunConfig
+
+    assert RunConfig.from_mapping(ChaosOptions(forked=True).run()).audit.enabled
+    for beside in ({"swarm": True}, {"masked": True, "peers": 4}, {"hostile": 1}):
+        with pytest.raises(ConfigError, match="--forked: cannot be combined"):
+            ChaosOptions(forked=True, **beside)
+    with pytest.raises(ConfigError, match="--peers 2: must be at least 3 with --forked"):
+        ChaosOptions(forked=True, peers=2, sharded=True)
+
+
 # ---- counting ---------------------------------------------------------------------------------------------------------------
 
 

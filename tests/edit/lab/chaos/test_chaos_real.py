@@ -91,3 +91,20 @@ def test_a_hostile_member_breaks_nothing(tmp_path, capsys, behaviours, monkeypat
         assert sum(line["answers"].get("INVALID_ARGUMENT", 0) for line in done if line["name"] == "bad-bytes") > 0
     else:  # its bytes are good, so it is not quarantined: the penalty judges it in one commit after the other
         assert any("hostile-0" in commit.weights for commit in report.history.commits)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.skipif(not procfs.available(), reason="no /proc")
+def test_two_coordinators_of_one_run_are_found(tmp_path, capsys, monkeypatch):
+    fork_server.start()  # outside of the chaos, which leaves no process behind
+    monkeypatch.setattr(processes, "_spawn", Child)
+    options = ChaosOptions(peers=2, forked=True, seconds=10.0, faults=(), throttle=2.0, out=tmp_path / "chaos")
+    run_chaos(options, True, Console(file=io.StringIO()))
+    values = json.loads(capsys.readouterr().out)
+    assert values["violation"] is None
+    fork = values["fork"]
+    assert (fork["moved"], fork["ended"]) == (["peer-1"], {"peer-1": 3})
+    assert fork["merged"]["coordinator"] > 0 < fork["merged"]["copy"]
+    assert set(fork["found_after_s"]) == {"coordinator", "peer-1"}
+    proof = json.loads((options.out / "peers" / "peer-1" / "receipt-fault.json").read_text())
+    assert "does not begin with" in proof["fault"]

@@ -14,7 +14,7 @@ from edit.fragments.shards import Box, Shard
 from edit.records import Commit, EncodedTensor, FragmentCommit
 from editpb import data_pb2
 from editpb.data_messages import update_manifest_to_pb
-from editpb.messages import UpdateManifest
+from editpb.messages import SeenHead, UpdateManifest
 from editpb.receipts import NOTHING_SEEN, Head, ReceiptFault
 from editpb.transport.chunk_frames import update_frames, update_part
 from editpb.transport.sealing import Seal, new_key
@@ -106,6 +106,9 @@ class LoggedBytes:
 
     head = Head(5, bytes(32))
 
+    def seen(self) -> SeenHead:
+        return SeenHead(5, bytes(32), bytes(64))
+
     def __init__(self, *payloads: bytes) -> None:
         self.asked, self._payloads = NOTHING_SEEN, payloads
 
@@ -127,7 +130,8 @@ def audited(*payloads: bytes, shards: Sequence[Shard] = WHOLE) -> UpdateAssembly
 def test_the_bytes_are_those_that_the_audit_log_names(sent: int, wrong: int | None) -> None:
     logged = [bytes(one.data) if i != wrong else b"other" for i, one in enumerate(PAYLOADS)]
     update, key = audited(*logged), new_key()
-    assert update.request(RUN, 0, 100).seen_size == 5
+    asks = update.request(RUN, 0, 100)
+    assert asks.seen_size == 5 and asks.seen == SeenHead(5, bytes(32), bytes(64))
 
     def receive() -> None:
         ahead(update, key, sent)
