@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -109,6 +110,37 @@ def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False
 
 
 @audit.command()
+def replay(
+    state: _Log = Path("edit-run"),
+    step: Annotated[int | None, typer.Option("--step", min=1, help="The outer step.", show_default="the last one")] = None,
+    key: _Key = "",
+    as_json: _Json = False,
+) -> None:
+    """Merge the contributions behind a commit once more, and compare verdicts, update and parameters with the log.
+
+    For a run with audit.keep_contributions, and one of its last commits. Signatures of other commits are left out.
+
+    Exit codes: 0 the log has what comes out; 2 it has not, and what differs is named.
+
+    Example: edit-coordinator audit replay --step 12 --state my-run
+    """
+    log, signed = _verified(state, key, 0)
+    assert log.key is not None
+    from aggregator.audit_replay import replay_step
+
+    done = replay_step(state, step or log.outer_step, signed)
+    if as_json:
+        typer.echo(json.dumps(asdict(done)))
+        return
+    typer.echo(
+        f"run {printable(log.run_id)}, outer step {done.outer_step}: {done.bytes:,} bytes of {len(done.peers)} peers merged "
+        f"once more: the same verdicts, update and digest {printable(done.digest[:12])}"
+    )
+    for peer in done.less:
+        typer.echo(f"{printable(peer)} claimed more inner steps or tokens than counted for it")
+
+
+@audit.command()
 def export(
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
     state: _Log = Path("edit-run"),
@@ -122,6 +154,10 @@ def export(
     of: Annotated[
         list[Path] | None,
         typer.Option("--of", help="With --provenance: a file of the model, as `export` wrote it; may be repeated."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=1, help="Copy all that `audit replay --step` of this outer step needs, too."),
     ] = None,
 ) -> None:
     """Verify the log and copy it, for somebody else to verify: the entries that the head is signed for, the head, the key.
@@ -138,10 +174,15 @@ def export(
     files = [(AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")]
     if provenance:
         files += _provenance(state, log.run_id, log.key, lines, head, of or [])
+    copied = _of_replay(state, step) if step is not None else []
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for path in copied:
+            place = out / path.relative_to(state)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
     except OSError as error:
-        raise ConfigError(f"{out}: cannot be created ({error.strerror})") from error
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
     for name, data in files:
         write_atomic(out / name, data)
     typer.echo(f"{out}: {signed} entries, outer step {log.outer_step}")
@@ -171,6 +212,17 @@ def card(
         raise ConfigError(f"{out.parent}: cannot be created ({error.strerror})") from error
     write_atomic(out, text.encode())
     typer.echo(f"{out}: run {printable(log.run_id)}, outer step {log.outer_step}")
+
+
+def _of_replay(state: Path, step: int) -> list[Path]:
+    """Return the files of a run's folder that a replay of this outer step reads. Raises ConfigError, StorageError."""
+    from aggregator.storage.checkpoint import replayed_from
+    from aggregator.storage.kept_contributions import kept_files
+
+    if not StateFolder.exists(state):
+        raise ConfigError(f"--step: {state} is no run's folder")
+    folder = StateFolder(state)
+    return [folder.run_json, folder.run_toml, *replayed_from(folder.outer, step - 1), *kept_files(folder.contributions, step)]
 
 
 def _provenance(

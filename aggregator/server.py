@@ -36,6 +36,7 @@ from aggregator.silent_connections import SWEEP_S, SilentConnections
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.journal import Disk
+from aggregator.storage.kept_contributions import KeptContributions
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.privacy_budget import PrivacyBudget
 from aggregator.storage.state_folder import StateFolder
@@ -136,8 +137,10 @@ class Coordinator:
         mark = HighWaterMark(folder.high_water, files, accept_rollback=accept_rollback)
         feed.subscribe(mark.on_event)
         audit = AuditLog.open(folder.path, folder.run_id, config, clock.unix, disk) if config.audit.enabled else None
+        steps = config.audit.keep_contributions
+        kept = KeptContributions(folder.contributions, steps) if steps else None
         resources = Resources(
-            store=Store(folder.outer, config, folder.run_id, disk, audit=audit),
+            store=Store(folder.outer, config, folder.run_id, disk, audit=audit, kept=kept),
             uploads=UploadBuffer(config.storage.buffer_bytes, folder.spill, files),
             members=authority.members if authority else _members_seen(folder),
             orders=OperatorFlags(folder.orders),

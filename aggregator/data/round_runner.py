@@ -38,6 +38,7 @@ from aggregator.run_feed import (
     RunEnded,
     StepCommitted,
 )
+from aggregator.storage.kept_contributions import Kept, KeptContributions
 from aggregator.storage.pending_injection import check_bytes
 from aggregator.storage.privacy_budget import PrivacyBudget
 from edit.config.run import RunConfig
@@ -352,7 +353,8 @@ class RoundRunner:
             held = map(self._contributions.of_peer, effect.peers)
             claimed = [one.whole(fragment_id, self.machine.outer_step) for one in held if one is not None]
             measured = self._bounded(claimed)
-            sources = self._sources(fragment_id, measured) if self._verified else []
+            kept = self._store.kept
+            sources = self._sources(fragment_id, measured) if self._verified or kept is not None else []
             signed = self._headers(fragment_id, measured) if self._store.audit is not None else ()
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
@@ -367,12 +369,14 @@ class RoundRunner:
                     current.unmasked = asyncio.ensure_future(self._unmask(effect.peers))
                 merge = partial(self._merge_sum, effect, measured, current.injection, *await current.unmasked)
             record, written = await self._background.in_worker(merge)
+            if kept is not None:
+                await self._background.in_worker(_keep, kept, effect.round_id, fragment_id, sources)
             await self._stage(current, record)
             await asyncio.wrap_future(written)
         except Exception as error:
             self._fail(effect.round_id, error)
             return
-        current.sources += sources
+        current.sources += sources if self._verified else ()
         current.signed[fragment_id] = signed
         tokens = {one.peer_id: one.tokens for one in measured}
         current.records[fragment_id] = record
@@ -555,6 +559,8 @@ class RoundRunner:
             if self._store.audit is not None:
                 ready = outer.stage_all(records, injection, ready)
                 entry = self._audit_entry(effect, records, ready, signed, offered, brings)
+            if self._store.kept is not None:
+                self._store.kept.committing(effect.outer_step)
             self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest, entry)
             on_disk = True
             commit = outer.commit(effect.round_id, effect.reason, records, injection, ready)
@@ -710,6 +716,10 @@ class RoundRunner:
         self.check_injection(injection.brings, injection.base, injection.replaces)  # a commit may have come meanwhile
         self._store.injections.pending = injection
         _log.info("outer step %d of run %s comes in with the next commit", injection.brings.upper_step, injection.brings.run_id)
+
+
+def _keep(kept: KeptContributions, round_id: int, fragment_id: int, sources: Sequence[Source]) -> None:
+    kept.add(round_id, fragment_id, (Kept(one.shard.header, one.work, one.shard.read().data) for one in sources))
 
 
 def weighted_tokens(record: MergeRecord, tokens: Mapping[str, int]) -> int:

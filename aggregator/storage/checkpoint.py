@@ -27,7 +27,7 @@ from edit.durable_files import check_format, write_atomic_with
 from edit.errors import LocalProtocolError, StorageError
 from edit.plain_text import parse_json
 
-__all__ = ["Recovered", "latest", "load", "path_of", "recover", "save", "segment_of", "segments", "updates_of"]
+__all__ = ["Recovered", "latest", "load", "path_of", "recover", "replayed_from", "save", "segment_of", "segments", "updates_of"]
 
 # 2: norm statistics of the detector "level", and the slots of buffers are gone; 3: its forecasts; 4: residuals in bf16, int8
 FORMAT = 4
@@ -110,17 +110,22 @@ def latest(folder: Path) -> Path | None:
     return path_of(folder, steps[-1]) if steps else None
 
 
-def recover(folder: Path, *, tidy: bool = True) -> Recovered | None:
+def recover(folder: Path, *, tidy: bool = True, at: int | None = None) -> Recovered | None:
     """Return the newest checkpoint that is not damaged, and what is to be replayed onto it; None when the folder holds none.
 
-    tidy: remove half-written files and rename damaged checkpoints; False for a reader beside a running coordinator. Raises
-    StorageError when all checkpoints are damaged, FormatError.
+    tidy: remove half-written files and rename damaged checkpoints; False for a reader beside a running coordinator. at: an
+    outer step that the checkpoint must not be after, and that is to be replayed to. Raises StorageError when all checkpoints
+    are damaged, or are later, FormatError.
     """
     if tidy:
         _remove_temporary(folder)
     steps = _steps(folder, ".safetensors")
     seen = [*steps, *_steps(folder, ".journal"), *_steps(folder, ".safetensors.damaged")]
     notes: list[str] = []
+    if at is not None and steps:
+        if at < steps[0]:
+            raise StorageError(f"{folder}: the oldest checkpoint is of outer step {steps[0]}; {at} cannot be gone back to")
+        steps, seen = [step for step in steps if step <= at], [at]
     for step in reversed(steps):
         path = path_of(folder, step)
         try:
@@ -137,13 +142,24 @@ def recover(folder: Path, *, tidy: bool = True) -> Recovered | None:
             outer_step=step,
             tensors=tensors,
             metadata=metadata,
-            segments=tuple((base, path) for base, path in segments(folder) if base >= step),
+            segments=tuple((base, path) for base, path in segments(folder) if step <= base and (at is None or base < at)),
             at_least=max(seen),
             notes=tuple(notes),
         )
     if seen:
         raise StorageError("; ".join(notes) or f"{folder}: a journal without the checkpoint before it; restore it from a copy")
     return None
+
+
+def replayed_from(folder: Path, at: int) -> list[Path]:
+    """Return the files that a recovery of this outer step reads: the newest checkpoint up to it, and the journal after that.
+
+    Raises StorageError where no checkpoint so old is kept.
+    """
+    steps = [step for step in _steps(folder, ".safetensors") if step <= at]
+    if not steps:
+        raise StorageError(f"{folder}: has no checkpoint of outer step {at} or before")
+    return [path_of(folder, steps[-1]), *(path for base, path in segments(folder) if steps[-1] <= base < at)]
 
 
 def _step(metadata: Mapping[str, Any]) -> int:

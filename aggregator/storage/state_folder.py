@@ -80,6 +80,7 @@ class StateFolder:
         self.metrics = path / "metrics.jsonl"
         self.privacy_ledger = path / "privacy-ledger.jsonl"  # attempts at outer steps with noise
         self.outer = path / "outer"  # checkpoints and journals of the outer state
+        self.contributions = path / "contributions"  # those behind the last outer steps, with audit.keep_contributions
         self.spill = path / "spill"  # uploads above the memory bound
         try:
             if not self.run_json.is_file():

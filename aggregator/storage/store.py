@@ -24,6 +24,7 @@ from aggregator.storage import checkpoint
 from aggregator.storage import published_updates as updates
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay, replay_segments
+from aggregator.storage.kept_contributions import KeptContributions
 from aggregator.storage.pending_injection import Injections
 from aggregator.storage.state_folder import StateFolder
 from edit import plugins
@@ -48,6 +49,7 @@ class Store:
         disk: the journal's disk, or what a test has in its place.
         restore: makes the state of a checkpoint, as `OuterState.restore`.
         audit: the run's audit log; None: it has none.
+        kept: keeps the contributions behind the last outer steps; None: nobody does.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Store:
         disk: Disk | None = None,
         restore: Restore = OuterState.restore,
         audit: AuditLog | None = None,
+        kept: KeptContributions | None = None,
     ) -> None:
         self.audit = audit
+        self.kept = kept
         self.tokens = 0  # merged so far, as far as it is on disk
         self.update_id = ""  # in a swarm: the update that led to the state that is on disk; "": none did
         self.held: CommittedRound | None = None  # what `recover` found held in a swarm, not applied (rule 7 of the journal)
@@ -295,13 +299,14 @@ def load_outer(folder: StateFolder) -> OuterState:
     return found
 
 
-def read_outer(path: Path, config: RunConfig, run_id: str) -> OuterState | None:
+def read_outer(path: Path, config: RunConfig, run_id: str, at: int | None = None) -> OuterState | None:
     """Read the outer state of the last commit in the folder of a store, None in a new one; change nothing.
 
-    Another process may write there meanwhile. Raises ConfigError, StorageError.
+    Another process may write there meanwhile. at: an earlier outer step, whose state is read instead. Raises ConfigError,
+    StorageError (also where no checkpoint so old is kept).
     """
     plugins.admit(config, plugins.pinned(config), AGREED)
-    loaded = _load(path, config, run_id, tidy=False)
+    loaded = _load(path, config, run_id, tidy=False, at=at)
     return loaded.outer if loaded is not None else None
 
 
@@ -319,9 +324,15 @@ class _Loaded(NamedTuple):
 
 
 def _load(
-    folder: Path, config: RunConfig, run_id: str, *, tidy: bool = True, restore: Restore = OuterState.restore
+    folder: Path,
+    config: RunConfig,
+    run_id: str,
+    *,
+    tidy: bool = True,
+    restore: Restore = OuterState.restore,
+    at: int | None = None,
 ) -> _Loaded | None:
-    recovered = checkpoint.recover(folder, tidy=tidy)
+    recovered = checkpoint.recover(folder, tidy=tidy, at=at)
     if recovered is None:
         return None
     for note in recovered.notes:
@@ -348,6 +359,8 @@ def _load(
         update_id = str(committed.update["id"]) if committed.update is not None else update_id
 
     for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
+        if at is not None and committed.outer_step > at:
+            break
         if held is not None:
             take(held)  # another one follows: it became an outer step, though its digest was not noted
         held = committed if committed.update is not None and not committed.digest else None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from edit.config.validation import Between, check_bounds
 
 __all__ = ["AuditConfig"]
 
@@ -15,3 +18,9 @@ class AuditConfig:
     # what to each commit, what it counted for, and what came out. `edit-coordinator audit verify` checks it. Each
     # update brings its peer a receipt; a peer stops when one does not fit what it has sent, or seen of the log before.
     enabled: bool = False
+    # Of so many outer steps, the last ones, the coordinator keeps the contributions as they were sent. `edit-coordinator audit
+    # replay` merges them once more and compares the result with the log.
+    keep_contributions: Annotated[int, Between(0, 10_000)] = 0
+
+    def __post_init__(self) -> None:
+        check_bounds("audit.", self)

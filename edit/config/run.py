@@ -351,6 +351,17 @@ class RunConfig:
         require(self.swarm is None, "audit.enabled", True, rule)
         rule = "must be false with aggregators.addresses: one log is kept, of one aggregator"
         require(not self.aggregators.addresses, "audit.enabled", True, rule)
+        if kept := self.audit.keep_contributions:
+            rule = "must be 0 with secagg.enabled: a masked contribution is nothing that can be merged once more"
+            require(not self.secagg.enabled, "audit.keep_contributions", kept, rule)
+            rule = (
+                'must be 0 with privacy.level = "organisation": who merges once more would need the noise, which nobody keeps'
+            )
+            require(not self.privacy.of_organisations, "audit.keep_contributions", kept, rule)
+            most = self.storage.checkpoint_every * (self.storage.keep_checkpoints - 1)
+            product = "storage.checkpoint_every x (storage.keep_checkpoints - 1)"
+            rule = f"must be at most {most} ({product}): a replay begins at a checkpoint"
+            require(kept <= most, "audit.keep_contributions", kept, rule)
 
     def _check_secagg(self) -> None:
         """Raise ConfigError where contributions cannot be masked."""
@@ -555,6 +566,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("", "robust", dataclasses.asdict(RobustConfig())),
     ("", "average", dataclasses.asdict(AverageConfig())),
     ("", "audit", dataclasses.asdict(AuditConfig())),
+    ("audit", "keep_contributions", 0),
     ("", "privacy", dataclasses.asdict(PrivacyConfig())),
     ("", "secagg", dataclasses.asdict(SecaggConfig())),
     ("outer", "options", {}),
@@ -647,6 +659,7 @@ _ALL_FP32 = "for all fragments"
 _RECORD = "unless `codec.record` has scales"
 
 NO_EFFECT: tuple[NoEffect, ...] = (
+    NoEffect("audit", ("keep_contributions",), "audit.enabled", (False,)),
     NoEffect("inner", {"options"}, "inner.optimizer", ("adamw", "muon", "sgd")),
     NoEffect("inner", {"momentum"}, "inner.optimizer", ("adamw",)),
     NoEffect("inner", {"beta1", "beta2"}, "inner.optimizer", ("sgd",)),

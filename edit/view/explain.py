@@ -116,6 +116,7 @@ def _contribution(
     others = "verdicts" if private else "norms, weights and verdicts"
     if masked:
         codec = f"masked integers of {_said(settings, 'secagg.bits')} bits"
+    steps = settings.get("audit.keep_contributions")
     return Leaving(
         what="contributions: how far its parameters moved from the common ones (pseudo-gradients), its inner steps and tokens"
         + (", the norm of each fragment" if masked else "")
@@ -132,7 +133,8 @@ def _contribution(
             + (", which has noise" if private else "")
         ),
         kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only what was merged "
-        f"of all peers is kept, in the journal and {_said(settings, 'storage.keep_checkpoints')} checkpoints",
+        f"of all peers is kept, in the journal and {_said(settings, 'storage.keep_checkpoints')} checkpoints"
+        + (f"; each as it was sent, until {steps} outer steps later (audit.keep_contributions)" if steps else ""),
     )
 
 

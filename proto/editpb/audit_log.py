@@ -46,6 +46,7 @@ __all__ = [
     "config_entry",
     "continued_entry",
     "entry_line",
+    "fragment_entry",
     "genesis_entry",
     "is_signed_part",
     "seen_heads",
@@ -163,7 +164,7 @@ def commit_entry(
         "missing": sorted(missing),
         "unmerged": sorted(unmerged),
         "injected": injected.to_json() if injected is not None else None,
-        "fragments": [_fragment(record, staged[record.fragment_id]) for record in records],
+        "fragments": [fragment_entry(record, staged[record.fragment_id]) for record in records],
         "contributions": {
             peer: _of_peer([header for header in headers if header.peer_id == peer]) for peer in peers
         },
@@ -171,7 +172,8 @@ def commit_entry(
     }  # fmt: skip
 
 
-def _fragment(record: MergeRecord, staged: Staged) -> _Entry:
+def fragment_entry(record: MergeRecord, staged: Staged) -> _Entry:
+    """Return what a commit's entry says of one fragment."""
     return {
         "fragment": record.fragment_id,
         "merged_norm": float(record.merged_norm),

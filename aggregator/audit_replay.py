@@ -1,0 +1,194 @@
+"""`edit-coordinator audit replay`: merge the contributions behind a commit once more, and compare the result with the log.
+
+The log proves what each peer signed, and what the coordinator says came of it. With the contributions themselves, and the outer
+parameters before them, anybody can see that the one follows from the other: the same code gives the same bits on every machine.
+
+ 1. The log holds together up to its signed head, and has the commit.
+ 2. What is kept is what the entry names: each shard has the signature that stands there, which is of its header, and its bytes
+    have the hash that was signed. Nothing is missing, nothing is there beside it.
+ 3. What counted for a contribution is no more than its peer claimed; less where the claim was not believed.
+ 4. Verdicts, weights, norms, the merged pseudo-gradient, the update and the outer parameters after it are those of the entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from aggregator.audit_verification import entries_of
+from aggregator.data.contributions import Contributions
+from aggregator.storage.kept_contributions import Kept, load_kept
+from aggregator.storage.state_folder import AUDIT_LOG, StateFolder
+from aggregator.storage.store import read_outer
+from aggregator.storage.upload_buffer import UploadBuffer
+from edit.errors import ConfigError, EditError
+from edit.merging.merge import Measured, measure
+from edit.merging.mergers import admission, screen
+from edit.merging.outer_state import MergeRecord, OuterState
+from edit.plain_text import printable
+from edit.rounds.work_claims import Work
+from edit.trust.canonical import canonical, parse_canonical
+from editpb.audit_log import DAMAGE, PART, LogFault, fragment_entry
+from editpb.signed_contributions import check_signature, config_digest
+
+__all__ = ["Replayed", "replay_step"]
+
+_MOST_SHOWN = 200  # characters of a value in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A commit that was merged once more, with the result that the log has."""
+
+    outer_step: int
+    digest: str  # of the outer parameters after it
+    peers: tuple[str, ...]
+    shards: int
+    bytes: int
+    less: tuple[str, ...]  # peers for whom less counted than they claimed
+
+
+def replay_step(state: Path, outer_step: int, signed: int) -> Replayed:
+    """Merge what is behind the commit to this outer step once more. signed: entries of the log that are verified.
+
+    Raises ConfigError where that cannot be done (another configuration, files that are not kept), StorageError for damaged
+    files, LogFault where the result, or what was merged, is not what the log says.
+    """
+    folder = StateFolder(state)
+    entry = _entry_of(state / AUDIT_LOG, outer_step, signed)
+    config = folder.config()
+    if (digest := config_digest(config)) != entry["config_digest"]:
+        raise ConfigError(
+            f"{folder.run_toml}: outer step {outer_step} was committed under another configuration "
+            f"({entry['config_digest'][:12]}, this one is {digest[:12]}); a replay needs the run.toml of then"
+        )
+    if entry["injected"] is not None:
+        raise ConfigError(f"outer step {outer_step} brought values of a run above, which are not kept")
+    outer = read_outer(folder.outer, config, folder.run_id, outer_step - 1)
+    if outer is None:
+        raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
+    if outer.digest != entry["before"]:
+        raise LogFault(f"outer step {outer_step - 1} has digest {outer.digest[:12]}, the log says {entry['before'][:12]}")
+    kept = load_kept(folder.contributions, outer_step, outer.schema)
+    try:
+        _check_kept(kept, entry)
+        _compare(asyncio.run(_merged(kept, outer)), outer, entry)
+    except DAMAGE as error:
+        raise LogFault(f"the commit to outer step {outer_step}: {error!r}") from error
+    return Replayed(
+        outer_step=outer_step,
+        digest=entry["after"],
+        peers=tuple(sorted({one.header.peer_id for one in kept})),
+        shards=len(kept),
+        bytes=sum(one.header.total_bytes for one in kept),
+        less=tuple(sorted({one.header.peer_id for one in kept if _less(one)})),
+    )
+
+
+def _entry_of(path: Path, outer_step: int, signed: int) -> Mapping[str, Any]:
+    """Return the last commit to this outer step among the entries that are verified."""
+    found: Mapping[str, Any] | None = None
+    for index, line in enumerate(entries_of(path)):
+        if index == signed:
+            break
+        entry = parse_canonical(line)
+        if entry["kind"] == "commit" and entry["outer_step"] == outer_step:
+            found = entry
+    if found is None:
+        raise ConfigError(f"{path}: has no commit to outer step {outer_step}")
+    return found
+
+
+def _less(one: Kept) -> bool:
+    return one.work.inner_steps < one.header.inner_steps or one.work.tokens < one.header.tokens
+
+
+def _check_kept(kept: Sequence[Kept], entry: Mapping[str, Any]) -> None:
+    """Rules 2 and 3. Raises LogFault, and what DAMAGE has."""
+    named: dict[tuple[str, int, int], tuple[str, str, str]] = {}
+    for peer, given in entry["contributions"].items():
+        for values in given["parts"]:
+            part = dict(zip(PART, values, strict=False))
+            named[peer, part["fragment"], part["rank"]] = (given["key"], part["payload"], part["signature"])
+    for one in kept:
+        header = one.header
+        what = f"the contribution of {printable(header.peer_id)} to fragment {header.fragment_id}, rank {header.rank}"
+        said = named.pop((header.peer_id, header.fragment_id, header.rank), None)
+        given = tuple(base64.b64encode(each).decode() for each in (header.public_key, header.payload_blake3, header.signature))
+        if said != given:
+            raise LogFault(f"{what} is kept, and is not the one that the log names")
+        try:
+            check_signature(header, entry["config_digest"])
+        except EditError as error:
+            raise LogFault(f"{what} is kept with a header that its peer has not signed") from error
+        if blake3(one.data).digest() != header.payload_blake3:
+            raise LogFault(f"{what} is kept with other bytes than were signed")
+        if one.work.tokens > header.tokens:
+            raise LogFault(f"{what} counted for more than its peer claimed")
+    for peer, fragment, rank in sorted(named):
+        raise LogFault(
+            f"the contribution of {printable(peer)} to fragment {fragment}, rank {rank} is in the log, and is not kept"
+        )
+
+
+async def _merged(kept: Sequence[Kept], outer: OuterState) -> list[MergeRecord]:
+    """Measure what is to be merged as when it arrived, and merge it. Changes nothing of `outer`."""
+    with tempfile.TemporaryDirectory(prefix="edit-replay-") as spill, ThreadPoolExecutor(1) as files:
+        uploads = UploadBuffer(outer.config.storage.buffer_bytes, Path(spill), files)
+        contributions = Contributions(outer.schema, outer.config.codec.uplink, uploads)
+        work: dict[tuple[int, str], Work] = {}
+        for one in kept:
+            header, what = one.header, f"of {printable(one.header.peer_id)} to fragment {one.header.fragment_id}"
+            shard = contributions.declare(header, outer.due)
+            if shard is None:
+                raise LogFault(f"a contribution {what} is kept twice")
+            await shard.upload.write(0, one.data)
+            contributions.fragment_of(shard).measured(shard, measure(shard.read()))
+            if work.setdefault((header.fragment_id, header.peer_id), one.work) != one.work:
+                raise LogFault(f"the shards {what} count differently")
+        fragments: dict[int, list[Measured]] = {i: [] for i in outer.due}
+        for (fragment_id, peer_id), counts in work.items():
+            held = contributions.of_peer(peer_id)
+            assert held is not None
+            whole = held.whole(fragment_id, outer.outer_step)
+            fragments[fragment_id].append(replace(whole, inner_steps=counts.inner_steps, tokens=counts.tokens))
+        policy, records = admission(outer.config), []
+        for i, measured in fragments.items():
+            screened = screen(policy, outer.schema.fragments[i], measured)
+            records.append(outer.record(screened.and_rejected(outer.reduce(i, screened.admitted))))
+        return records
+
+
+def _compare(records: Sequence[MergeRecord], outer: OuterState, entry: Mapping[str, Any]) -> None:
+    """Rule 4. Raises LogFault, and what DAMAGE has."""
+    staged = outer.stage_all(records, None, {})
+    logged = {one["fragment"]: one for one in entry["fragments"]}
+    for record in records:
+        i = record.fragment_id
+        mine = parse_canonical(canonical(fragment_entry(record, staged[i])))
+        for key in sorted(mine.keys() | logged[i].keys()):
+            if mine.get(key) != logged[i].get(key):
+                raise LogFault(
+                    f"outer step {entry['outer_step']}, fragment {i}: merged once more, {_NAMES.get(key, key)} is "
+                    f"{_shown(mine.get(key))}, the log says {_shown(logged[i].get(key))}"
+                )
+    if (digest := outer.digest_after(staged)) != entry["after"]:
+        raise LogFault(
+            f"outer step {entry['outer_step']}: it leads to digest {digest[:12]}, the log says {entry['after'][:12]}"
+        )
+
+
+_NAMES = {"merged": "the merged pseudo-gradient", "merged_norm": "its norm", "update": "the update", "verdicts": "who counted"}
+
+
+def _shown(value: object) -> str:
+    text = printable(str(value))
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

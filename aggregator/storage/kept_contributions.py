@@ -1,0 +1,148 @@
+"""The contributions behind the last outer steps, as they were sent, so that anybody who has them can merge them once more.
+
+    FOLDER/step-00000012/fragment-00003   what was merged of fragment 3 in the commit to outer step 12
+    FOLDER/pending/...                    the same of the open round
+
+A file has one record (`aggregator.storage.journal_records`) for each shard: the header as its peer signed it, the inner steps
+and tokens that counted for it, and its bytes. A round's files get their place just before its commit is written: after a
+SIGKILL no commit lacks them, and those of a round that was not committed are replaced by the next one's. They are not brought
+to the disk (fsync): after a power cut the last ones may be missing or damaged, which `load_kept` says.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from aggregator.storage.journal_records import BadRecord, Buffer, frame, records
+from edit.errors import EditError, StorageError
+from edit.fragments.schema import Schema
+from edit.rounds.work_claims import Work
+from editpb import data_pb2
+from editpb.data_messages import contribution_header_from_pb, contribution_header_to_pb
+from editpb.messages import ContributionHeader
+
+__all__ = ["Kept", "KeptContributions", "kept_files", "load_kept", "step_folder"]
+
+_PENDING = "pending"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One shard of a contribution. work: what counted for the whole contribution to this fragment."""
+
+    header: ContributionHeader
+    work: Work
+    data: Buffer
+
+
+class KeptContributions:
+    """The folder of a run that keeps them. Used in the worker thread, but for the constructor.
+
+    Args:
+        steps: of so many outer steps, the last ones; at least 1.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._folder, self._steps = folder, steps
+        self._round_id = -1
+
+    def add(self, round_id: int, fragment_id: int, shards: Iterable[Kept]) -> None:
+        """Keep what is merged of a fragment in the open round. Raises StorageError: the round is not to be committed."""
+        pending = self._folder / _PENDING
+        try:
+            if round_id != self._round_id:
+                shutil.rmtree(pending, ignore_errors=True)
+                pending.mkdir(parents=True, mode=0o700)
+                self._round_id = round_id
+            with (pending / _name(fragment_id)).open("wb") as file:
+                for shard in shards:
+                    for part in frame(_header_of(shard), shard.data):
+                        file.write(part)
+        except OSError as error:
+            raise _refused(pending, error) from error
+
+    def committing(self, outer_step: int) -> None:
+        """Give the open round's files the place of the outer step that it is about to become, and let go of the oldest.
+
+        Raises StorageError: the round is not to be committed.
+        """
+        place = step_folder(self._folder, outer_step)
+        try:
+            shutil.rmtree(place, ignore_errors=True)
+            (self._folder / _PENDING).rename(place)
+            self._round_id = -1
+        except OSError as error:
+            raise _refused(place, error) from error
+        for step, path in _kept(self._folder):
+            if step <= outer_step - self._steps or step > outer_step:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def step_folder(folder: Path, outer_step: int) -> Path:
+    """Return where the contributions to this outer step lie."""
+    return folder / f"step-{outer_step:08d}"
+
+
+def load_kept(folder: Path, outer_step: int, schema: Schema) -> list[Kept]:
+    """Return what was merged in the commit to this outer step. Raises StorageError for what is not there or damaged."""
+    return [shard for path in kept_files(folder, outer_step) for shard in _read(path, schema)]
+
+
+def kept_files(folder: Path, outer_step: int) -> list[Path]:
+    """Return the files of the commit to this outer step. Raises StorageError where it is not kept."""
+    place = step_folder(folder, outer_step)
+    if not place.is_dir():
+        steps = ", ".join(str(step) for step, _ in _kept(folder)) or "none"
+        raise StorageError(f"{folder}: the contributions to outer step {outer_step} are not kept; those to these are: {steps}")
+    return sorted(place.iterdir())
+
+
+def _read(path: Path, schema: Schema) -> Iterator[Kept]:
+    try:
+        for record in records(path):
+            values = record.header
+            if values["format"] != _FORMAT:
+                raise StorageError(f"{path}: is of format {values['format']}; this software reads {_FORMAT}")
+            message = data_pb2.ContributionHeader.FromString(base64.b64decode(values["header"], validate=True))
+            header = contribution_header_from_pb(message, schema)
+            yield Kept(header, Work(int(values["inner_steps"]), int(values["tokens"])), record.body)
+    except (BadRecord, DecodeError, KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{path}: is damaged ({error})") from error
+    except StorageError:
+        raise
+    except EditError as error:
+        raise StorageError(f"{path}: is damaged ({error})") from error
+
+
+def _header_of(shard: Kept) -> dict[str, object]:
+    return {
+        "kind": "contribution",
+        "format": _FORMAT,
+        "header": base64.b64encode(contribution_header_to_pb(shard.header).SerializeToString()).decode(),
+        "inner_steps": shard.work.inner_steps,
+        "tokens": shard.work.tokens,
+    }
+
+
+def _name(fragment_id: int) -> str:
+    return f"fragment-{fragment_id:05d}"
+
+
+def _kept(folder: Path) -> list[tuple[int, Path]]:
+    found = []
+    for path in folder.glob("step-*"):
+        with contextlib.suppress(ValueError):
+            found.append((int(path.name.removeprefix("step-")), path))
+    return sorted(found)
+
+
+def _refused(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{path}: contributions cannot be kept ({error.strerror})")

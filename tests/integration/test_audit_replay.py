@@ -1,0 +1,227 @@
+"""Contributions that a coordinator keeps, merged once more from its folder or a copy, and what that finds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from aggregator.audit_replay import Replayed, replay_step
+from aggregator.cli import app
+from aggregator.storage.kept_contributions import Kept, KeptContributions, kept_files, load_kept
+from aggregator.storage.state_folder import StateFolder
+from aggregator.storage.store import load_outer
+from edit.config.run import RunConfig
+from edit.errors import ConfigError, StorageError
+from edit.merging.merge import Measured, Merged
+from edit.merging.outer_state import OuterState
+from edit.rounds.work_claims import Work
+from editpb.audit_log import LogFault
+from tests.integration.test_audit import AUDITED, commit_one, verified
+from tests.integration.test_seen_heads import contribute
+from tests.support.served import SCHEMA, TOML, found_run, new_folder, served
+
+KEEPS = AUDITED + "keep_contributions = 3\n"
+PENALTY = KEEPS.replace("enabled = false", "enabled = true").replace("lr = 1.0", "lr = 0.7")
+SETTINGS = {
+    "mean": KEEPS,
+    "penalty, int8 records": PENALTY.replace('down = "fp32"', 'down = "int8"\nrecord = "int8"'),
+    "robust": KEEPS + '[robust]\nrule = "geometric_median"\nhostile = 1\n',
+}
+SETTINGS = {
+    name: toml.replace("checkpoint_every = 3", "checkpoint_every = 3\nkeep_checkpoints = 2") for name, toml in SETTINGS.items()
+}
+
+
+def trained(folder: StateFolder, steps: int, since: int = 0) -> None:
+    """Commit outer steps of three peers; the coordinator is killed at the end."""
+
+    async def scenario() -> None:
+        async with (
+            served(folder, kill=True) as run,
+            run.signing_peer("a") as a,
+            run.signing_peer("b") as b,
+            run.signing_peer("c") as c,
+        ):
+            if since:
+                for peer, _ in (a, b, c):
+                    await peer.attend()
+                    await peer.report(since)
+            else:
+                await found_run(a[0], b[0], c[0])
+            for step in range(since, steps):
+                await commit_one([a, b, c], step)
+
+    asyncio.run(scenario())
+
+
+def replay(folder: StateFolder, step: int) -> Replayed:
+    return replay_step(folder.path, step, len(verified(folder.path).tree))
+
+
+def invoked(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["audit", *map(str, arguments)])
+    return result.exit_code, str(result.exception or result.output)
+
+
+@pytest.mark.parametrize("toml", SETTINGS.values(), ids=list(SETTINGS))
+def test_what_is_kept_gives_the_commit_once_more_over_kills(tmp_path: Path, toml: str) -> None:
+    folder = new_folder(tmp_path / "run", start=3, quorum=3, toml=toml)
+    trained(folder, 2)
+    trained(folder, 5, since=2)
+    assert sorted(path.name for path in folder.contributions.glob("step-*")) == [f"step-{n:08d}" for n in (3, 4, 5)]
+    for step in (3, 4, 5):
+        done = replay(folder, step)
+        assert (done.peers, done.shards, done.less) == (("a", "b", "c"), 6, ())
+    assert done.digest == load_outer(folder).digest
+    with pytest.raises(StorageError, match=r"the contributions to outer step 2 are not kept; those to these are: 3, 4, 5"):
+        replay(folder, 2)
+    with pytest.raises(ConfigError, match="has no commit to outer step 6"):
+        replay(folder, 6)
+
+
+def test_somebody_else_replays_a_copy_without_any_key_of_the_run(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=3, quorum=3, toml=KEEPS)
+    trained(folder, 4)
+    copy, key = tmp_path / "copy", verified(folder.path).key
+    assert key is not None
+    code, said = invoked("export", copy, "--state", folder.path, "--step", 3)
+    assert code == 0, said
+    assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == [
+        "audit-log.head",
+        "audit-log.jsonl",
+        "audit-log.key",
+        "contributions/step-00000003/fragment-00000",
+        "contributions/step-00000003/fragment-00001",
+        "outer/step-00000000.journal",
+        "outer/step-00000000.safetensors",
+        "run.json",
+        "run.toml",
+    ]
+    code, said = invoked("replay", "--step", 3, "--state", copy, "--key", key.text())
+    assert code == 0
+    assert "outer step 3: 3,660 bytes of 3 peers merged once more: the same verdicts, update and digest" in said
+    code, said = invoked("replay", "--step", 3, "--state", copy, "--json")
+    assert json.loads(said)["digest"] == json.loads((copy / "audit-log.jsonl").read_bytes().splitlines()[3])["after"]
+    code, said = invoked("replay", "--step", 4, "--state", copy)
+    assert code != 0 and "are not kept" in said
+
+
+def test_a_coordinator_that_merged_something_else_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log, its journal and its update agree with one another; only the contributions do not give that merge."""
+    folder = new_folder(tmp_path / "run", start=3, quorum=3, toml=KEEPS)
+    honest = OuterState.reduce
+
+    def favours_a(self: OuterState, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
+        merged = honest(self, fragment_id, contributions)
+        if self.outer_step == 1 and fragment_id == 1 and merged.merged is not None:
+            merged = replace(merged, merged=merged.merged * 1.001)
+        return merged
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OuterState, "reduce", favours_a)
+        trained(folder, 3)
+    assert replay(folder, 1).outer_step == 1
+    assert replay(folder, 3).outer_step == 3
+    with pytest.raises(
+        LogFault, match=r"outer step 2, fragment 1: merged once more, the merged pseudo-gradient is \w+, the log"
+    ):
+        replay(folder, 2)
+    code, said = invoked("replay", "--step", 2, "--state", folder.path)
+    assert code != 0 and "the merged pseudo-gradient" in said
+    code, said = invoked("replay", "--state", folder.path)
+    assert code == 0 and "outer step 3" in said
+
+
+def changed(folder: StateFolder, step: int, change: Callable[[list[Kept]], list[Kept]]) -> None:
+    """Write what is kept of fragment 1 anew."""
+    kept = [one for one in load_kept(folder.contributions, step, SCHEMA) if one.header.fragment_id == 1]
+    scratch = KeptContributions(folder.path / "scratch", 1)
+    scratch.add(0, 1, change(kept))
+    (folder.path / "scratch/pending/fragment-00001").replace(kept_files(folder.contributions, step)[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda kept: kept[1:], "the contribution of a to fragment 1, rank 0 is in the log, and is not kept"),
+        (lambda kept: [*kept, kept[0]], "the contribution of a to fragment 1, rank 0 is kept, and is not the one that the log"),
+        (
+            lambda kept: [replace(kept[0], data=bytes(len(kept[0].data))), *kept[1:]],
+            "the contribution of a to fragment 1, rank 0 is kept with other bytes than were signed",
+        ),
+        (
+            lambda kept: [replace(kept[0], header=replace(kept[0].header, tokens=99)), *kept[1:]],
+            "the contribution of a to fragment 1, rank 0 is kept with a header that its peer has not signed",
+        ),
+        (
+            lambda kept: [replace(kept[0], header=replace(kept[0].header, signature=bytes(64))), *kept[1:]],
+            "is kept, and is not the one that the log names",
+        ),
+        (lambda kept: [replace(kept[0], work=Work(2, 11)), *kept[1:]], "counted for more than its peer claimed"),
+    ],
+    ids=["gone", "twice", "bytes", "header", "signature", "work"],
+)
+def test_what_is_kept_must_be_what_the_log_names(tmp_path: Path, change: Callable[[list[Kept]], list[Kept]], why: str) -> None:
+    folder = new_folder(tmp_path / "run", start=3, quorum=3, toml=KEEPS)
+    trained(folder, 1)
+    changed(folder, 1, change)
+    with pytest.raises(LogFault, match=why):
+        replay(folder, 1)
+
+
+def test_damage_and_other_settings_are_told_apart_from_lies(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=3, quorum=3, toml=KEEPS)
+    trained(folder, 1)
+    file, toml = kept_files(folder.contributions, 1)[0], folder.run_toml.read_text()
+    folder.run_toml.write_text(toml.replace("every = 2", "every = 3"))
+    with pytest.raises(ConfigError, match="outer step 1 was committed under another configuration"):
+        replay(folder, 1)
+    folder.run_toml.write_text(toml)
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(StorageError, match="fragment-00000: is damaged"):
+        replay(folder, 1)
+
+
+def test_a_commit_waits_for_what_is_kept(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=1, toml=KEEPS)
+
+    async def scenario() -> None:
+        async with served(folder) as run, run.signing_peer("a") as a:
+            await found_run(a[0])
+            folder.contributions.write_text("a file stands in the way")
+            view = await a[0].view(lambda v: v.round_id > 0)
+            await contribute(*a, view.round_id)  # one fragment: nothing of the other is merged
+            await a[0].view(lambda v: "contributions cannot be kept" in v.last_reason)
+            folder.contributions.unlink()
+            await commit_one([a], 0)
+
+    asyncio.run(scenario())
+    assert replay(folder, 1).peers == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ("[audit]\nkeep_contributions = 1\n", "audit.keep_contributions has no effect with audit.enabled = false"),
+        (
+            KEEPS.replace(TOML, "").replace("3", "4"),
+            r"audit.keep_contributions = 4: must be at most 3 \(storage.checkpoint_every",
+        ),
+        (KEEPS.replace(TOML, "") + "[secagg]\nenabled = true\n", "must be 0 with secagg.enabled"),
+    ],
+)
+def test_a_run_that_cannot_keep_them_is_refused(tmp_path: Path, more: str, why: str) -> None:
+    toml = TOML.format(start=3, quorum=3) + more
+    if "secagg" in more:
+        toml = toml.replace('up = "fp32"\n', "")
+    path = tmp_path / "run.toml"
+    path.write_text(toml)
+    with pytest.raises(ConfigError, match=why):
+        RunConfig.from_toml(path)
