@@ -157,7 +157,7 @@ def export(
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option("--step", min=1, help="Copy all that `audit replay --step` of this outer step needs, too."),
+        typer.Option("--step", min=1, help="Copy all that a replay of this outer step needs, too."),
     ] = None,
 ) -> None:
     """Verify the log and copy it, for somebody else to verify: the entries that the head is signed for, the head, the key.
