@@ -37,7 +37,8 @@ _Hashes = Annotated[
     bool, typer.Option("--hashes", help="Leave out the signatures of contributions, which take nearly all of the time.")
 ]
 _Sample = Annotated[
-    int | None, typer.Option("--sample", min=1, help="Verify the signatures of so many commits, drawn at random, not of all.")
+    int | None,
+    typer.Option("--sample", min=1, help="Verify the signatures of this many commits, drawn at random, instead of all."),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -345,8 +345,8 @@ def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
 def watch(state: State = Path("edit-run")) -> None:
     """Show the run as it goes on: members, rounds, losses, events; until it has finished, or Ctrl-C.
 
-    On a terminal a screen of 100 columns, elsewhere lines; `status` prints tables instead, once or with --watch again and
-    again. It only looks on: ending it does nothing to the run.
+    On a terminal it shows a screen of 100 columns, elsewhere it prints lines. `status` prints tables instead, once, or again
+    and again with --watch. It only reads: ending it does not affect the run.
 
     Example: edit-coordinator watch --state my-run
     """
@@ -396,7 +396,7 @@ def web(
 ) -> None:
     """Show the run as a page in the browser: members, rounds, curves, events, settings; pause, drain, evict.
 
-    A process of its own, beside `serve`. On loopback it prints a link that opens the page once; elsewhere a browser needs a
+    It is a process of its own. On loopback it prints a link that opens the page once; elsewhere a browser needs a
     member's certificate, and may only read. Needs: pip install 'edit-localsgd[web]'
 
     Example: edit-coordinator web --state my-run

@@ -37,8 +37,8 @@ batch_size = 4                  # Sequences in a micro-batch of one peer.
 
 [sync]                          # When peers exchange, and how they apply an update.
 every = 128                     # H: inner steps between two exchanges of the same fragment.
-outer_steps = 1000              # The run ends after so many outer steps.
-#tokens = 0                     # The run ends once so many tokens are merged, if that is earlier; 0 for no bound.
+outer_steps = 1000              # The run ends after this many outer steps.
+#tokens = 0                     # The run ends once this many tokens are merged, if that is earlier; 0 for no bound.
 #groups = 1                     # P: exchanges one of P groups of fragments every H / P inner steps (streaming).
 #pattern = "strided"            # How fragments are grouped: strided (every P-th) or sequential (neighbours).
 #mode = "blocking"              # What a peer does during an exchange: blocking, forward, delayed or eager.
@@ -55,10 +55,10 @@ enabled = true                  # false: a plain mean of all contributions that 
 #detector = "level"             # level: what is judged and learned follows the peers; edit: the paper's rule; or entry:NAME.
 #options = {}                   # For a detector entry:NAME.
 #alpha = 0.02                   # Rate of the moving mean and variance of each peer's norm.
-#delta = 3.0                    # A norm so many standard deviations above what is usual is anomalous.
+#delta = 3.0                    # A norm this many standard deviations above what is usual is anomalous.
 #step_power = 0.5               # A norm is expected to grow with this power of the inner steps behind it.
-#relearn = 3                    # So many anomalies in a row that agree are a peer's new usual norm.
-#max_ratio = 10.0               # A norm so many times the round's median is always anomalous (3 peers or more).
+#relearn = 3                    # This many anomalies in a row that agree are a peer's new usual norm.
+#max_ratio = 10.0               # A norm this many times the round's median is always anomalous (3 peers or more).
 #max_share = 1.5                # No share exceeds max_share / M of M accepted contributions.
 #observations = 10              # W: norms of a peer before its contributions are judged.
 #temperature = 1.0              # Temperature of the softmax that turns norms into weights.
@@ -76,7 +76,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 #enabled = false                # true: peers mask their contributions; set rounds.quorum to min_peers or more.
 #bits = 16                      # Of a masked element: 8, 16 or 32.
 #min_peers = 3                  # No sum of fewer peers is ever opened.
-#max_peers = 16                 # No round has more peers; the grid leaves room for so many.
+#max_peers = 16                 # No round has more peers; the grid leaves room for that many.
 
 [privacy]                       # Differential privacy: docs/privacy.md.
 #level = "none"                 # example: DP-SGD at each peer; organisation: the coordinator adds noise to the sum.
@@ -146,15 +146,15 @@ start_peers = 1                 # Live peers before the first round opens.
 quorum = 1                      # A round with fewer contributions never commits; at most start_peers.
 #floor_s = 5.0                  # The shortest deadline of a round, in seconds.
 ceiling_s = 600.0               # The longest deadline of a round, in seconds.
-#spread = 6.0                   # A peer may take its median time plus so many times the median absolute deviation.
+#spread = 6.0                   # A peer may take its median time plus this many times the median absolute deviation.
 #wait = "times"                 # With the quorum in, waits for each peer's own deadline (times), or only grace_s (slack).
 #grace_s = 2.0                  # How much longer a round waits then, in seconds.
 #merging = "rounds"             # arrivals merges each contribution as soon as it is complete.
-#max_staleness = 0              # A contribution may be merged up to so many outer steps late; 0: only in its own round.
+#max_staleness = 0              # A contribution may be merged up to this many outer steps late; 0: only in its own round.
 
 [membership]
 #heartbeat_s = 2.0              # Seconds between two reports of a peer; by default 1.0 in a swarm.
-#lease_s = 6.0                  # A peer that is silent for so many seconds is lost; by default 3.0 in a swarm.
+#lease_s = 6.0                  # A peer that is silent for this many seconds is lost; by default 3.0 in a swarm.
 #share_losses = false           # Whether observers and other peers see a peer's training loss and metrics. The operator does.
 #consent = false                # A peer takes part only once its site has consented to this configuration (edit-peer consent).
 

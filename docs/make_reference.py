@@ -198,8 +198,8 @@ def codecs() -> Iterator[str]:
 def paragraphs(text: str) -> Iterator[str]:
     """Yield what a help says; its examples as blocks."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
-        if paragraph.startswith("\b\n"):  # as it stands
-            yield "```\n" + paragraph.removeprefix("\b\n") + "\n```\n"
+        if paragraph.startswith("```"):  # as it stands
+            yield paragraph.rstrip("\n") + "\n"
         elif paragraph.startswith("Example: "):
             yield "```sh\n" + paragraph.removeprefix("Example: ") + "\n```\n"
         else:

@@ -157,14 +157,14 @@ def fingerprint(home: HomeOption = Path("edit-peer")) -> None:
 def consent(
     home: HomeOption = Path("edit-peer"),
     accept: Annotated[
-        str | None, typer.Option(help="sha256:DIGEST of the configuration that is consented to; without it, you are asked.")
+        str | None, typer.Option(help="Consent to the configuration with this digest (sha256:...) without being asked.")
     ] = None,
 ) -> None:
     """Show the run's configuration, and consent to it: from then on this peer takes part under that one only.
 
-    Call it while the peer does not run. The consent, signed with the peer's key, is consent.json in --home. A peer that is told
-    another configuration ends, and says what has changed (exit code 2; 3 while it trains). docs/site-policy.md explains
-    policy.toml, with which a site sets limits of its own. Exit code 1 where you do not consent.
+    Call it while the peer does not run. The consent, signed with the peer's key, is consent.json in --home. If the run later
+    has another configuration, the peer ends and says what has changed (exit code 2; 3 while it trains). docs/site-policy.md
+    explains policy.toml, with which a site sets limits of its own. Exit code 1: you did not consent.
 
     Example: edit-peer consent --home my-peer
     """
@@ -176,7 +176,7 @@ def consent(
         raise ConfigError(f"--accept {accept}: the run's configuration is {terms.digest}")
     if accept is None and not terms.refused:
         if not sys.stdin.isatty():
-            raise ConfigError("nobody is there to be asked; consent with: --accept DIGEST")
+            raise ConfigError(f"stdin is not a terminal, so nobody can be asked; consent with: --accept {terms.digest}")
         typer.confirm(f"\nWhat leaves this site: edit-peer explain --home {home}\nDo you consent?", abort=True)
     consent_to(terms)
 

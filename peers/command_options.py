@@ -61,21 +61,21 @@ FolderOption = Annotated[
 MaxMbitOption = Annotated[
     float | None,
     typer.Option(
-        help="Most megabits to send per second, of contributions, updates and parameters. Default: no bound.", min=0.1
+        help="The most megabits that are sent per second, of contributions, updates and parameters. Default: no bound.", min=0.1
     ),
 ]
 DhtPeersOption = Annotated[
     list[str] | None,
     typer.Option(
         "--dht-peers",
-        help="A libp2p node of the DHT to find others by: /ip4/192.0.2.1/tcp/4001/p2p/12D3... Repeatable.",
+        help="A libp2p node of the DHT in which to look for others: /ip4/192.0.2.1/tcp/4001/p2p/12D3... Repeatable.",
         metavar="ADDRESS",
     ),
 ]
 HoursOption = Annotated[
     str | None,
     typer.Option(
-        help="Take part in these hours only, by this machine's clock: 22:00-06:00, several with commas. Default: always."
+        help="Take part in these hours only, by this machine's clock: 22:00-06:00; separate several by commas. Default: always."
     ),
 ]
 
@@ -105,7 +105,10 @@ def _training(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start without a checkpoint; move existing ones aside.")] = False,
     new_data: Annotated[
         bool,
-        typer.Option("--new-data", help="If --data has changed since the checkpoint, begin at its start; all else goes on."),
+        typer.Option(
+            "--new-data",
+            help="If --data has changed since the checkpoint, begin at its start; keep the model and the optimizer.",
+        ),
     ] = False,
     max_mbit: MaxMbitOption = None,
     trackers: TrackerOption = None,

@@ -63,16 +63,16 @@ def run_metrics(status: RunStatus, committed: int, aborted: int, traffic: tuple[
     for name, text, value in (
         ("outer_step", "The last committed outer step", status.outer_step),
         ("outer_steps", "The outer step at which the run ends", status.outer_steps),
-        ("eta_seconds", "Until the run's end, from the pace of the last outer steps", status.eta_s),
+        ("eta_seconds", "Seconds until the run's end, from the pace of the last outer steps", status.eta_s),
         ("parameters", "Elements of the model", status.parameters),
         ("expected_peers", "Peers that the open round waits for, or has waited for", len(status.expected)),
         ("arrived_peers", "Peers whose contribution to the open round is complete", len(status.arrived)),
         ("held_up", "1 while the run cannot go on as it stands", bool(status.reason)),
         ("warnings", "Warnings about its certificates and clock", len(status.warnings)),
         ("peak_memory_bytes", "The largest resident size of this process", status.peak_memory_bytes),
-        ("round_seconds", "Of the last committed round", last.seconds if last else None),
-        ("epsilon", "Spent so far, with differential privacy of organisations", status.epsilon),
-        ("merged_norm", "Of the pseudo-gradient that was merged last, before the clip", last.norm if last else None),
+        ("round_seconds", "Duration of the last committed round", last.seconds if last else None),
+        ("epsilon", "Epsilon spent so far, with differential privacy of organisations", status.epsilon),
+        ("merged_norm", "Norm of the last merged pseudo-gradient, before the clip", last.norm if last else None),
         (
             "cosine",
             "Mean cosine of the pseudo-gradients to the merged one",
@@ -83,36 +83,36 @@ def run_metrics(status: RunStatus, committed: int, aborted: int, traffic: tuple[
         if value is not None and math.isfinite(value):
             gauge.add_metric([], value)
         yield gauge
-    yield CounterMetricFamily("edit_tokens", "Merged so far", value=status.tokens)
-    rounds = CounterMetricFamily("edit_rounds", "Closed since this process began to serve the run", labels=["result"])
+    yield CounterMetricFamily("edit_tokens", "Tokens merged so far", value=status.tokens)
+    rounds = CounterMetricFamily("edit_rounds", "Rounds closed since this process began to serve the run", labels=["result"])
     rounds.add_metric(["committed"], committed)
     rounds.add_metric(["aborted"], aborted)
     yield rounds
     received, sent = traffic
-    yield CounterMetricFamily("edit_received_bytes", "Contributions to committed rounds", value=received)
-    yield CounterMetricFamily("edit_update_bytes", "Updates, as one peer fetches them", value=sent)
+    yield CounterMetricFamily("edit_received_bytes", "Bytes of contributions to committed rounds", value=received)
+    yield CounterMetricFamily("edit_update_bytes", "Bytes of the updates, as one peer downloads them", value=sent)
     yield from _of_members(status.members)
 
 
 def _of_members(members: tuple[MemberStatus, ...]) -> Iterator[Metric]:
     """Yield the metrics that each member has."""
     gauges: dict[str, tuple[str, _Value]] = {
-        "up": ("1 while the member is here", lambda one: one.state in _LIVE),
-        "outer_step": ("Of its outer parameters", lambda one: one.outer_step),
-        "loss": ("Its training loss, where the run shares it", lambda one: one.loss),
-        "tokens_per_second": ("Of its training", lambda one: one.tokens_per_s if one.state in _LIVE else 0.0),
-        "step_seconds": ("Of an inner step", lambda one: one.step_s),
-        "silent_seconds": ("Since its last sign of life", lambda one: one.silent_s),
+        "up": ("1 while the member is connected", lambda one: one.state in _LIVE),
+        "outer_step": ("Outer step of its outer parameters", lambda one: one.outer_step),
+        "loss": ("Its training loss, if the run shares it", lambda one: one.loss),
+        "tokens_per_second": ("Tokens per second of its training", lambda one: one.tokens_per_s if one.state in _LIVE else 0.0),
+        "step_seconds": ("Seconds per inner step", lambda one: one.step_s),
+        "silent_seconds": ("Seconds since its last sign of life", lambda one: one.silent_s),
         "optional": ("1 while rounds do not wait for it", lambda one: one.optional),
-        "quarantined_seconds": ("For so long it is kept out of the rounds", lambda one: one.quarantined_s),
-        "certificate_expiry_timestamp_seconds": ("When its newest certificate ends", lambda one: one.expires or math.nan),
+        "quarantined_seconds": ("Seconds for which it is still kept out of the rounds", lambda one: one.quarantined_s),
+        "certificate_expiry_timestamp_seconds": ("When its newest certificate expires", lambda one: one.expires or math.nan),
     }
     counters: dict[str, tuple[str, _Value]] = {
-        "contributions": ("Merged with a weight", lambda one: one.contributions),
-        "rejections": ("Merged with weight 0", lambda one: one.rejections),
+        "contributions": ("Contributions merged with a weight", lambda one: one.contributions),
+        "rejections": ("Contributions merged with weight 0", lambda one: one.rejections),
         "absences": ("Rounds committed without it while it was expected", lambda one: one.absences),
-        "sent_bytes": ("On its data connection, since its process started", lambda one: one.bytes_sent),
-        "received_bytes": ("On its data connection, since its process started", lambda one: one.bytes_received),
+        "sent_bytes": ("Bytes sent on its data connection, since its process started", lambda one: one.bytes_sent),
+        "received_bytes": ("Bytes received on its data connection, since its process started", lambda one: one.bytes_received),
     }
     trains = [one for one in members if one.role in ("peer", "region")]
     for name, (text, of) in gauges.items():
@@ -126,7 +126,7 @@ def _of_members(members: tuple[MemberStatus, ...]) -> Iterator[Metric]:
         for one in trains:
             counter.add_metric([one.peer_id], of(one))
         yield counter
-    shares = GaugeMetricFamily("edit_member_time_share", "Of its time, 0 to 1", labels=["member", "doing"])
+    shares = GaugeMetricFamily("edit_member_time_share", "Share of its time, 0 to 1", labels=["member", "doing"])
     for one in trains:
         for doing, share in (("computing", one.computing), ("exchanging", one.exchanging), ("waiting", one.waiting)):
             shares.add_metric([one.peer_id, doing], share)

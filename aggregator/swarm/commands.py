@@ -85,7 +85,7 @@ def seek_members(
 def invite(
     folder: Folder,
     name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],
-    role: Annotated[str, typer.Option(help="peer, or observer, who only looks on.")] = "peer",
+    role: Annotated[str, typer.Option(help="peer, or observer, which can only read.")] = "peer",
     hours: Annotated[float, typer.Option(help="How many hours the invitation is valid.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation, the authority's fingerprint, and where it may be redeemed, a line each."""
@@ -113,7 +113,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
     at: Annotated[str, typer.Option("--at", help="Ask the host of this member in place of the own one.")] = "",
 ) -> None:
-    """Show who leads, who owns and holds which part, who is late and why; from the files where the own host does not run."""
+    """Show who leads, who owns and holds which part, which members are late, and why; from files if no host runs."""
     told = operate.status(folder, at=at)
     if as_json:
         typer.echo(json_text(told.as_json(), indent=2))
@@ -240,7 +240,7 @@ def new_authority(folder: Folder) -> None:
 
 @app.command()
 def leave(folder: Folder) -> None:
-    """Let the host of this folder hand its parts over, be voted out and end. The same command that started it joins again."""
+    """Leave the swarm: the host hands over its parts and its vote, and ends. The command that started it rejoins."""
     typer.echo(operate.leave(folder))
 
 

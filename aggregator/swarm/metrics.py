@@ -69,21 +69,21 @@ def council_metrics(standing: Standing) -> Iterator[Metric]:
     members = {*record.members} if record is not None else set[str]()
     voters = {*map(peer_of, record.voters)} if record is not None else set[str]()
     for name, text, value in (
-        ("lineage", "Of the record; each `recover` adds one", record.lineage if record is not None else 0),
-        ("record_version", "Of the record", record.version if record is not None else 0),
+        ("lineage", "Lineage of the record; each `recover` adds one", record.lineage if record is not None else 0),
+        ("record_version", "Version of the record", record.version if record is not None else 0),
         ("record_committed", "1 if the record is known to be agreed on", standing.committed),
-        ("members", "In the record", len(members)),
-        ("members_connected", "Of these connected to this member, itself included", len(members & here)),
-        ("voters", "In the record", len(voters)),
-        ("voters_connected", "Of these connected to this member, itself included", len(voters & here)),
+        ("members", "Members in the record", len(members)),
+        ("members_connected", "Members connected to this member, itself included", len(members & here)),
+        ("voters", "Voters in the record", len(voters)),
+        ("voters_connected", "Voters connected to this member, itself included", len(voters & here)),
         ("votes", "1 if this member votes", me in voters),
-        ("evicted", "Members that were shut out for good", len(record.evicted) if record is not None else 0),
+        ("evicted", "Members that were evicted", len(record.evicted) if record is not None else 0),
     ):
         gauge = GaugeMetricFamily(f"edit_swarm_{name}", text, labels=[])
         if record is not None:
             gauge.add_metric([], value)
         yield gauge
-    phases = GaugeMetricFamily("edit_swarm_phase", "1 for the phase that the record says", labels=["phase"])
+    phases = GaugeMetricFamily("edit_swarm_phase", "1 for the phase in the record", labels=["phase"])
     for phase in Phase if record is not None else ():
         phases.add_metric([phase.value], record is not None and record.phase is phase)
     yield phases
@@ -94,9 +94,11 @@ def council_metrics(standing: Standing) -> Iterator[Metric]:
 
 def _of_parts(standing: Standing) -> Iterator[Metric]:
     agreed = standing.record.parts if standing.record is not None else ()
-    owner = GaugeMetricFamily("edit_swarm_part_owner", "1, with who owns the part by the record", labels=["part", "owner"])
-    step = GaugeMetricFamily("edit_swarm_part_outer_step", "The last that was agreed on", labels=["part"])
-    held = GaugeMetricFamily("edit_swarm_part_held_outer_step", "The one of this member's copy of the part", labels=["part"])
+    owner = GaugeMetricFamily("edit_swarm_part_owner", "1, with the owner of the part in the record", labels=["part", "owner"])
+    step = GaugeMetricFamily("edit_swarm_part_outer_step", "The part's last outer step that was agreed on", labels=["part"])
+    held = GaugeMetricFamily(
+        "edit_swarm_part_held_outer_step", "The outer step of this member's copy of the part", labels=["part"]
+    )
     lag = GaugeMetricFamily("edit_swarm_part_lag_steps", "Outer steps that this member's copy is behind", labels=["part"])
     served = GaugeMetricFamily("edit_swarm_part_served", "1 while this member serves the part's rounds", labels=["part"])
     for number, part in enumerate(standing.parts):
@@ -114,10 +116,12 @@ def _of_parts(standing: Standing) -> Iterator[Metric]:
 def _of_members(standing: Standing) -> Iterator[Metric]:
     agreed = standing.record.parts if standing.record is not None else ()
     connected = GaugeMetricFamily("edit_swarm_member_connected", "1 while connected to this member", labels=["member"])
-    live = GaugeMetricFamily("edit_swarm_member_live", "By the leader's judgment; only there", labels=["member"])
+    live = GaugeMetricFamily(
+        "edit_swarm_member_live", "1 if the leader counts the member as live; at the leader only", labels=["member"]
+    )
     lag = GaugeMetricFamily(
         "edit_swarm_member_lag_steps",
-        "Outer steps that a member is behind, by its own word; at the leader",
+        "Outer steps that a member is behind, as it says itself; at the leader only",
         labels=["member", "part"],
     )
     for each in standing.peers:
@@ -131,13 +135,15 @@ def _of_members(standing: Standing) -> Iterator[Metric]:
 
 def _of_gossip(gossip: GossipStanding | None) -> Iterator[Metric]:
     step = GaugeMetricFamily(
-        "edit_swarm_gossip_outer_step", "With gossip: swaps and settlings of this member's peer", labels=[]
+        "edit_swarm_gossip_outer_step", "With gossip: outer steps (swaps and settlings) of this member's peer", labels=[]
     )
-    settlings = GaugeMetricFamily("edit_swarm_gossip_settlings", "Of these settlings", labels=[])
+    settlings = GaugeMetricFamily("edit_swarm_gossip_settlings", "With gossip: settlings of this member's peer", labels=[])
     distance = GaugeMetricFamily(
-        "edit_swarm_gossip_distance", "Of the outer parameters of both at the last swap, as the partner sent its own", labels=[]
+        "edit_swarm_gossip_distance", "Distance between the outer parameters of both peers at the last swap", labels=[]
     )
-    swaps = CounterMetricFamily("edit_swarm_gossip_swaps", "Of this process, with the partner or alone", labels=["result"])
+    swaps = CounterMetricFamily(
+        "edit_swarm_gossip_swaps", "Swaps of this process, with the partner or alone", labels=["result"]
+    )
     if gossip is not None:
         step.add_metric([], gossip.outer_step)
         settlings.add_metric([], gossip.settlings)

@@ -31,7 +31,7 @@ class SyncConfig:
     # H: inner steps between two exchanges of the same fragment. With schedule = "time" it only tells the learning rate's
     # schedule how many inner steps an outer step counts as. EDiT's paper uses 128.
     every: Annotated[int, Between(1, 1 << 32)] = 128
-    # The run ends after so many outer steps, or earlier by `tokens`.
+    # The run ends after this many outer steps, or earlier by `tokens`.
     outer_steps: Annotated[int, Between(1, 1 << 40)] = 1000
     # P of Streaming DiLoCo (arXiv 2501.18512): an outer step exchanges one of P groups of fragments, every H / P inner steps.
     groups: Annotated[int, Between(1, 1 << 20)] = 1
@@ -58,7 +58,7 @@ class SyncConfig:
     time_s: Annotated[float, Between(1e-3, 1e7)] = 600.0
     # Scale each peer's H by its measured speed, so that all contribute together (arXiv 2401.09135, section 5).
     dylu: bool = False
-    # The run ends once so many tokens are merged; 0: only outer_steps counts.
+    # The run ends once this many tokens are merged; 0: only outer_steps counts.
     tokens: Annotated[int, Between(0, 1 << 62)] = 0
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class PenaltyConfig:
     step_power: Annotated[float, Between(0, 1)] = 0.5
     # Anomalous contributions of a peer in a row, alike within a factor of 2, after which their level is its new usual one.
     relearn: Annotated[int, Between(1, 100)] = 3
-    # With three or more contributions, a norm (per steps) so many times the round's median is anomalous from the first round
+    # With three or more contributions, a norm (per steps) this many times the round's median is anomalous from the first round
     # on, and is never learned.
     max_ratio: Annotated[float, Between(1, 1e6)] = 10.0
     # T: the temperature of the softmax over -G / T that gives the weights.
@@ -258,9 +258,9 @@ class RoundsConfig:
     ceiling_s: Annotated[float, Positive()] = 600.0
     # k of median + k * MAD: when a peer is overdue by its own measured times.
     spread: Annotated[float, Between(0, 1000)] = 6.0
-    # For whom a round waits once the quorum is in. `times`: for each missing peer until it is overdue, then grace_s longer;
-    # `slack`: for nobody beyond grace_s, or for as long as it costs nobody anything, because those who are in still train
-    # behind the exchange (sync.delay).
+    # How long a round waits for the missing peers once it has a quorum. `times`: for each until it is overdue, then grace_s
+    # longer; `slack`: for grace_s, or for as long as the waiting costs nothing, because the peers that have contributed still
+    # train during the exchange (sync.delay).
     wait: Annotated[str, OneOf("times", "slack")] = "times"
     # How much longer a round waits once the quorum is in, in seconds (see `wait`).
     grace_s: Annotated[float, Between(0, 1e6)] = 2.0
@@ -268,7 +268,7 @@ class RoundsConfig:
     # settings above have no effect.
     merging: Annotated[str, OneOf("rounds", "arrivals")] = "rounds"
     # A contribution computed against outer step s is merged at outer step t as long as t - s does not exceed this, and refused
-    # after that. 0: a contribution that misses its round is lost.
+    # after that. 0: it counts in its own round only; work that misses the round is part of the peer's next contribution.
     max_staleness: Annotated[int, Between(0, 1 << 20)] = 0
 
     def __post_init__(self) -> None:

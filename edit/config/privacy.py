@@ -19,23 +19,23 @@ class PrivacyConfig:
     # each organisation's contribution and adds noise to their sum, before anybody else sees it. `none`: no noise.
     level: Annotated[str, OneOf("none", "example", "organisation")] = "none"
     # The probability with which the bound by epsilon may fail; below 1 / examples of each peer, or below n0 ** -1.1 (see
-    # `denominator`). It must be given.
+    # `denominator`). Required.
     delta: Annotated[float, Between(0, 0.1)] = 0.0
     # The largest epsilon: of each peer, over all its starts, which stops before the step that would exceed it; or of the run,
-    # which ends before the outer step that would. It must be given.
+    # which ends before the outer step that would. Required.
     epsilon_max: Annotated[float, Between(0, 1000)] = 0.0
-    # z: the standard deviation of the noise over `clip`. It must be given.
+    # z: the standard deviation of the noise over `clip`. Required.
     noise_multiplier: Annotated[float, Between(0, 1e6)] = 0.0
     # The largest norm of one example's gradient; or S, that of one organisation's contribution to an outer step, over all
     # fragments.
     clip: Annotated[float, Between(1e-6, 1e6)] = 1.0
     # `poisson`: each example is in each step by chance, independently, on average inner.batch_size * inner.accumulation of
-    # them; which ones, stays secret. `shuffle`: every pass takes each example once; the noise then counts once for each pass.
+    # them; which ones is secret. `shuffle`: every pass takes each example once; the noise then counts once for each pass.
     sampling: Annotated[str, OneOf("poisson", "shuffle")] = "poisson"
     # What an example is: `sequence`: model.context + 1 tokens of the data in order, or a row of your own loop's dataset;
     # `document`: a row too, of which each has all of a document, so not with the packed data of `edit-peer run`.
     unit: Annotated[str, OneOf("sequence", "document")] = "sequence"
-    # n0: by what the sum of the organisations' contributions is divided, however many there are. 0: rounds.start_peers.
+    # n0: the sum of the organisations' contributions is divided by this, however many there are. 0: rounds.start_peers.
     denominator: Annotated[int, Between(0, 1 << 20)] = 0
     # Train also where the noise of an outer step is more than 10 times as long as the longest contribution.
     accept_noise: bool = False

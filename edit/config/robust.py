@@ -25,7 +25,7 @@ class RobustConfig:
     # (arXiv 2012.10333), `multi_krum` (arXiv 1703.02757) and `clip` (each contribution shortened to the median length) weigh
     # contributions as a whole; `median` and `trimmed_mean` (arXiv 1803.01498) go element by element.
     rule: Annotated[str, OneOf(*RULES)] = "none"
-    # f: so many organisations may be hostile. A round with good contributions of fewer than 2 f + 1 (multi_krum: 2 f + 3) is
+    # f: how many organisations may be hostile. A round with good contributions of fewer than 2 f + 1 (multi_krum: 2 f + 3) is
     # rolled back.
     hostile: Annotated[int, Between(0, 1000)] = 0
     # `nnm`: each contribution is first replaced by the mean of its nearest ones (arXiv 2302.01772); `none`.

@@ -106,8 +106,8 @@ class ModelConfig:
     """The section [model]: which model a run trains."""
 
     # `builtin:gpt`; `hf:MODEL_TYPE`, a causal language model of the transformers package (`hf:llama`); or `entry:NAME`, an
-    # entry point of group `edit.models` that each peer's operator has allowed, or any name for a model of the peers' own loops.
-    # The coordinator refuses a peer whose model is not the builtin's; of the others the founder says names and shapes.
+    # entry point of group `edit.models` that each peer's operator has allowed, or any name for loops of your own.
+    # With builtin:gpt the coordinator refuses a peer with another model; else the founder's names and shapes count.
     name: Annotated[str, Matches(_names_a_model, "must be builtin:gpt, hf:MODEL_TYPE or entry:NAME")] = "builtin:gpt"
     # Transformer blocks of builtin:gpt.
     layers: Annotated[int, Between(1, 1024)] = 4
@@ -171,11 +171,11 @@ class MembershipConfig:
 
     # Seconds between two reports of a peer; by default 1 in a swarm.
     heartbeat_s: Annotated[float, Between(0.05, 3600)] = 2.0
-    # Seconds of silence after which a peer is lost; at least twice heartbeat_s. By default 3 in a swarm, where the other bounds
-    # are shorter, too: a round waits for a peer that was stopped until it is lost.
+    # Seconds of silence after which a peer is lost; at least twice heartbeat_s. By default 3 in a swarm. A
+    # round waits for a peer that was stopped until it is lost.
     lease_s: float = 6.0
-    # Whether observers and other peers see a peer's training loss and metrics, which the operator always does. What a peer
-    # keeps to itself with --hide-loss, it says to nobody.
+    # Whether observers and other peers see a peer's training loss and metrics. The operator always sees them; nobody sees those
+    # that a peer hides with --hide-loss.
     share_losses: bool = False
     # Whether a peer takes part only once its site has consented to this configuration (`edit-peer consent`).
     consent: bool = False
@@ -203,7 +203,7 @@ class StorageConfig:
     checkpoint_every: Annotated[int, Between(1, 1 << 30)] = 20
     # Number of checkpoints that are kept.
     keep_checkpoints: Annotated[int, Between(1, 1000)] = 2
-    # Number of published updates that are kept for peers that missed a commit, also over a restart; with sync.groups, of each
+    # Number of published updates that are kept for peers that missed a commit, also after a restart; with sync.groups, of each
     # group.
     keep_updates: Annotated[int, Between(1, 1000)] = 4
 
@@ -221,8 +221,8 @@ class ServerConfig:
     enrol_listen: Annotated[str, Matches(is_address, "must be HOST:PORT")] = "127.0.0.1:7701"
     # Host names or addresses under which peers reach it; the server's certificate names them.
     advertise: Annotated[tuple[str, ...], Matches(bool, "must name at least one host")] = ("127.0.0.1", "localhost")
-    # HOST:PORT of /metrics (for Prometheus), /healthz and /readyz, as plain HTTP that asks nobody who they are; empty: none.
-    # Losses are among them only with membership.share_losses.
+    # HOST:PORT of /metrics (for Prometheus), /healthz and /readyz, as plain HTTP without a password; empty: none.
+    # Losses are included only with membership.share_losses.
     metrics_listen: Annotated[str, Matches(_is_address_if_any, "must be HOST:PORT, or empty")] = ""
 
     def __post_init__(self) -> None:
@@ -261,19 +261,19 @@ class SwarmConfig:
 
     # Number of parts that the model is cut into, each owned by one member at a time; fixed once the run is founded.
     parts: Annotated[int, Between(1, 1024)] = 4
-    # Seconds between two messages of the member that leads.
+    # Seconds between two messages of the leader.
     heartbeat_s: Annotated[float, Between(0.01, 30)] = 0.25
     # Seconds of silence after which a member's parts go to another one; at least twice heartbeat_s.
     lease_s: Annotated[float, Between(0.02, 60)] = 1.0
     # Seconds of silence after which a member has no vote any more.
     forget_s: Annotated[float, Between(1, 1e9)] = 60.0
-    # How members find each other beside the addresses that they know: "dht": by hivemind's DHT; "auto": where it is installed;
-    # "addresses": not at all.
+    # How members find each other in addition to the addresses that they know: "dht": by hivemind's DHT; "auto": by the DHT if
+    # hivemind is installed; "addresses": in no other way.
     discovery: Annotated[str, OneOf("auto", "addresses", "dht")] = "auto"
     # Number of members, beside the owner of a part, that compute each of its updates themselves from the signed contributions:
-    # it counts only if all come to the same bits. As many as there are in a smaller swarm. 0: owners are believed.
+    # it counts only if all get the same bits. In a smaller swarm, all other members. 0: owners are believed.
     verify: Annotated[int, Between(0, 6)] = 0
-    # With verify: seconds after which an update that a quorum holds, and not all who verify it, is given up, and others verify.
+    # With verify: how many seconds the verifying members have once a quorum holds an update; then other members verify it.
     verify_s: Annotated[float, Between(0.1, 3600)] = 60.0
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ class SecaggConfig:
     bits: Annotated[int, Matches(lambda bits: bits in (8, 16, 32), "must be 8, 16 or 32")] = 16
     # The least number of peers in a sum. A peer helps to open no sum of fewer.
     min_peers: Annotated[int, Between(2, 64)] = 3
-    # The largest number of peers in a round; the grid leaves room for the sum of so many.
+    # The largest number of peers in a round; the grid leaves room for the sum of that many.
     max_peers: Annotated[int, Between(2, 64)] = 16
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ SIMULATE_EXAMPLE = """Example: edit-lab simulate --peers 500 --rounds 200 --set 
 
 A file for --scenario (edit/lab/simulation/scenario.py explains every key):
 
-\b
+```
 peers = 500
 compute.sigma = 0.3                              # lognormal spread of the peers' speeds
 classes = [{ share = 0.1, slower = 4.0 }]        # a tenth of the peers is four times slower
@@ -24,6 +24,7 @@ faults.failures_per_hour = 0.05
 size.parameters = 50e6
 sync = { every = 100, outer_steps = 200, mode = "delayed", delay = 20 }      # as in run.toml
 rounds.quorum = 300
+```
 """
 
 app = typer.Typer(
@@ -41,9 +42,9 @@ with_version(app, "edit-lab")
 bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Measure on this machine, beside a limit or other systems in the same run.\n\n"
-    "Each prints a table; --results appends lines of JSON, --plot draws an SVG. Other work on the machine disturbs wall "
-    "seconds; CPU seconds say more then.",
+    help="Measure on this machine, and compare with a limit or other systems in the same run.\n\n"
+    "Each prints a table; --results appends lines of JSON, --plot draws an SVG. While other programs run, compare "
+    "CPU seconds rather than wall seconds.",
 )
 app.add_typer(bench, name="bench")
 

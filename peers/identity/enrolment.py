@@ -45,6 +45,10 @@ def invitation_text(argument: str, stdin: TextIO) -> str:
     """
     if argument == "-":
         return stdin.readline(MAX_TEXT_CHARS + 1)
+    if not argument.strip():
+        raise ConfigError(
+            f"the invitation is empty; one begins with edit{VERSION}. and is printed by `edit-coordinator invite`"
+        )
     path = Path(argument)
     try:
         if len(argument) <= _MAX_PATH_CHARS and path.is_file():

@@ -25,14 +25,14 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
     help="Train without a coordinator: the members agree on each outer step, and any of them may die.\n\n"
-    "Start a swarm on one machine, send each further member an invitation, and join with it. Every command can be repeated, "
-    "and goes on where it was.\n\n"
+    "Start a swarm on one machine, send each further member an invitation, and join with it. After a stop or a crash, "
+    "repeat the same command: it continues where it was.\n\n"
     "Example: edit-peer swarm start run.toml --data ~/books --home a",
 )
 
 ListenOption = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT where this member serves; port 0 chooses one, once. Default: a port of --advertise."),
+    typer.Option(help="HOST:PORT where this member serves; port 0: a free port, chosen once. Default: a port of --advertise."),
 ]
 AdvertiseOption = Annotated[
     str | None,
@@ -42,15 +42,15 @@ RelayOption = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="A relay (see `relay`) by which the others reach this member, where nobody can dial it; '' if there is none.",
+        help="A relay (see `relay`) by which the others reach this member if they cannot connect to it; '' if there is none.",
     ),
 ]
 MetricsListenOption = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="Serve /metrics (for Prometheus), /healthz and /readyz of this member's host there: plain HTTP that asks nobody "
-        "who they are. Losses are among them only with membership.share_losses. Default: none.",
+        help="Serve /metrics (for Prometheus), /healthz and /readyz of this member's host there: plain HTTP without a "
+        "password. Losses are included only with membership.share_losses. Default: none.",
     ),
 ]
 BesideOption = Annotated[
@@ -84,7 +84,7 @@ def start(
     dht_peers: DhtPeersOption = None,
     metrics_listen: MetricsListenOption = None,
     invited: Annotated[
-        str, typer.Option("--invite", help="Print an invitation for a member of this name at first; '': none.")
+        str, typer.Option("--invite", help="At the first start, print an invitation for a member of this name; '': none.")
     ] = "second",
     settings: Annotated[
         list[str] | None,
@@ -93,8 +93,8 @@ def start(
 ) -> None:
     """Found a swarm, print an invitation for a second member, and train. After a stop or a crash, the same command continues.
 
-    Other machines can join only with --advertise or --relay. The founder's folder also has the run's authority, which lets
-    others in: keep it, and keep it secret. Ctrl-C or SIGTERM saves and leaves; a second one ends the process at once.
+    Other machines can join only with --advertise or --relay. The founder's folder also has the run's authority, which admits
+    new members: keep it safe and secret. Ctrl-C or SIGTERM saves and leaves; a second one ends the process at once.
     Exit codes: 0 finished or stopped, 2 wrong configuration, 3 refused, 4 evicted.
 
     Example: edit-peer swarm start run.toml --data ~/books --home a --advertise training.example.org
@@ -211,7 +211,7 @@ def host(
 ) -> None:
     """Run a member that does not train: it holds the model, votes, and can own parts. It needs no GPU.
 
-    It ends when the run has finished, or at Ctrl-C or SIGTERM; the same command goes on.
+    It ends when the run has finished, or at Ctrl-C or SIGTERM; the same command continues.
 
     Example: edit-peer swarm host - --home c --advertise big-disk.example.org < invitation.txt
     """
@@ -244,13 +244,13 @@ def host(
 def invite(
     name: Annotated[str, typer.Argument(help="The name of the new member.")],
     home: HomeOption = Path("edit-peer"),
-    role: Annotated[str, typer.Option(help="peer, or observer, who only looks on.")] = "peer",
+    role: Annotated[str, typer.Option(help="peer, or observer, which can only read.")] = "peer",
     hours: Annotated[float, typer.Option(help="How many hours the invitation is valid.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation, one line on stdout. Send it to the new member over a channel you trust.
 
     A member redeems it with `join`, an observer with `edit-peer join`. Only a member with a copy of the
-    authority's key can invite: whoever founded the swarm, and who was given one with share-authority. Any of these redeems it
+    authority's key can invite: the founder, and those that got one by `share-authority`. Any of these redeems it
     that runs and can be reached. A rule of [robust] counts members once whose names are alike up to the first dot: acme.gpu1
     and acme.gpu2.
 
@@ -264,7 +264,7 @@ def status(
     home: HomeOption = Path("edit-peer"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Show who leads, who owns and holds which part, who is late and why.
+    """Show who leads, who owns and holds which part, which members are late, and why.
 
     Example: edit-peer swarm status --home a
     """
@@ -275,7 +275,7 @@ def status(
 def watch(home: HomeOption = Path("edit-peer")) -> None:
     """Show the swarm as it goes on: who leads, members, rounds, losses, events; until the run has finished, or Ctrl-C.
 
-    It asks this member's host, or another's, and the owner of each part. It only looks on: ending it does nothing to the run.
+    It asks this member's host, or another's, and the owner of each part. It only reads: ending it does not affect the run.
 
     Example: edit-peer swarm watch --home a
     """
@@ -288,7 +288,7 @@ def report(
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     beside: BesideOption = None,
 ) -> None:
-    """Write the page of the swarm, as `web` shows it, to one file; where no host answers, from what this folder has kept.
+    """Write the page of the swarm, as `web` shows it, to one file; if no host answers, from what this folder has kept.
 
     Needs: pip install 'edit-localsgd[web]'
 
@@ -307,12 +307,12 @@ def export(
     ] = "safetensors",
     averaged: Annotated[
         bool,
-        typer.Option("--averaged", help="Write the average that the run keeps by its section [average]."),
+        typer.Option("--averaged", help="Write the averaged parameters that the run keeps (section [average])."),
     ] = False,
 ) -> None:
     """Write the outer parameters that this member holds to a file, also while it trains, or after the end.
 
-    With gossip these are the parameters that all settled on last.
+    With gossip these are the parameters of the last settling.
 
     Example: edit-peer swarm export --home a --out model.safetensors
     """
@@ -324,14 +324,14 @@ def web(
     home: HomeOption = Path("edit-peer"),
     listen: Annotated[str, typer.Option(help="HOST:PORT of the page; port 0: any that is free.")] = "127.0.0.1:0",
     certificate: Annotated[
-        Path | None, typer.Option(help="Elsewhere than on loopback, show this certificate (PEM) to browsers.")
+        Path | None, typer.Option(help="The certificate of the page's server (PEM); a loopback address needs none.")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
     beside: BesideOption = None,
 ) -> None:
     """Show the swarm as a page in the browser: who leads and owns what, members, rounds, curves, events, settings.
 
-    A process of its own, beside the member. On loopback it prints a link that opens the page once; elsewhere a browser needs a
+    It is a process of its own. On loopback it prints a link that opens the page once; elsewhere a browser needs a
     member's certificate. It only reads. Needs: pip install 'edit-localsgd[web]'
 
     Example: edit-peer swarm web --home a
@@ -366,7 +366,7 @@ def pause(home: HomeOption = Path("edit-peer")) -> None:
 def resume(home: HomeOption = Path("edit-peer")) -> None:
     """Continue after `pause`, or after `drain` if outer steps are left. Needs the run's authority in --home.
 
-    With gossip a run that was drained does not go on.
+    With gossip a drained run cannot be resumed.
 
     Example: edit-peer swarm resume --home a
     """
@@ -377,7 +377,7 @@ def resume(home: HomeOption = Path("edit-peer")) -> None:
 def drain(home: HomeOption = Path("edit-peer")) -> None:
     """End the run early: finish the open rounds, then let every member save and exit. Needs the run's authority in --home.
 
-    With gossip all settle on one model first.
+    With gossip all peers settle on one model first.
 
     Example: edit-peer swarm drain --home a
     """
@@ -389,9 +389,9 @@ def share_authority(
     name: Annotated[str, typer.Argument(help="The name of the member.")],
     home: HomeOption = Path("edit-peer"),
 ) -> None:
-    """Give a member a copy of the authority's key: it can let others in, and give orders, too.
+    """Give a member a copy of the authority's key: it can then invite members and give orders.
 
-    Needs a copy in --home. `status` shows who has one; `new-authority` makes all copies useless.
+    Needs a copy in --home. `status` shows which members have one; `new-authority` makes all copies useless.
 
     Example: edit-peer swarm share-authority university-b --home a
     """
@@ -402,7 +402,7 @@ def share_authority(
 def new_authority(home: HomeOption = Path("edit-peer")) -> None:
     """Replace the authority's key: this member has the new one, and every copy of the old one becomes useless.
 
-    Members get new certificates by themselves; one that is away meanwhile must be invited again. Needs a copy in --home,
+    Members get new certificates automatically; one that is away at that time must be invited again. Needs a copy in --home,
     and its host must run.
 
     Example: edit-peer swarm new-authority --home a
@@ -412,7 +412,9 @@ def new_authority(home: HomeOption = Path("edit-peer")) -> None:
 
 @app.command()
 def leave(home: HomeOption = Path("edit-peer")) -> None:
-    """Let the host of this folder hand over its parts, be voted out and end. The command that started it joins again.
+    """Leave the swarm: the host of this folder hands over its parts and its vote, and ends.
+
+    To rejoin, repeat the command that started it.
 
     Example: edit-peer swarm leave --home c
     """
@@ -424,7 +426,7 @@ def make_relay(
     folder: Annotated[Path, typer.Argument(help="The folder to make; copy it to the relay's machine.")],
     home: HomeOption = Path("edit-peer"),
 ) -> None:
-    """Make the folder of a relay. It has a key of its own, which opens nothing. Needs the run's authority in --home.
+    """Make the folder of a relay, with a key that is good for nothing else. Needs the run's authority in --home.
 
     Example: edit-peer swarm make-relay relay --home a
     """
@@ -436,9 +438,9 @@ def relay(
     folder: Annotated[Path, typer.Argument(help="The folder that `make-relay` made.")],
     listen: Annotated[str, typer.Option(help="HOST:PORT to bind.")] = "0.0.0.0:7700",
 ) -> None:
-    """Pass bytes on between members that nobody can dial: for a machine that all of them reach. It cannot read them.
+    """Relay bytes between members that cannot be reached from outside, on a machine that all can reach. It cannot read them.
 
-    It holds no model and is no member. Members are told of it by --relay. It ends at Ctrl-C or SIGTERM.
+    A relay holds no model and is not a member. Members use it by their option --relay. It ends at Ctrl-C or SIGTERM.
 
     Example: edit-peer swarm relay relay --listen 0.0.0.0:7700
     """
@@ -450,7 +452,7 @@ def recover(
     home: HomeOption = Path("edit-peer"),
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Go on from this member alone, when more than half of those that vote are gone for good. The others then `rejoin`.
+    """Continue from this member alone, when more than half of the voters are permanently lost. The others then `rejoin`.
 
     Example: edit-peer swarm recover --home b
     """
@@ -459,7 +461,7 @@ def recover(
 
 @app.command()
 def rejoin(home: HomeOption = Path("edit-peer")) -> None:
-    """After another member has recovered: move this one's earlier state aside, so that it can join again.
+    """After `recover` at another member: move this member's earlier state aside, so that it can join again.
 
     Example: edit-peer swarm rejoin --home c
     """

@@ -129,8 +129,9 @@ def found(home: Path, founding: Founding) -> None:
     text = plugins.pin(text, founding.allowed)
     folder.make_key()
     home.chmod(0o700)
-    if kept.exists() and kept.read_bytes() != text.encode():
-        raise ConfigError(f"{home}: a swarm with another run.toml is in it, or was begun; choose another --home")
+    begun = (home / "authority").exists() or (home / "council.json").exists()  # before: nothing names the run yet
+    if begun and kept.exists() and kept.read_bytes() != text.encode():
+        raise ConfigError(f"{home}: a swarm was founded here with another run.toml; choose another --home")
     write_atomic(kept, text.encode())
     if not (home / "council.json").exists():
         model = build(config.model, config.seed, founding.allowed, folder=founding.model_folder)

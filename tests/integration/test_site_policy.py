@@ -93,7 +93,7 @@ def test_a_peer_takes_part_under_the_configuration_that_its_site_consented_to(tm
             training(home),
         ):
             pass
-        with pytest.raises(ConfigError, match="nobody is there to be asked; consent with: --accept DIGEST"):
+        with pytest.raises(ConfigError, match="nobody can be asked; consent with: --accept sha256:"):
             consent(home)
         with pytest.raises(ConfigError, match=f"--accept sha256:{'0' * 64}: the run's configuration is sha256:"):
             consent(home, "--accept", f"sha256:{'0' * 64}")

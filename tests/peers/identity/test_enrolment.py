@@ -179,6 +179,8 @@ def test_an_invitation_need_not_stand_on_the_command_line(run: Run, tmp_path: Pa
     assert invitation_text(text, io.StringIO()) == text
     with pytest.raises(ConfigError, match=r"^invitation\.txt: there is no such file, and it is not an invitation"):
         invitation_text("invitation.txt", io.StringIO())
+    with pytest.raises(ConfigError, match=r"^the invitation is empty"):
+        invitation_text("", io.StringIO())
     endless = io.StringIO("x" * 1_000_000)
     assert len(invitation_text("-", endless)) < 20_000 and endless.tell() < 20_000
 

@@ -107,8 +107,17 @@ def test_founding_that_is_killed_after_any_write_is_completed_by_the_same_comman
 def test_founding_goes_on_with_the_same_settings_only(tmp_path: Path, founding: Founding) -> None:
     found(tmp_path / "a", founding)
     founding.run_toml.write_text(RUN.replace("small", "other"))
-    with pytest.raises(ConfigError, match=r"another run\.toml is in it"):
+    with pytest.raises(ConfigError, match=r"founded here with another run\.toml"):
         found(tmp_path / "a", founding)
+
+
+def test_after_an_error_in_run_toml_the_mended_file_founds_in_the_same_folder(tmp_path: Path, founding: Founding) -> None:
+    founding.run_toml.write_text(RUN.replace("parts = 2", "parts = 9"))
+    with pytest.raises(ConfigError, match=r"swarm\.parts = 9: the model has 3 fragments"):
+        found(tmp_path / "a", founding)
+    founding.run_toml.write_text(RUN)
+    found(tmp_path / "a", founding)
+    check_founded(tmp_path / "a")
 
 
 def test_a_swarm_is_founded_with_the_settings_of_the_command_line(tmp_path: Path, founding: Founding) -> None:
