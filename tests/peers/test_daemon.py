@@ -260,7 +260,7 @@ class Counters:
 def test_nan_strikes_the_part_that_this_rank_holds() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
     model[0].weight = torch.nn.Parameter(torch.empty(0, 2))  # as a shard may be
-    FaultInjector(model, Counters(torch.zeros(1)), H, (Fault("nan", 1),), lambda _: None).damage()
+    FaultInjector(model, Counters(torch.zeros(1)), lambda _: H, (Fault("nan", 1),), lambda _: None).damage()
     assert [int(parameter.isnan().sum()) for parameter in model.parameters()] == [0, 1, 0, 0]
 
 
@@ -268,7 +268,7 @@ def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> 
     model = torch.nn.Linear(2, 1, bias=False)
     theta = model.weight.detach().clone() + 0.5
     worker, said = Counters(theta), []
-    injector = FaultInjector(model, worker, H, (Fault("huge", 1),), said.append)
+    injector = FaultInjector(model, worker, lambda _: H, (Fault("huge", 1),), said.append)
     worker.round_inner_steps = 0
     injector.damage()
     worker.round_inner_steps, worker.pending = H - 1, True
@@ -284,7 +284,7 @@ def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> 
 
 
 def attacked(worker: Counters, model: torch.nn.Linear, fault: str) -> FaultInjector:
-    return FaultInjector(model, worker, H, parse_faults(fault), lambda _: None)
+    return FaultInjector(model, worker, lambda _: H, parse_faults(fault), lambda _: None)
 
 
 def exchange(worker: Counters, model: torch.nn.Linear, injector: FaultInjector, drift: torch.Tensor) -> torch.Tensor:
