@@ -134,6 +134,19 @@ def test_a_run_that_is_drained_ends_the_peer_at_its_outer_step_and_the_last_stat
         assert fake.state is not None and fake.state.outer_step == 2
 
 
+@pytest.mark.parametrize(
+    ("outer_step", "pending", "round_inner_steps", "position"),
+    [(1, False, 3, H + 3), (2, False, 9 * H, 2 * H + 3), (1, True, 9 * H, 2 * H + 3), (4, False, 1, 2 * H + 2 * 3 + 1)],
+)
+def test_the_position_follows_h_where_it_changes(outer_step: int, pending: bool, round_inner_steps: int, position: int) -> None:
+    training = object.__new__(Training)
+    training._config = RunConfig.from_mapping({"sync": {"every": H, "milestones": [[2, 3]]}})
+    share = SimpleNamespace(outer_step=outer_step, pending=pending, round_inner_steps=round_inner_steps)
+    worker = cast(EditWorker, SimpleNamespace(shares=[share]))
+    assert training._position(worker) == position
+    assert training._soonest(worker) == (3 if outer_step + pending >= 2 else H), "an outcome that is awaited may change it"
+
+
 def test_the_position_in_the_schedule_is_bounded_by_the_outer_step() -> None:
     training = object.__new__(Training)
     training._config = config()

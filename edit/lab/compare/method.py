@@ -166,11 +166,12 @@ def _check(method: Method, length: Length) -> None:
     if config.model.name != "builtin:gpt":
         raise ConfigError(f"{method.name}: model.name = {config.model.name!r}: the harness trains builtin:gpt")
     sync = config.sync
-    if method.trains in ("exchange", "one-replica") and sync.inner_steps_before(sync.outer_steps) != length.steps:
-        if sync.milestones:
-            rule = f"must end with an outer step; with sync.every and sync.milestones {sync.outer_steps} of them take"
-            raise ConfigError(f"{method.name}: --steps {length.steps} {rule} {sync.inner_steps_before(sync.outer_steps)}")
-        raise ConfigError(f"{method.name}: --steps {length.steps} must be a multiple of sync.every ({sync.every})")
+    if method.trains in ("exchange", "one-replica"):
+        if not sync.milestones and length.steps % sync.every:
+            raise ConfigError(f"{method.name}: --steps {length.steps} must be a multiple of sync.every ({sync.every})")
+        if sync.milestones and (taken := sync.inner_steps_before(sync.outer_steps)) != length.steps:
+            rule = f"must end with an outer step; with sync.every and sync.milestones {sync.outer_steps} of them take {taken}"
+            raise ConfigError(f"{method.name}: --steps {length.steps} {rule}")
     rule = "has no effect with sync.milestones, whose first H can be 1; leave one of them out"
     if method.harness.get("warmup") and sync.milestones:
         raise ConfigError(f"{method.name}: compare.warmup {rule}")
