@@ -37,6 +37,7 @@ batch_size = 4                  # Sequences in a micro-batch of one peer.
 
 [sync]                          # When peers exchange, and how they apply an update.
 every = 128                     # H: inner steps between two exchanges of the same fragment.
+#milestones = []                # H from later outer steps on: [[100, 32], [400, 128]] makes it 32 from outer step 100 on.
 outer_steps = 1000              # The run ends after this many outer steps.
 #tokens = 0                     # The run ends once this many tokens are merged, if that is earlier; 0 for no bound.
 #groups = 1                     # P: exchanges one of P groups of fragments every H / P inner steps (streaming).
@@ -104,6 +105,8 @@ optimizer = "nesterov"          # sgd, nesterov, co2, adam, yogi or delayed_nest
 lr = 0.8                        # Outer learning rate. EDiT: 0.8 with momentum 0.85; DiLoCo: 0.7 with 0.9.
 momentum = 0.85                 # Outer momentum, for nesterov, co2, delayed_nesterov; short runs want less, 0.6.
 #momentum_warmup = 0            # Outer steps of a fragment in which the momentum rises from 0, for nesterov and co2.
+#mean_steps = 0                 # The first outer steps are plain means, lr 1 without momentum: a warm-up with every = 1.
+#correlation = 0.0              # Of successive pseudo-gradients: above 0, nesterov's lr follows H with sync.milestones.
 #gap_penalty = 1.0              # co2 divides the pseudo-gradient by it.
 #momentum_clip = 0.0            # co2 clips each element of its momentum to this magnitude; 0: it does not.
 #beta1 = 0.9                    # First beta of adam and yogi.

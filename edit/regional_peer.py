@@ -374,6 +374,12 @@ def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
         raise ConfigError(
             "secagg.enabled: the run above masks contributions, which a region cannot do; let its peers join above"
         )
+    for which, run in (("above", upper), ("below", lower)):
+        if run.sync.milestones:
+            raise ConfigError(
+                f"sync.milestones: the run {which} changes H, but a region takes as many steps between two exchanges as "
+                "before; remove it there"
+            )
     if upper.sync.interval % lower.sync.interval:
         raise ConfigError(
             f"the run above exchanges every {upper.sync.interval} inner steps, the run below every {lower.sync.interval}: "

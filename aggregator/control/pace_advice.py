@@ -43,11 +43,14 @@ class PaceAdvice:
             return 0
         return dylu_steps(self._config.sync.interval, member.heartbeat.step_s, self._fastest_s)
 
-    def new_warning(self, peer_id: str, step_s: float) -> str:
-        """Return why this member is too slow for the longest deadline, once per member; '' afterwards, and when it is not."""
+    def new_warning(self, peer_id: str, step_s: float, outer_step: int = 0) -> str:
+        """Return why this member is too slow for the longest deadline, once per member; '' afterwards, and when it is not.
+
+        outer_step: of the run, which H depends on.
+        """
         if peer_id in self._too_slow:
             return ""
-        warning = too_slow(self._config, step_s)
+        warning = too_slow(self._config, step_s, outer_step)
         if warning:
             self._too_slow.add(peer_id)
         return warning
@@ -92,8 +95,8 @@ def impossible(config: RoundsConfig, outer_step: int, members: int) -> str:
     return ""
 
 
-def too_slow(config: RunConfig, step_s: float) -> str:
-    """Return why a member whose inner step takes `step_s` seconds cannot keep the longest deadline, or ''.
+def too_slow(config: RunConfig, step_s: float, outer_step: int = 0) -> str:
+    """Return why a member whose inner step takes `step_s` seconds cannot keep the longest deadline at an outer step, or ''.
 
     That of a single step that takes longer is believed only once it was measured here (`edit.rounds.deadlines`).
     """
@@ -104,10 +107,11 @@ def too_slow(config: RunConfig, step_s: float) -> str:
         limit = f"rounds.ceiling_s = {rounds.ceiling_s:.3g} s"
         return f"one inner step takes {step_s:.3g} s, but {limit}: no round waits so long for a claim; raise it"
     by_time = sync.schedule == "time"
-    phase_s = sync.interval_s if by_time else sync.interval * step_s
+    phase_s = sync.interval_s if by_time else sync.interval_at(outer_step) * step_s
     if sync.dylu or phase_s < rounds.ceiling_s:  # DyLU gives it fewer steps
         return ""
+    setting = "time_s" if by_time else "every" if sync.every_at(outer_step) == sync.every else "milestones"
     return (
         f"it computes {phase_s:.3g} s from one exchange to the next, but rounds.ceiling_s = {rounds.ceiling_s:.3g} s: no round "
-        f"waits so long; raise it, or lower sync.{'time_s' if by_time else 'every'}"
+        f"waits so long; raise it, or lower sync.{setting}"
     )

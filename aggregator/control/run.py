@@ -324,7 +324,8 @@ class Run:
             return
         peer_id = attendance.peer_id
         self.attendances.heartbeat(attendance, heartbeat)
-        if warning := self._advice.new_warning(peer_id, heartbeat.step_s):
+        outer_step = self._rounds.published.outer_step if self._rounds is not None else 0
+        if warning := self._advice.new_warning(peer_id, heartbeat.step_s, outer_step):
             self.feed.publish(Advised(peer_id, warning))
         if self._rounds is None:
             return

@@ -41,6 +41,7 @@ from aggregator.run_feed import (
 from aggregator.storage.kept_contributions import Kept, KeptContributions
 from aggregator.storage.pending_injection import check_bytes
 from aggregator.storage.privacy_budget import PrivacyBudget
+from edit.config.in_force import in_force
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
 from edit.errors import LocalProtocolError, PluginError, RefusedError, RemoteProtocolError, StaleError, StorageError
@@ -644,6 +645,7 @@ class RoundRunner:
         self.last_closed = (effect.round_id, effect.committed, effect.reason)
         commit = current.commit if current is not None else None
         fragments = commit.fragments if commit is not None else ()
+        taken_with = in_force(self.outer.config, effect.outer_step - 1)
         report = RoundReport(
             round_id=effect.round_id,
             outer_step=effect.outer_step,
@@ -656,6 +658,10 @@ class RoundRunner:
             digest=commit.digest if commit is not None else "",
             fragments=tuple(replace(fragment, payload=None) for fragment in fragments),
             carried=effect.carried,
+            every=taken_with.every,
+            batch=taken_with.batch,
+            outer_lr=taken_with.lr,
+            outer_momentum=taken_with.momentum,
         )
         self._run_feed.publish(report)
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from aggregator.storage.journal import Disk
 from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import AUDIT_HEAD, AUDIT_LOG
+from edit.config.in_force import in_force
 from edit.config.run import RunConfig
 from edit.durable_files import sync, write_atomic
 from edit.errors import BusyError, GoneError, LocalProtocolError, RefusedError, StorageError
@@ -145,6 +147,7 @@ class AuditLog:
             unmerged=unmerged,
             injected=injected,
             privacy=privacy or self._claimed(),
+            taken_with=asdict(in_force(self._config, outer_step - 1)),
         )
         line = entry_line(self._tree, self._now(), entry)
         heads = {peer: len(given.get("seen", ())) for peer, given in entry["contributions"].items()}

@@ -173,11 +173,12 @@ class Journal:
         base: str = "",
         update: Mapping[str, object] | None = None,
         audit: str = "",
+        in_force: Mapping[str, object] | None = None,
     ) -> None:
         """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
 
         base: digest of the outer parameters before it; a replay must come to the same. update: rule 7. audit: its entry in the
-        audit log. Raises StorageError.
+        audit log. in_force: what it was taken with (`edit.config.in_force`), to be read by people. Raises StorageError.
         """
         self._check_step(outer_step)
         if round_id != self._round_id or not self._fragments:
@@ -189,6 +190,8 @@ class Journal:
             header["update"] = update
         if audit:
             header["audit"] = audit
+        if in_force is not None:
+            header["in_force"] = in_force
         begins = self._committed
         self._append({**header, "fragments": sorted(self._fragments)})
         self._make_durable()

@@ -15,6 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from aggregator.storage.kept_contributions import KeptContributions
 from aggregator.storage.pending_injection import Injections
 from aggregator.storage.state_folder import StateFolder
 from edit import plugins
+from edit.config.in_force import in_force
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, StorageError
@@ -136,9 +138,11 @@ class Store:
         """
         if self._noting is not None:
             self._noting.result()  # done long ago; a bug in it is raised
-        total = min(self.tokens + tokens, MOST_TOKENS)
+        total, said = min(self.tokens + tokens, MOST_TOKENS), self._in_force(outer_step)
         self._writer.submit(
-            lambda: self._open_journal().append_commit(round_id, outer_step, reason, total, injected, base, audit=audit)
+            lambda: self._open_journal().append_commit(
+                round_id, outer_step, reason, total, injected, base, audit=audit, in_force=said
+            )
         ).result()
         self.tokens = total
         if self.audit is not None:
@@ -154,9 +158,16 @@ class Store:
         """
         if self._noting is not None:
             self._noting.result()
+        said = self._in_force(outer_step)
         self._writer.submit(
-            lambda: self._open_journal().append_commit(round_id, outer_step, reason, update["tokens"], None, base, update)
+            lambda: self._open_journal().append_commit(
+                round_id, outer_step, reason, update["tokens"], None, base, update, in_force=said
+            )
         ).result()
+
+    def _in_force(self, outer_step: int) -> dict[str, object] | None:
+        """Return what the commit to this outer step is taken with; None with gossip, which has no outer optimizer."""
+        return asdict(in_force(self._config, outer_step - 1)) if self._config.outer.algorithm == "mean" else None
 
     def take_back(self) -> None:
         """Give up the round that is held: nothing of it stays."""

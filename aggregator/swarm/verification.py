@@ -129,10 +129,11 @@ class Verification:
 
     def _check_work(self, who: str, header: ContributionHeader, work: Work) -> None:
         """Rule 4."""
-        usual = self._usual
-        granted = usual.slack * usual.interval * (usual.groups + 1)
-        least = max(usual.least, min(header.inner_steps, granted))
-        if not least <= work.inner_steps <= max(usual.least, header.inner_steps):
+        usual, outer_step = self._usual, header.outer_step
+        granted = usual.slack * usual.sync.interval_at(outer_step) * (usual.groups + 1)
+        highest = usual.least(outer_step, outer_step)  # of a peer that was at this outer step all the time
+        least = max(usual.least(0, outer_step), min(header.inner_steps, granted))
+        if not least <= work.inner_steps <= max(highest, header.inner_steps):
             raise RemoteProtocolError(f"{who}: {header.inner_steps} inner steps count as {work.inner_steps}")
         least = min(header.tokens, _TOKENS_PER_STEP * work.inner_steps * usual.step_tokens)
         if not least <= work.tokens <= header.tokens:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from edit.config.codec import LOCAL, SPARSE, CodecConfig
 from edit.config.plugins import OneOfOrEntry
-from edit.config.validation import Between, Matches, OneOf, Positive, check_bounds, require
+from edit.config.validation import Between, Matches, OneOf, Positive, check_bounds, require, within
 
 __all__ = [
     "GossipConfig",
@@ -18,6 +20,9 @@ __all__ = [
     "SyncConfig",
     "check_together",
 ]
+
+_MOST_STEPS = 1 << 32  # H
+_MOST_MILESTONES = 1000
 
 
 def _is_a_line(text: str) -> bool:
@@ -30,7 +35,11 @@ class SyncConfig:
 
     # H: inner steps between two exchanges of the same fragment. With schedule = "time" it only tells the learning rate's
     # schedule how many inner steps an outer step counts as. EDiT's paper uses 128.
-    every: Annotated[int, Between(1, 1 << 32)] = 128
+    every: Annotated[int, Between(1, _MOST_STEPS)] = 128
+    # H that changes during the run: pairs of an outer step and the H from there on, as in [[100, 32], [400, 128]]; until the
+    # first one it is `every`. With every = 1 peers average at every inner step at first (Post Local SGD, arXiv 1808.07217; the
+    # warm-up of EDiT's paper).
+    milestones: tuple[tuple[int, int], ...] = ()
     # The run ends after this many outer steps, or earlier by `tokens`.
     outer_steps: Annotated[int, Between(1, 1 << 40)] = 1000
     # P of Streaming DiLoCo (arXiv 2501.18512): an outer step exchanges one of P groups of fragments, every H / P inner steps.
@@ -73,10 +82,73 @@ class SyncConfig:
                 self.delay,
                 f"must not exceed sync.every / sync.groups ({self.interval}): one contribution is on its way at a time",
             )
+        if self.milestones:
+            self._check_milestones()
+
+    def _check_milestones(self) -> None:
+        """Raise ConfigError where H cannot change as `milestones` says, or not with the other settings."""
+        key, before, now = "sync.milestones", 0, self.every
+        within(f"{key} (their number)", len(self.milestones), 0, _MOST_MILESTONES)
+        for outer_step, every in self.milestones:
+            said = f"[{outer_step}, {every}]"
+            rule = (
+                f"must name outer steps that rise, from 1 to below sync.outer_steps ({self.outer_steps}), or it has no effect"
+            )
+            require(before < outer_step < self.outer_steps, key, said, rule)
+            require(1 <= every <= _MOST_STEPS, key, said, f"H must be between 1 and {_MOST_STEPS}")
+            require(every != now, key, said, f"H is {now} before, so it has no effect")
+            rule = f"H must be a multiple of sync.groups ({self.groups}), and so must the outer step"
+            require(every % self.groups == 0 and outer_step % self.groups == 0, key, said, rule)
+            rule = f"sync.delay ({self.delay}) must not exceed H / sync.groups ({every // self.groups})"
+            require(self.mode != "delayed" or self.delay <= every // self.groups, key, said, rule)
+            before, now = outer_step, every
+        of_time = 'with sync.schedule = "time", where no H says when peers exchange'
+        require(self.schedule == "steps", key, self.milestones, f"must be absent {of_time}")
+        require(not self.dylu, "sync.dylu", True, f"cannot be kept with {key}: H is then each peer's own")
+        rule = f"must not be eager with {key}: the last outer step is expected again, of as many inner steps"
+        require(self.mode != "eager", "sync.mode", self.mode, rule)
+
+    def every_at(self, outer_step: int) -> int:
+        """Return H as it is in force for the advance from this outer step."""
+        passed = bisect_right(self.milestones, outer_step, key=lambda milestone: milestone[0])
+        return self.milestones[passed - 1][1] if passed else self.every
+
+    def interval_at(self, outer_step: int) -> int:
+        """Return the inner steps of the advance from this outer step: H / P."""
+        return self.every_at(outer_step) // self.groups
+
+    def inner_steps_before(self, outer_step: int) -> int:
+        """Return the inner steps that a peer takes in a run until it is at this outer step, when it misses none."""
+        steps, begins, interval = 0, 0, self.interval
+        for milestone, every in self.milestones:
+            if milestone >= outer_step:
+                break
+            steps += (milestone - begins) * interval
+            begins, interval = milestone, every // self.groups
+        return steps + (outer_step - begins) * interval
+
+    def least_interval(self, first: int, last: int) -> int:
+        """Return the smallest of `interval_at` from the outer step `first` to `last`, both included."""
+        between = [every // self.groups for outer_step, every in self.milestones if first < outer_step <= last]
+        return min([self.interval_at(first), *between])
+
+    def is_first_with_another(self, outer_step: int) -> bool:
+        """Return whether the fragments due at this outer step are exchanged for the first time since H changed."""
+        return any(milestone <= outer_step < milestone + self.groups for milestone, _ in self.milestones)
+
+    @property
+    def usual_every(self) -> int:
+        """H of most outer steps; of two that have as many, the smaller one."""
+        begins = (0, *(outer_step for outer_step, _ in self.milestones))
+        ends = (*begins[1:], self.outer_steps)
+        lengths = Counter[int]()
+        for begin, end in zip(begins, ends, strict=True):
+            lengths[self.every_at(begin)] += end - begin
+        return min(lengths, key=lambda every: (-lengths[every], every))
 
     @property
     def interval(self) -> int:
-        """Inner steps between two outer steps: H / P."""
+        """Inner steps between the run's first outer steps: H / P. `interval_at` has those of any."""
         return self.every // self.groups
 
     @property
@@ -176,6 +248,13 @@ class OuterConfig:
     # Outer steps of a fragment in which the momentum of nesterov and co2 rises linearly from 0 to `momentum`; one that is
     # rolled back counts, too. 0: it is `momentum` from the first on.
     momentum_warmup: Annotated[int, Between(0, 1 << 40)] = 0
+    # The first outer steps of the run that take the mean as it is: lr 1 and no momentum. With sync.every = 1 meanwhile it is a
+    # warm-up with averages at every inner step. For sgd and nesterov.
+    mean_steps: Annotated[int, Between(0, 1 << 40)] = 0
+    # rho: the correlation of successive pseudo-gradients at the H of most outer steps, for nesterov. Above 0, the learning rate
+    # follows H: it is `lr` at that H, and at another one such that the step along what successive pseudo-gradients share keeps
+    # its ratio to one of them (`edit.config.in_force.rate_factor`). 0: the learning rate is `lr` whatever H is.
+    correlation: Annotated[float, Between(0, 0.999)] = 0.0
     # co2's staleness gap penalty: what the pseudo-gradient is divided by before it enters the momentum.
     gap_penalty: Annotated[float, Between(1, 1e6)] = 1.0
     # co2's outer momentum clipping: the largest magnitude of an element of the momentum; 0: no clipping.
@@ -207,9 +286,19 @@ class OuterConfig:
             require(self.preset != "auto", "outer.momentum_warmup", self.momentum_warmup, rule)
             rule = 'must be 0 with outer.correct = "heloco", which compares with the momentum'
             require(self.correct != "heloco", "outer.momentum_warmup", self.momentum_warmup, rule)
+        if self.mean_steps:
+            rule = "must be 0 with outer.mean_steps above 0, which begin without momentum"
+            require(self.momentum_warmup == 0, "outer.momentum_warmup", self.momentum_warmup, rule)
+            rule = 'must be 0 with outer.correct = "heloco", which compares with the momentum'
+            require(self.correct != "heloco", "outer.mean_steps", self.mean_steps, rule)
         if self.correct == "heloco":
             rule = 'must be one of nesterov, delayed_nesterov with outer.correct = "heloco", which compares with the momentum'
             require(self.optimizer in ("nesterov", "delayed_nesterov"), "outer.optimizer", self.optimizer, rule)
+
+    @property
+    def changes(self) -> bool:
+        """Whether the learning rate or the momentum is another one at some outer step (`edit.config.in_force`)."""
+        return bool(self.mean_steps or self.momentum_warmup or self.correlation)
 
     def momentum_at(self, exchange: int) -> float:
         """Return the momentum in force at a fragment's exchange number 0, 1, ... of the run."""
@@ -316,6 +405,7 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
         require(outer.correct == "none", "outer.correct", outer.correct, f"must be none {with_eager}")
         rule = f"must be 0 {with_eager}: the last outer step is expected again, with the same momentum"
         require(outer.momentum_warmup == 0, "outer.momentum_warmup", outer.momentum_warmup, rule)
+        require(outer.mean_steps == 0, "outer.mean_steps", outer.mean_steps, rule)
         require(rounds.max_staleness == 0, "rounds.max_staleness", rounds.max_staleness, f"must be 0 {with_eager}")
         for direction, choice in (("up", codec.uplink), ("down", codec.downlink)):
             rule = (
@@ -324,6 +414,17 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
             require(choice.names.isdisjoint(SPARSE), f"codec.{direction}", str(choice.default), rule)
         rule = f"must not be {LOCAL} {with_eager}: local parameters that are an estimate of theta have no room for a residual"
         require(codec.up_residual != LOCAL, "codec.up_residual", codec.up_residual, rule)
+    if sync.milestones:
+        with_milestones = "with sync.milestones"
+        rule = f"must be mean {with_milestones}: two peers that swap would have to be at the same outer step"
+        require(outer.algorithm == "mean", "outer.algorithm", outer.algorithm, rule)
+        rule = f"must be 0 {with_milestones}: a contribution that comes late would be of another H"
+        require(rounds.max_staleness == 0, "rounds.max_staleness", rounds.max_staleness, rule)
+    rule = "must be 0 without sync.milestones: it has no effect while H stays as it is"
+    require(not outer.correlation or bool(sync.milestones), "outer.correlation", outer.correlation, rule)
+    rule = f"must be below sync.outer_steps ({sync.outer_steps}), and a multiple of sync.groups ({sync.groups})"
+    fits = outer.mean_steps < sync.outer_steps and outer.mean_steps % sync.groups == 0
+    require(not outer.mean_steps or fits, "outer.mean_steps", outer.mean_steps, rule)
     if sync.mode == "delayed" and sync.mix == "lerp":
         rule = f'must not be {LOCAL} with sync.mix = "lerp": of what the codec left out only a share would be kept'
         require(codec.up_residual != LOCAL, "codec.up_residual", codec.up_residual, rule)

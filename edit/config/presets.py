@@ -70,7 +70,8 @@ PRESETS: Mapping[str, Preset] = {
         source="Lin et al. 2018, arXiv 1808.07217",
         settings={"sync": {"every": 128}, "outer": _outer("sgd", 1.0), "penalty": _MEAN},
         harness={"warmup": 0.1},
-        note="only the harness has the data-parallel phase (a tenth of the steps); a run begins with local steps",
+        note="the harness has the data-parallel phase (a tenth of the steps); a run has it with sync.every = 1 and "
+        "sync.milestones = [[STEPS, 128]]",
     ),
     "diloco": Preset(
         summary="the mean pseudo-gradient through Nesterov momentum",

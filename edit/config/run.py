@@ -500,7 +500,9 @@ class RunConfig:
     def _with_outer_chosen(self) -> RunConfig:
         """Return the configuration with what `outer.preset = "auto"` chooses: so it is in the digest, and never changes."""
         sync = self.sync
-        choice = choose_outer(outer_steps=sync.outer_steps, groups=sync.groups, every=sync.every, peers=self.rounds.start_peers)
+        choice = choose_outer(
+            outer_steps=sync.outer_steps, groups=sync.groups, every=sync.usual_every, peers=self.rounds.start_peers
+        )
         momentum = choice.momentum if choice.momentum is not None else self.outer.momentum
         outer = dataclasses.replace(self.outer, optimizer=choice.optimizer, lr=choice.lr, momentum=momentum, chosen=choice.why)
         return dataclasses.replace(self, outer=outer)
@@ -573,6 +575,9 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("outer", "preset", "manual"),
     ("outer", "chosen", ""),
     ("outer", "momentum_warmup", 0),
+    ("outer", "mean_steps", 0),
+    ("outer", "correlation", 0.0),
+    ("sync", "milestones", ()),
     ("outer", "gap_penalty", 1.0),
     ("outer", "momentum_clip", 0.0),
     ("outer", "merger", "mean"),
@@ -715,6 +720,8 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     ),
     NoEffect("outer", {"momentum"}, "outer.optimizer", ("sgd", "adam", "yogi")),
     NoEffect("outer", {"momentum_warmup"}, "outer.optimizer", ("sgd", "adam", "yogi", "delayed_nesterov")),
+    NoEffect("outer", {"mean_steps"}, "outer.optimizer", ("co2", "adam", "yogi", "delayed_nesterov")),
+    NoEffect("outer", {"correlation"}, "outer.optimizer", ("sgd", "co2", "adam", "yogi", "delayed_nesterov")),
     NoEffect("outer", {"beta1", "beta2", "eps"}, "outer.optimizer", ("sgd", "nesterov", "co2", "delayed_nesterov")),
     NoEffect("outer", {"period", "c"}, "outer.optimizer", ("sgd", "nesterov", "co2", "adam", "yogi")),
     NoEffect(
@@ -725,7 +732,19 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         "outer",
-        {"momentum", "momentum_warmup", "beta1", "beta2", "eps", "period", "c", "gap_penalty", "momentum_clip"},
+        {
+            "momentum",
+            "momentum_warmup",
+            "mean_steps",
+            "correlation",
+            "beta1",
+            "beta2",
+            "eps",
+            "period",
+            "c",
+            "gap_penalty",
+            "momentum_clip",
+        },
         "outer.optimizer",
         None,
         also=lambda config: is_entry(config.outer.optimizer),

@@ -150,6 +150,15 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}: must be a table ([{name}]), not {type(value).__name__}")
         return build(typing.cast(type[Any], hint), value, f"{name}.")
+    if origin is tuple and typing.get_origin(pair := typing.get_args(hint)[0]) is tuple:
+        numbers = typing.get_args(pair)
+        fits = isinstance(value, (list, tuple)) and all(
+            isinstance(one, (list, tuple)) and len(one) == len(numbers) and all(type(each) is int for each in one)
+            for one in value
+        )
+        if not fits:
+            raise ConfigError(f"{name}: must be a list of lists of {len(numbers)} whole numbers each, not {value!r:.80}")
+        return tuple(tuple(one) for one in value)
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"{name}: must be a list of strings")

@@ -431,7 +431,7 @@ def lengths(run: RunConfig) -> Lengths:
     return {
         "batch_size": run.inner.batch_size * run.inner.accumulation,
         "at_once": run.inner.batch_size,
-        "planned": run.sync.interval * run.sync.outer_steps,
+        "planned": run.sync.inner_steps_before(run.sync.outer_steps),
         "block": min(run.sync.interval, 1 << 20),
     }
 

@@ -27,6 +27,7 @@ from edit.codecs.base import new_buffer, new_vector, parts
 from edit.codecs.error_feedback import codec_of
 from edit.codecs.residuals import Residual, owing
 from edit.config.codec import CodecChoice, CodecSpec
+from edit.config.in_force import outer_in_force
 from edit.config.plugins import is_entry
 from edit.config.run import RunConfig
 from edit.config.validation import require
@@ -162,12 +163,13 @@ class OuterState:
         self._injected: Injected | None = None
         self._lent: list[weakref.ref[np.ndarray] | None] = [None for _ in schema.fragments]
         self._optimizer = outer_optimizer(config.outer)  # with the settings in force at this outer step
-        self._turn_to(0)
+        self._lr = config.outer.lr
         slots = slots if slots is not None else [_slots(self._optimizer, fragment) for fragment in schema.fragments]
         self._fragments = [
             _Fragment(part, fragment_hash(part), own, None, None, {})
             for part, own in zip((part.detach().contiguous() for part in theta), slots, strict=True)
         ]
+        self._turn_to(0)
         if config.average.kind != "none":
             for fragment in self._fragments:
                 fragment.average = Average(config.average, fragment.theta.numel())
@@ -179,10 +181,13 @@ class OuterState:
 
     def _turn_to(self, outer_step: int) -> None:
         """Go on from an outer step: what is planned for it, a function of its number and the settings, is in force."""
-        self._outer_step, outer = outer_step, self.config.outer
-        if outer.momentum_warmup:
-            momentum = outer.momentum_at(outer_step // self.config.sync.groups)  # each group is exchanged once in `groups`
-            self._optimizer = outer_optimizer(replace(outer, momentum=momentum))
+        config, self._outer_step = self.config, outer_step
+        if config.outer.changes:
+            outer = outer_in_force(config.outer, config.sync, outer_step)
+            self._optimizer, self._lr = outer_optimizer(outer), outer.lr
+        if config.sync.is_first_with_another(outer_step):
+            for i in self.due:  # norms of so many inner steps more or less say nothing about what is to come
+                self._fragments[i].statistics = {}
 
     @property
     def injected(self) -> Injected | None:
@@ -512,7 +517,7 @@ class OuterState:
         outer, known = self.config.outer, self._fragments[i].largest
         if (
             not self._optimizer.bounded
-            or outer.lr > _MAX_LR
+            or self._lr > _MAX_LR
             or outer.eps < _MIN_EPS
             or self._codecs[i].name == "fp16"
             or known > _SAFE

@@ -9,6 +9,9 @@ What a peer claims of its inner steps may not hold a round up: what was measured
 a finished exchange to its next contribution, divided by the inner steps behind that contribution, as far as they are believed
 (`edit.rounds.work_claims`). Who stays away and then says one step measures a long one: hence the last bound.
 
+Where H changes during the run (sync.milestones), times of compute are kept as those of the run's first H, and `pace`, the H in
+force as a multiple of that one, is what they are multiplied by: else the first round of a larger H would close without anybody.
+
 MAD is the median absolute deviation from the median. A download that was never measured counts as 0: then it is part of what
 was measured as compute. Constant times have a MAD of 0; the tenth of the median keeps a margin for them.
 """
@@ -56,12 +59,14 @@ class Deadlines:
         self._windows = _no_measurements()
         self._claimed_s: dict[str, float] = {}  # seconds per inner step, as each peer says
         self._steps_s: defaultdict[str, deque[float]] = _windows()  # the same, as measured here
+        # How many times the inner steps of the run's first H a peer now computes.
+        self.pace = 1.0
 
     def record(self, peer_id: str, phase: PeerPhase, seconds: float) -> None:
         """Add one measurement; seconds: finite and not negative, or LocalProtocolError."""
         if not 0 <= seconds < math.inf:
             raise LocalProtocolError(f"measured {phase.value} time of {peer_id} is {seconds} s")
-        self._windows[phase][peer_id].append(seconds)
+        self._windows[phase][peer_id].append(seconds / self._pace_of(phase))
 
     def claim(self, peer_id: str, step_s: float) -> None:
         """Take the seconds per inner step that this peer claims; 0: it does not know them."""
@@ -94,9 +99,13 @@ class Deadlines:
         times = self._windows[phase].get(peer_id)
         if not times:
             return 0.0
-        middle = median(times)
-        deviation = median([abs(time - middle) for time in times])
+        pace = self._pace_of(phase)
+        middle = pace * median(times)
+        deviation = median([abs(pace * time - middle) for time in times])
         return middle + self._config.spread * max(deviation, SMALLEST_SPREAD * middle)
+
+    def _pace_of(self, phase: PeerPhase) -> float:
+        return self.pace if phase is PeerPhase.COMPUTE else 1.0
 
     def expected_s(self, peer_id: str) -> float:
         """Return the seconds from a round's opening after which this peer is overdue."""

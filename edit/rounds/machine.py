@@ -237,7 +237,9 @@ class RoundMachine:
         self._opens_at = -math.inf  # no round opens before that
         self._held_back: tuple[float, str] | None = None  # until when no round opens at least, and why
         self.deadlines = Deadlines(config)
-        self._work = WorkClaims(work, self.deadlines, idle_s) if work is not None else None
+        self._work = WorkClaims(work, self.deadlines, idle_s, outer_step) if work is not None else None
+        if self._work is not None:
+            self.deadlines.pace = self._work.pace
         self._timer = PeerTimer(self.deadlines, self._book, overlap)
 
     # -- questions --------------------------------------------------------------------------------------------------------
@@ -717,6 +719,7 @@ class RoundMachine:
         self._round = None
         if self._work is not None:
             self._work.closed(committed=committed)
+            self.deadlines.pace = self._work.pace
         if committed:
             self._aborts, self._opens_at = 0, -math.inf
         elif (failed or current.faults) and self._backs_off:

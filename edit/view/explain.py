@@ -109,6 +109,8 @@ def _contribution(
     to = f"{coordinator} and the aggregators at {', '.join(map(printable, further))}" if further else coordinator
     fragments = any(value for name, value in settings.items() if name.startswith("codec.fragments"))
     often = f"each fragment once in {_said(settings, 'sync.every')} inner steps"
+    if settings.get("sync.milestones"):
+        often += f", and other numbers from later outer steps on: {_said(settings, 'sync.milestones')}"
     if settings.get("sync.schedule") == "time":
         often = f"each fragment once in {_said(settings, 'sync.time_s')} seconds"
     codec = f"codec {_said(settings, 'codec.up')}{', other codecs for some fragments' if fragments else ''}"

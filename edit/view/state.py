@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edit.plain_text import printable
+from edit.config.algorithm import SyncConfig
+from edit.config.validation import build
+from edit.errors import ConfigError
+from edit.plain_text import parse_json, printable
 from edit.view.observations import Point, Status, SwarmStatus
 from editpb.run_status import Curve, MemberStatus, RoundReport, RunStatus
 
@@ -193,6 +196,7 @@ class RunState:
     def __init__(self, peer_ids: Iterable[str], outer_steps: int, sync_every: int) -> None:
         self.peers = {peer_id: PeerRow(peer_id) for peer_id in peer_ids}
         self.outer_steps, self.sync_every = outer_steps, sync_every
+        self.planned = outer_steps * sync_every  # inner steps
         self.rounds: list[RoundRow] = []
         self.events: list[Event] = []
         self.forgotten = 0  # events before those
@@ -204,9 +208,12 @@ class RunState:
     @classmethod
     def of(cls, status: RunStatus) -> RunState:
         """Return what a screen shows of a run that stands so."""
-        every = next((setting.value for setting in status.settings if setting.name == "sync.every"), "0")
+        settings = {setting.name: setting.value for setting in status.settings}
+        every = settings.get("sync.every", "0")
         trains = [one for one in status.members if one.role in ("peer", "region")]
         state = cls([printable(one.peer_id) for one in trains], status.outer_steps, int(every) if every.isdecimal() else 0)
+        if (planned := _planned(settings, status.outer_steps)) is not None:
+            state.planned = planned
         state.status = Status(
             phase=printable(status.phase),
             outer_step=status.outer_step,
@@ -241,8 +248,7 @@ class RunState:
     def last_step(self) -> int:
         """The inner step at which curves end: the run's last one, or, of a run that is far from it, as far as they reach."""
         reached = max((point.step for row in self.peers.values() for point in row.curve), default=0)
-        planned = self.outer_steps * self.sync_every
-        return planned if planned and reached > planned // 4 else max(reached, 1)
+        return self.planned if self.planned and reached > self.planned // 4 else max(reached, 1)
 
     @property
     def digests(self) -> dict[tuple[int, int], str]:
@@ -346,6 +352,16 @@ def _cell(fragments: list[tuple[str, float, float]]) -> Cell:
         bad=sum(verdict != "ok" for verdict in verdicts),
         fragments=len(fragments),
     )
+
+
+def _planned(settings: Mapping[str, str], outer_steps: int) -> int | None:
+    """Return the inner steps of a run whose H changes; None: it does not, or what its coordinator says cannot be."""
+    try:
+        values = {key: parse_json(settings[f"sync.{key}"]) for key in ("every", "groups", "milestones")}
+        sync = build(SyncConfig, {**values, "outer_steps": outer_steps}, "sync.")
+    except (KeyError, ValueError, ConfigError):
+        return None
+    return sync.inner_steps_before(outer_steps) if sync.milestones else None
 
 
 def _row(report: RoundReport) -> RoundRow:

@@ -36,6 +36,9 @@ def print_status(console: Console, run: RunStatus, rounds: int) -> None:
         )
     if table.row_count:
         console.print(table)
+    if rounds and (last := next((report for report in reversed(run.rounds) if report.committed and report.every), None)):
+        values = f"H {last.every}, batch {last.batch}, outer lr {last.outer_lr:g}, outer momentum {last.outer_momentum:g}"
+        console.print(Text(f"outer step {last.outer_step} was taken with {values}"), soft_wrap=True)
 
 
 def _words(text: str, style: str = "") -> Text:

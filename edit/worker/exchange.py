@@ -212,8 +212,8 @@ class Exchange:
     """
 
     __slots__ = (
-        "_alone", "_began", "_fragments", "_max_staleness", "_stepped_at", "_sync",
-        "applying", "finished", "last_reason", "outer_step", "pending", "replaying_checkpoint", "schedule",
+        "_alone", "_began", "_fragments", "_max_staleness", "_outer_step", "_stepped_at", "_sync",
+        "applying", "finished", "last_reason", "pending", "replaying_checkpoint", "schedule",
     )  # fmt: skip
 
     def __init__(self, sync: SyncConfig, max_staleness: int, fragments: int, *, alone: bool = True) -> None:
@@ -224,8 +224,7 @@ class Exchange:
         self._began = 0  # theta's outer step where the work of the next contribution began
         self._stepped_at = 0.0
         self.schedule = SyncSchedule(sync.interval, sync.groups, sync.interval_s if sync.schedule == "time" else None)
-        # The committed outer step of theta.
-        self.outer_step = 0
+        self._outer_step = 0
         self.pending: Pending | None = None
         # Whether a commit is being applied fragment by fragment.
         self.applying = False
@@ -236,6 +235,17 @@ class Exchange:
         # Why the last attempt ended as it did.
         self.last_reason = ""
         self.due(0)
+
+    @property
+    def outer_step(self) -> int:
+        """The committed outer step of theta. With a new one H is what is in force from there on."""
+        return self._outer_step
+
+    @outer_step.setter
+    def outer_step(self, outer_step: int) -> None:
+        self._outer_step = outer_step
+        if self._sync.milestones:
+            self.schedule.adopt(self._sync.interval_at(outer_step))
 
     def due(self, outer_step: int) -> tuple[int, ...]:
         """Return the fragments that the advance from `outer_step` exchanges."""

@@ -74,7 +74,7 @@ class SyncSchedule:
         return self.due(now)
 
     def adopt(self, every: int) -> None:
-        """From now on contribute every so many inner steps (DyLU)."""
+        """From now on contribute every so many inner steps (DyLU, or H that changes during the run)."""
         self._every = every
 
     def completed(self, now: float) -> None:

@@ -66,12 +66,17 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 class FaultInjector:
     """Damage the local parameters before an exchange, once for each fault that does not last.
 
-    Register `damage` as a hook after the optimizer step, before the EditWorker's own hook. interval: inner steps between two
-    exchanges; announce: logs a line for each fault. In a sharded model each rank damages its own shards.
+    Register `damage` as a hook after the optimizer step, before the EditWorker's own hook. interval: inner steps of the
+    advance from an outer step; announce: logs a line for each fault. In a sharded model each rank damages its own shards.
     """
 
     def __init__(
-        self, model: nn.Module, worker: _Worker, interval: int, faults: tuple[Fault, ...], announce: Callable[[str], None]
+        self,
+        model: nn.Module,
+        worker: _Worker,
+        interval: Callable[[int], int],
+        faults: tuple[Fault, ...],
+        announce: Callable[[str], None],
     ) -> None:
         self._model = model
         self._worker = worker
@@ -84,7 +89,7 @@ class FaultInjector:
     def damage(self, *_: object) -> None:
         """Damage the local parameters if the next fault is due at this step's exchange."""
         worker = self._worker
-        due = not worker.pending and worker.round_inner_steps + 1 >= self._interval
+        due = not worker.pending and worker.round_inner_steps + 1 >= self._interval(worker.outer_step)
         if not due:
             return
         if self._waiting and worker.outer_step >= self._waiting[0].outer_step:

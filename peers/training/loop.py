@@ -102,7 +102,7 @@ class Training:
         settings = dataclasses.replace(WorkerConfig.of(config), only_steps_write=True)
         collective = CompositeCollective(self._traced(), self._options.policy.protect.clip)
         worker = EditWorker(trainer.model, trainer.optimizers, collective, settings, place.ranks, time.monotonic, leave="local")
-        faults = FaultInjector(trainer.model, worker, config.sync.interval, self._options.faults, _log.warning)
+        faults = FaultInjector(trainer.model, worker, config.sync.interval_at, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
         saving = self._saving(Resumable(trainer, batches, worker, place.ranks, self._options.new_data))
         with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ class Training:
             shard_model(model, layout),
             batches,
             config.inner,
-            total_steps=config.sync.interval * config.sync.outer_steps,
+            total_steps=config.sync.inner_steps_before(config.sync.outer_steps),
             device=self._place.device,
             clock=time.perf_counter,
             layout=layout,
@@ -184,14 +184,20 @@ class Training:
         return PeriodicCheckpoints(resumable, checkpoints, options.checkpoint_every, strict=self._config.sync.strict)
 
     def _position(self, worker: EditWorker) -> int:
-        """Return the run's global inner step; what is contributed counts as exchanged, an outer step as `interval` inner ones.
+        """Return the run's global inner step; what is contributed counts as exchanged, an outer step as inner ones by its H.
 
         Of several aggregators the furthest counts: the others lack outer steps, not training.
         """
-        interval = self._config.sync.interval
-        return max(
-            (share.outer_step + share.pending) * interval + min(share.round_inner_steps, interval) for share in worker.shares
-        )
+        sync = self._config.sync
+        reached = [(share.outer_step + share.pending, share.round_inner_steps) for share in worker.shares]
+        return max(sync.inner_steps_before(step) + min(taken, sync.interval_at(step)) for step, taken in reached)
+
+    def _soonest(self, worker: EditWorker) -> int:
+        """Return the fewest inner steps to the next contribution; an outcome that is awaited may change H."""
+        sync = self._config.sync
+        if not sync.milestones:
+            return sync.interval
+        return min(sync.least_interval(share.outer_step, share.outer_step + share.pending) for share in worker.shares)
 
     def _loop(self, trainer: Trainer, worker: EditWorker, saving: PeriodicCheckpoints) -> None:
         while not self._over(worker):
@@ -200,7 +206,7 @@ class Training:
             except Interrupted:
                 saving.save_last()
                 raise
-            if worker.round_inner_steps + 1 >= self._config.sync.interval:
+            if worker.round_inner_steps + 1 >= self._soonest(worker):
                 saving.before_contribution()
             if trainer.private is not None and not trainer.private.ready():
                 return

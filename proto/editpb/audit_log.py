@@ -138,6 +138,7 @@ def commit_entry(
     unmerged: Collection[str] = (),
     injected: Injected | None = None,
     privacy: Mapping[str, object] | None = None,
+    taken_with: Mapping[str, object] | None = None,
 ) -> _Entry:
     """Return the entry of a commit to `outer_step`.
 
@@ -150,6 +151,7 @@ def commit_entry(
         unmerged: peers that had begun to contribute, and of whom nothing is in it.
         injected: what of a run above came in with it.
         privacy: what differential privacy the run has, and has spent; None: it has none, and the entry does not speak of it.
+        taken_with: H, batch, outer learning rate and momentum of it (`edit.config.in_force`).
     """
     headers = [header for i in sorted(contributions) for header in contributions[i]]
     peers = sorted({header.peer_id for header in headers})
@@ -169,6 +171,7 @@ def commit_entry(
             peer: _of_peer([header for header in headers if header.peer_id == peer]) for peer in peers
         },
         **({} if privacy is None else {"privacy": dict(privacy)}),
+        **({} if taken_with is None else {"in_force": dict(taken_with)}),
     }  # fmt: skip
 
 

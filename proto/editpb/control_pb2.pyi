@@ -293,7 +293,7 @@ class FragmentVerdicts(_message.Message):
     def __init__(self, fragment_id: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[PeerVerdict, _Mapping]]] = ..., merged_norm: _Optional[float] = ..., clip: _Optional[float] = ...) -> None: ...
 
 class RoundStatus(_message.Message):
-    __slots__ = ("round_id", "outer_step", "committed", "reason", "seconds", "bytes_in", "bytes_out", "fragments", "missing", "digest", "carried", "t")
+    __slots__ = ("round_id", "outer_step", "committed", "reason", "seconds", "bytes_in", "bytes_out", "fragments", "missing", "digest", "carried", "t", "every", "batch", "outer_lr", "outer_momentum")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +306,10 @@ class RoundStatus(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CARRIED_FIELD_NUMBER: _ClassVar[int]
     T_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    OUTER_LR_FIELD_NUMBER: _ClassVar[int]
+    OUTER_MOMENTUM_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     outer_step: int
     committed: bool
@@ -318,7 +322,11 @@ class RoundStatus(_message.Message):
     digest: str
     carried: _containers.RepeatedScalarFieldContainer[str]
     t: float
-    def __init__(self, round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., committed: bool = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentVerdicts, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., carried: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ...) -> None: ...
+    every: int
+    batch: int
+    outer_lr: float
+    outer_momentum: float
+    def __init__(self, round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., committed: bool = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentVerdicts, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., carried: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ..., every: _Optional[int] = ..., batch: _Optional[int] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ...) -> None: ...
 
 class Curve(_message.Message):
     __slots__ = ("kind", "peer_id", "x", "t", "y")

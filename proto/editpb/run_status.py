@@ -74,6 +74,10 @@ class RoundReport:
     digest: str  # of the outer parameters after the commit; empty when it was aborted
     fragments: tuple[FragmentCommit, ...]  # verdicts without payloads; empty when it was aborted
     carried: tuple[str, ...] = ()  # peers whose contributions went on into the next round
+    every: int = 0  # H: inner steps between two exchanges of a fragment that it was taken with; 0: it is not known
+    batch: int = 0  # sequences in an inner step of a peer
+    outer_lr: float = 0.0  # the outer learning rate in force
+    outer_momentum: float = 0.0  # the outer momentum in force; 0 also where the outer optimizer has none
     t: float = 0.0  # when it closed, in seconds since 1970
 
     @property
@@ -130,6 +134,10 @@ class RoundReport:
             "missing": list(self.missing),
             "carried": list(self.carried),
             "digest": self.digest,
+            "every": self.every,
+            "batch": self.batch,
+            "outer_lr": self.outer_lr,
+            "outer_momentum": self.outer_momentum,
             "verdicts": [_verdicts(fragment) for fragment in self.fragments],
         }
 
@@ -149,6 +157,10 @@ class RoundReport:
             digest=str(values["digest"]),
             fragments=tuple(map(_fragment, values["verdicts"])),
             t=_number(values.get("t", 0.0)),
+            every=int(values.get("every", 0)),
+            batch=int(values.get("batch", 0)),
+            outer_lr=_number(values.get("outer_lr", 0.0)),
+            outer_momentum=_number(values.get("outer_momentum", 0.0)),
         )
 
 

@@ -189,6 +189,10 @@ def _round_to_pb(report: RoundReport) -> cpb.RoundStatus:
         digest=report.digest,
         carried=report.carried,
         t=report.t,
+        every=report.every,
+        batch=report.batch,
+        outer_lr=report.outer_lr,
+        outer_momentum=report.outer_momentum,
     )
 
 
@@ -206,6 +210,10 @@ def _round_from_pb(row: cpb.RoundStatus) -> RoundReport:
         fragments=tuple(fragment_verdicts_from_pb(fragment) for fragment in row.fragments),
         carried=tuple(row.carried),
         t=row.t,
+        every=row.every,
+        batch=row.batch,
+        outer_lr=row.outer_lr,
+        outer_momentum=row.outer_momentum,
     )
 
 

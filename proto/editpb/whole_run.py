@@ -200,6 +200,10 @@ def _outer_step(
         fragments=tuple(sorted(verdicts, key=lambda each: each.fragment_id)),
         carried=tuple(sorted({name for report in reports for name in report.carried})),
         t=max(report.t for report in reports),
+        every=reports[0].every,
+        batch=reports[0].batch,
+        outer_lr=reports[0].outer_lr,
+        outer_momentum=reports[0].outer_momentum,
     )
 
 

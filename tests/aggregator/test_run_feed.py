@@ -56,6 +56,10 @@ REPORT = RoundReport(
     digest="d" * 64,
     fragments=(FragmentCommit(fragment_id=0, payload=None, verdicts=VERDICTS, merged_norm=math.inf, clip=1.0),),
     carried=("d",),
+    every=8,
+    batch=4,
+    outer_lr=0.7,
+    outer_momentum=0.6,
 )
 BEAT = Heartbeat(state=PeerState.TRAINING, outer_step=3, digest="d" * 64, step_s=0.5)
 LINES: list[tuple[RunEvent, str]] = [
@@ -179,6 +183,10 @@ def test_metrics_have_a_line_for_each_round_change_of_a_member_and_report(tmp_pa
         "missing": ["c"],
         "carried": ["d"],
         "digest": "d" * 64,
+        "every": 8,
+        "batch": 4,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.6,
         "verdicts": [
             {
                 "fragment_id": 0,

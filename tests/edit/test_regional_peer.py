@@ -15,7 +15,7 @@ from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleErr
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 from edit.local import LocalRun
 from edit.merging.injection import Injected, Injection
-from edit.regional_peer import Below, OuterModule, RegionalPeer
+from edit.regional_peer import Below, OuterModule, RegionalPeer, _check_fit
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.regions import ABOVE, EVERY, Inner, Site, upper_config
@@ -307,6 +307,13 @@ def test_the_run_above_must_exchange_at_a_multiple() -> None:
     above = upper_config(sync=SyncConfig(every=EVERY + 1, outer_steps=10))
     with pytest.raises(ConfigError, match="every 4 inner steps, the run below every 3"):
         Site(LocalRun(above, ["east"]), above, "east", [1])
+
+
+@pytest.mark.parametrize("which", ["above", "below"])
+def test_a_region_needs_one_h(which: str) -> None:
+    changing = SyncConfig(every=EVERY, outer_steps=10, milestones=((2, 2 * EVERY),))
+    with pytest.raises(ConfigError, match=rf"sync\.milestones: the run {which} changes H"):
+        _check_fit(*(RunConfig(sync=changing if place == which else SyncConfig(every=EVERY)) for place in ("above", "below")))
 
 
 @pytest.mark.parametrize(

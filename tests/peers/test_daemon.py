@@ -134,6 +134,19 @@ def test_a_run_that_is_drained_ends_the_peer_at_its_outer_step_and_the_last_stat
         assert fake.state is not None and fake.state.outer_step == 2
 
 
+@pytest.mark.parametrize(
+    ("outer_step", "pending", "round_inner_steps", "position"),
+    [(1, False, 3, H + 3), (2, False, 9 * H, 2 * H + 3), (1, True, 9 * H, 2 * H + 3), (4, False, 1, 2 * H + 2 * 3 + 1)],
+)
+def test_the_position_follows_h_where_it_changes(outer_step: int, pending: bool, round_inner_steps: int, position: int) -> None:
+    training = object.__new__(Training)
+    training._config = RunConfig.from_mapping({"sync": {"every": H, "milestones": [[2, 3]]}})
+    share = SimpleNamespace(outer_step=outer_step, pending=pending, round_inner_steps=round_inner_steps)
+    worker = cast(EditWorker, SimpleNamespace(shares=[share]))
+    assert training._position(worker) == position
+    assert training._soonest(worker) == (3 if outer_step + pending >= 2 else H), "an outcome that is awaited may change it"
+
+
 def test_the_position_in_the_schedule_is_bounded_by_the_outer_step() -> None:
     training = object.__new__(Training)
     training._config = config()
@@ -260,7 +273,7 @@ class Counters:
 def test_nan_strikes_the_part_that_this_rank_holds() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
     model[0].weight = torch.nn.Parameter(torch.empty(0, 2))  # as a shard may be
-    FaultInjector(model, Counters(torch.zeros(1)), H, (Fault("nan", 1),), lambda _: None).damage()
+    FaultInjector(model, Counters(torch.zeros(1)), lambda _: H, (Fault("nan", 1),), lambda _: None).damage()
     assert [int(parameter.isnan().sum()) for parameter in model.parameters()] == [0, 1, 0, 0]
 
 
@@ -268,7 +281,7 @@ def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> 
     model = torch.nn.Linear(2, 1, bias=False)
     theta = model.weight.detach().clone() + 0.5
     worker, said = Counters(theta), []
-    injector = FaultInjector(model, worker, H, (Fault("huge", 1),), said.append)
+    injector = FaultInjector(model, worker, lambda _: H, (Fault("huge", 1),), said.append)
     worker.round_inner_steps = 0
     injector.damage()
     worker.round_inner_steps, worker.pending = H - 1, True
@@ -284,7 +297,7 @@ def test_huge_scales_the_pseudo_gradient_just_once_and_only_at_an_exchange() -> 
 
 
 def attacked(worker: Counters, model: torch.nn.Linear, fault: str) -> FaultInjector:
-    return FaultInjector(model, worker, H, parse_faults(fault), lambda _: None)
+    return FaultInjector(model, worker, lambda _: H, parse_faults(fault), lambda _: None)
 
 
 def exchange(worker: Counters, model: torch.nn.Linear, injector: FaultInjector, drift: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,10 @@ ROUND = RoundReport(
     fragments=(FRAGMENT,),
     carried=("c",),
     t=1.7e9,
+    every=8,
+    batch=4,
+    outer_lr=0.7,
+    outer_momentum=0.6,
 )
 MEMBER = MemberStatus(
     peer_id="a",

@@ -135,7 +135,7 @@ def _sized(tables: dict[str, Any], length: Length) -> dict[str, Any]:
     if not all(isinstance(value, int) and value > 0 for value in (every, groups)):
         raise ConfigError(f"sync.every = {every!r}, sync.groups = {groups!r}: must be whole numbers above 0")
     sync["every"] = every
-    sync["outer_steps"] = max(1, length.steps * groups // every)
+    sync["outer_steps"] = max(1, _outer_steps(length.steps, every, groups, sync.get("milestones", ())))
     tables["rounds"] = {**tables.get("rounds", {}), "start_peers": length.peers, "quorum": length.peers}
     if tables["rounds"].get("merging") == "arrivals":
         del tables["rounds"]["start_peers"], tables["rounds"]["quorum"]
@@ -144,12 +144,37 @@ def _sized(tables: dict[str, Any], length: Length) -> dict[str, Any]:
     return tables
 
 
+def _outer_steps(steps: int, every: int, groups: int, milestones: Any) -> int:
+    """Return how many whole outer steps fit into so many inner steps. What milestones cannot be is checked with the section."""
+    taken, begins = 0, 0
+    for milestone, following in milestones if _are_milestones(milestones) else ():
+        fits = (steps - taken) * groups // every
+        if begins + fits <= milestone:
+            break
+        taken += (milestone - begins) * every // groups
+        begins, every = milestone, following
+    return begins + (steps - taken) * groups // every
+
+
+def _are_milestones(value: Any) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(one, list) and len(one) == 2 for one in value)
+    return pairs and all(isinstance(each, int) and each > 0 for one in value for each in one)
+
+
 def _check(method: Method, length: Length) -> None:
     config = method.config(0)
     if config.model.name != "builtin:gpt":
         raise ConfigError(f"{method.name}: model.name = {config.model.name!r}: the harness trains builtin:gpt")
-    if method.trains in ("exchange", "one-replica") and length.steps % config.sync.every:
-        raise ConfigError(f"{method.name}: --steps {length.steps} must be a multiple of sync.every ({config.sync.every})")
+    sync = config.sync
+    if method.trains in ("exchange", "one-replica"):
+        if not sync.milestones and length.steps % sync.every:
+            raise ConfigError(f"{method.name}: --steps {length.steps} must be a multiple of sync.every ({sync.every})")
+        if sync.milestones and (taken := sync.inner_steps_before(sync.outer_steps)) != length.steps:
+            rule = f"must end with an outer step; with sync.every and sync.milestones {sync.outer_steps} of them take {taken}"
+            raise ConfigError(f"{method.name}: --steps {length.steps} {rule}")
+    rule = "has no effect with sync.milestones, whose first H can be 1; leave one of them out"
+    if method.harness.get("warmup") and sync.milestones:
+        raise ConfigError(f"{method.name}: compare.warmup {rule}")
     if method.harness.get("warmup", 0.0) >= 1:
         raise ConfigError(f"{method.name}: compare.warmup = {method.harness['warmup']:g}: must be below 1")
     if method.harness.get("warmup") and method.trains != "exchange":

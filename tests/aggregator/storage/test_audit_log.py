@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -399,3 +400,13 @@ def test_the_log_changes_nothing_of_the_parameters_or_of_the_journals_fragments(
     assert with_log.digest == outer.digest
     states = [{name: tensor.numpy().tobytes() for name, tensor in each.to_tensors().items()} for each in (outer, with_log)]
     assert states[0] == states[1]
+
+
+def test_each_commit_says_what_it_was_taken_with(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    append(store, founded(store), 1)
+    store.close()
+    entries = [json.loads(line) for line in (tmp_path / "audit-log.jsonl").read_bytes().splitlines()]
+    said = [entry["in_force"] for entry in entries if entry["kind"] == "commit"]
+    outer = CONFIG.outer
+    assert said == [{"every": CONFIG.sync.every, "batch": 4, "lr": outer.lr.hex(), "momentum": outer.momentum.hex()}]

@@ -13,6 +13,7 @@ import torch
 
 from aggregator.storage import checkpoint
 from aggregator.storage.journal import Disk, Journal
+from aggregator.storage.journal_records import records
 from aggregator.storage.store import Store
 from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig, SyncConfig
 from edit.errors import ConfigError, StorageError
@@ -324,3 +325,21 @@ def test_a_checkpoint_that_the_disk_refused_loses_no_later_commit(
     append(store, outer)
     recovered = Store(tmp_path, settings, "run").recover()
     assert recovered is not None and state(recovered) == state(outer)
+
+
+def test_each_commit_says_what_it_was_taken_with(tmp_path: Path) -> None:
+    settings = dataclasses.replace(
+        config(1), sync=SyncConfig(every=6, milestones=((1, 2),)), outer=OuterConfig(lr=0.7, mean_steps=1)
+    )
+    store = Store(tmp_path, settings, "run-1")
+    outer = OuterState(SCHEMA, settings, [torch.zeros(f.numel) for f in SCHEMA.fragments])
+    store.found(outer)
+    for _ in range(2):
+        append(store, outer)
+    store.close()
+    segment = checkpoint.segment_of(tmp_path, 0)
+    said = [record.header["in_force"] for record in records(segment) if record.header["kind"] == "commit"]
+    assert said == [
+        {"every": 6, "batch": 4, "lr": 1.0, "momentum": 0.0},
+        {"every": 2, "batch": 4, "lr": 0.7, "momentum": 0.85},
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,11 +45,12 @@ from tests.support.served import TOML, small_chunks, theta
 PEERS = ("p", "q")
 
 
-def config(verify: int, start: int = 2, **codec: str) -> RunConfig:
+def config(verify: int, start: int = 2, milestones: Sequence[Sequence[int]] = (), **codec: str) -> RunConfig:
     values: dict[str, Any] = tomllib.loads(TOML.format(start=start, quorum=start))
     del values["server"]
     values["outer"] = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
     values["codec"] |= codec
+    values["sync"]["milestones"] = list(milestones)
     return RunConfig.from_mapping({**values, "swarm": {"parts": 1, "verify": verify}})
 
 
@@ -81,7 +82,7 @@ async def take_step(swarm: Hosts, step: int) -> None:
     assert len(swarm.taken[0, step]) == 1 and swarm.same()
 
 
-def digests(path: Path, verify: int, **codec: str) -> list[set[str]]:
+def digests(path: Path, verify: int, **codec: Any) -> list[set[str]]:
     found: list[set[str]] = []
 
     async def body() -> None:
@@ -100,6 +101,13 @@ def digests(path: Path, verify: int, **codec: str) -> list[set[str]]:
 def test_what_is_verified_has_the_same_bits_as_what_is_not(tmp_path: Path, codec: dict[str, str]) -> None:
     expected, *others = (digests(tmp_path / str(verify), verify, **codec) for verify in (0, 1, 2))
     assert all(other == expected for other in others)
+
+
+@pytest.mark.parametrize("milestones", [[[1, 6], [3, 1]]])
+def test_so_has_what_is_verified_where_h_changes(tmp_path: Path, milestones: list[list[int]]) -> None:
+    """Both peers claim 2 inner steps at each outer step, which count as 6 while nobody can contribute earlier."""
+    expected, verified = (digests(tmp_path / str(verify), verify, milestones=milestones) for verify in (0, 2))
+    assert verified == expected
 
 
 # -- owners that lie -------------------------------------------------------------------------------------------------------

@@ -151,3 +151,17 @@ def test_damaged_measurements_are_an_error_and_change_nothing(text: str) -> None
     with pytest.raises(ValueError):
         deadlines.load(text)
     assert deadlines.expected_s("a") == 24.0
+
+
+def test_where_h_changes_compute_is_expected_to_take_as_much_longer() -> None:
+    deadlines = Deadlines(CONFIG)
+    for _ in range(3):
+        record(deadlines, "a", compute=4.0, upload=1.0)
+    before = deadlines.expected_s("a")
+    deadlines.pace = 3.0
+    assert deadlines.expected_s("a") == pytest.approx(3 * 1.6 * 4.0 + 1.6 * 1.0)
+    for _ in range(WINDOW):
+        record(deadlines, "a", compute=12.0, upload=1.0)
+    again = Deadlines(CONFIG)
+    again.load(deadlines.to_json())
+    assert again.expected_s("a") == before == pytest.approx(1.6 * 5.0), "they are kept as of the first H"

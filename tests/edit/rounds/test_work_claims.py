@@ -173,3 +173,55 @@ def test_what_a_liar_says_changes_nothing_of_what_the_others_count_for(claim: Wo
         counted = run.counted(a=HONEST, b=HONEST, liar=claim)
         assert counted["a"] == counted["b"] == HONEST
         run.committed("a", "b", "liar")
+
+
+def changing(every: int, *milestones: tuple[int, int], groups: int = 1) -> UsualWork:
+    return UsualWork.of(RunConfig(sync=SyncConfig(every=every, groups=groups, milestones=milestones)))
+
+
+def test_after_h_has_shrunk_the_old_h_does_not_count() -> None:
+    run = Claimed(changing(100, (3, 8)))
+    run.here("a", "liar")
+    for _ in range(3):
+        assert run.counted(liar=LIE)["liar"].inner_steps == 2 * 100
+        run.committed("a", "liar")
+    for _ in range(2):
+        counted = run.counted(a=Work(8, 1), liar=Work(100, 1))
+        assert {peer_id: work.inner_steps for peer_id, work in counted.items()} == {"a": 8, "liar": 2 * 8}
+        run.committed("a", "liar")
+
+
+def test_a_peer_that_missed_rounds_counts_their_h() -> None:
+    run = Claimed(changing(100, (2, 8)))
+    run.here("a", "b")
+    run.committed("a", "b")
+    run.committed("a")  # b was cut off meanwhile, and trained on
+    run.committed("a")
+    assert run.most("b") == 8 + 100 + 8 + 8, "for the round of its last contribution, those it missed, and this one"
+
+
+def test_after_h_has_grown_nobody_contributes_after_fewer_steps() -> None:
+    run = Claimed(changing(8, (2, 100)))
+    run.here("a")
+    assert run.counted(a=Work(1, 1))["a"].inner_steps == 8
+    run.committed("a")
+    run.committed("a")
+    assert run.counted(a=Work(9, 1))["a"].inner_steps == 9, "a contribution that came too late for the smaller H is made again"
+    assert run.most("a") == 2 * 100
+    run.committed("a")
+    assert run.counted(a=Work(9, 1))["a"].inner_steps == 100
+
+
+def test_with_groups_each_round_is_a_share_of_its_h() -> None:
+    run = Claimed(changing(100, (2, 8), groups=2))
+    run.here("a")
+    run.committed("a", group=0)
+    run.committed("a", group=1)
+    assert run.most("a", group=0) == 4 + 50 + 4, "the other group's round was of the larger H"
+
+
+def test_a_run_that_goes_on_has_the_h_of_its_outer_step() -> None:
+    claims = WorkClaims(changing(100, (3, 8)), Deadlines(RoundsConfig()), 0.0, 5)
+    claims.appeared("a", 0.0)
+    assert claims.bounds("a", 0).most == 2 * 8
+    assert claims.pace == 0.08

@@ -90,3 +90,11 @@ def test_who_has_consented_has_a_column_where_anybody_has() -> None:
     (head,) = (line for line in told if line.startswith("member"))
     (row,) = (line for line in told if line.startswith(members[0].peer_id))
     assert row[head.index("consent") :].startswith("yes")
+
+
+def test_what_the_last_outer_step_was_taken_with_is_said() -> None:
+    taken = replace(ROUND, every=8, batch=4, outer_lr=0.7, outer_momentum=0.6)
+    lost = replace(taken, round_id=ROUND.round_id + 1, outer_step=2, committed=False)
+    told = "\n".join(lines(100, rounds=(taken, lost)))
+    assert "outer step 1 was taken with H 8, batch 4, outer lr 0.7, outer momentum 0.6" in told
+    assert "was taken with" not in "\n".join(lines(100, rounds=(ROUND,))), "an older coordinator does not say it"

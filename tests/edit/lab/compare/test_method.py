@@ -33,6 +33,13 @@ def test_settings_behind_a_name_win_over_those_for_all() -> None:
     assert method.harness == {"warmup": 0.5}
 
 
+def test_h_may_change_within_the_steps_of_the_comparison() -> None:
+    sync = read_method("diloco 'sync.milestones=[[1, 15], [3, 60]]'", LENGTH).config(0).sync
+    assert (sync.every, sync.outer_steps) == (30, 4) and sync.inner_steps_before(4) == 120
+    sync = read_method("diloco sync.groups=2 'sync.milestones=[[2, 60]]'", LENGTH).config(0).sync
+    assert (sync.outer_steps, sync.inner_steps_before(5)) == (5, 120)
+
+
 def test_a_run_toml_keeps_its_own_h(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text('[sync]\nevery = 40\nouter_steps = 1000\n[outer]\noptimizer = "sgd"\nlr = 1.0\n[server]\nlisten = "h:1"\n')
@@ -46,6 +53,8 @@ def test_a_run_toml_keeps_its_own_h(tmp_path: Path) -> None:
         ("dilocco", "did you mean diloco"),
         ("diloco seed=3", "follows from --peers, --steps and --seeds"),
         ("diloco sync.every=50", "must be a multiple of sync.every"),
+        ("diloco sync.milestones=[[2,7]]", "must end with an outer step"),
+        ("post-local-sgd sync.milestones=[[2,60]]", "compare.warmup has no effect with sync.milestones"),
         ("diloco outer.moment=1", "did you mean outer.momentum"),
         ("diloco compare.warm=1", "known keys: warmup"),
         ("diloco compare.warmup=1", "must be below 1"),
