@@ -22,6 +22,7 @@ vocabulary = 256                # Number of different tokens; 256 for bytes.
 
 [inner]                         # The inner optimizer of every peer, with warm-up and cosine decay.
 #optimizer = "adamw"            # adamw, muon (with AdamW for embeddings, norms and head), sgd; torch:NAME or entry:NAME.
+#state = "fp32"                 # AdamW's moments: fp32, int8 or int4, the last two with the extra lowbit at each peer.
 #options = {}                   # Further arguments of torch:NAME or entry:NAME.
 #momentum = 0.95                # Momentum of muon and sgd.
 lr = 2e-3                       # The highest learning rate.

@@ -136,6 +136,9 @@ class InnerConfig:
     # `adamw`; `muon`: Muon for the matrices, AdamW for embeddings, norms and the head (MuLoCo, arXiv 2505.23725); `sgd`, with
     # Nesterov momentum; `torch:NAME`, another class of torch.optim; `entry:NAME`, a plug-in that each peer's operator allows.
     optimizer: Annotated[str, Matches(_names_an_optimizer, _AN_OPTIMIZER)] = "adamw"
+    # In which adamw keeps its two moments: `fp32`, 8 bytes per parameter; `int8`, about 2, or `int4`, about 1, by torchao (the
+    # extra lowbit, docs/operating.md).
+    state: Annotated[str, OneOf("fp32", "int8", "int4")] = "fp32"
     # Further arguments of torch:NAME or entry:NAME.
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     # Momentum of muon and sgd.
@@ -550,6 +553,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("membership", "consent", False),
     ("", "plugins", {}),
     ("inner", "optimizer", "adamw"),
+    ("inner", "state", "fp32"),
     ("inner", "options", {}),
     ("inner", "momentum", 0.95),
     ("", "robust", dataclasses.asdict(RobustConfig())),
@@ -649,10 +653,11 @@ _RECORD = "unless `codec.record` has scales"
 NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("inner", {"options"}, "inner.optimizer", ("adamw", "muon", "sgd")),
     NoEffect("inner", {"momentum"}, "inner.optimizer", ("adamw",)),
+    NoEffect("inner", {"state"}, "inner.optimizer", ("muon", "sgd")),
     NoEffect("inner", {"beta1", "beta2"}, "inner.optimizer", ("sgd",)),
     NoEffect(
         "inner",
-        {"momentum", "beta1", "beta2"},
+        {"momentum", "beta1", "beta2", "state"},
         "inner.optimizer",
         None,
         also=lambda config: ":" in config.inner.optimizer,
