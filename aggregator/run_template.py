@@ -105,6 +105,7 @@ optimizer = "nesterov"          # sgd, nesterov, co2, adam, yogi or delayed_nest
 lr = 0.8                        # Outer learning rate. EDiT: 0.8 with momentum 0.85; DiLoCo: 0.7 with 0.9.
 momentum = 0.85                 # Outer momentum, for nesterov, co2, delayed_nesterov; short runs want less, 0.6.
 #momentum_warmup = 0            # Outer steps of a fragment in which the momentum rises from 0, for nesterov and co2.
+#momentum_restarts = []         # Outer steps of a fragment before which the momentum of nesterov and co2 is set to zero.
 #gap_penalty = 1.0              # co2 divides the pseudo-gradient by it.
 #momentum_clip = 0.0            # co2 clips each element of its momentum to this magnitude; 0: it does not.
 #beta1 = 0.9                    # First beta of adam and yogi.

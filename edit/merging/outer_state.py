@@ -183,6 +183,10 @@ class OuterState:
         if outer.momentum_warmup:
             momentum = outer.momentum_at(outer_step // self.config.sync.groups)  # each group is exchanged once in `groups`
             self._optimizer = outer_optimizer(replace(outer, momentum=momentum))
+        if outer_step // self.config.sync.groups in outer.momentum_restarts:
+            for i in self.due:
+                for slot in self._fragments[i].slots.values():  # of nesterov and co2, the momentum
+                    slot.zero_()
 
     @property
     def injected(self) -> Injected | None:
