@@ -22,6 +22,7 @@ vocabulary = 256                # Number of different tokens; 256 for bytes.
 
 [inner]                         # The inner optimizer of every peer, with warm-up and cosine decay.
 #optimizer = "adamw"            # adamw, muon (with AdamW for embeddings, norms and head), sgd; torch:NAME or entry:NAME.
+#state = "fp32"                 # AdamW's moments: fp32, int8 or int4, the last two with the extra lowbit at each peer.
 #options = {}                   # Further arguments of torch:NAME or entry:NAME.
 #momentum = 0.95                # Momentum of muon and sgd.
 lr = 2e-3                       # The highest learning rate.
@@ -105,6 +106,7 @@ optimizer = "nesterov"          # sgd, nesterov, co2, adam, yogi or delayed_nest
 lr = 0.8                        # Outer learning rate. EDiT: 0.8 with momentum 0.85; DiLoCo: 0.7 with 0.9.
 momentum = 0.85                 # Outer momentum, for nesterov, co2, delayed_nesterov; short runs want less, 0.6.
 #momentum_warmup = 0            # Outer steps of a fragment in which the momentum rises from 0, for nesterov and co2.
+#momentum_restarts = []         # Outer steps of a fragment before which the momentum of nesterov and co2 is set to zero.
 #mean_steps = 0                 # The first outer steps are plain means, lr 1 without momentum: a warm-up with every = 1.
 #correlation = 0.0              # Of successive pseudo-gradients: above 0, nesterov's lr follows H with sync.milestones.
 #gap_penalty = 1.0              # co2 divides the pseudo-gradient by it.

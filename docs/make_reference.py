@@ -126,6 +126,8 @@ def type_of(hint: Any) -> str:
     """Return the type of a setting, in words."""
     origin = typing.get_origin(hint) or hint
     words = {int: "integer", float: "number", str: "text", bool: "true, false", tuple: "list of texts"}
+    if origin is tuple and typing.get_args(hint)[0] is int:
+        return "list of integers"
     if origin in words:
         return words[origin]
     return "table of tables" if dataclasses.is_dataclass(typing.get_args(hint)[1]) else "table"

@@ -68,6 +68,12 @@ def co2(
     return theta - lr * v, v
 
 
+def planned_momentum(mu: float, exchange: int, warmup: int, restarts: Sequence[int]) -> tuple[float, bool]:
+    """Return mu at a fragment's exchange 0, 1, ..., and whether its momentum v is first set to zero."""
+    begun = max([0, *(each for each in restarts if each <= exchange)])
+    return mu * min(1.0, (exchange - begun) / warmup) if warmup else mu, exchange in restarts
+
+
 def averaged(thetas: Sequence[Tensor], *, decay: float | None = None, last: int | None = None) -> Tensor:
     """Return the average of theta after outer steps 1, 2, ...: weights decay ** age, normalised, or the mean of the `last`."""
     if decay is not None:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated
 
 from edit.config.codec import LOCAL, SPARSE, CodecConfig
@@ -218,6 +219,15 @@ class PenaltyConfig:
         check_bounds("penalty.", self)
 
 
+def _ascend(numbers: tuple[int, ...]) -> bool:
+    return len(numbers) <= 1000 and all(0 < a < b for a, b in pairwise((*numbers, 1 << 40)))
+
+
+def _plain(value: int | tuple[int, ...]) -> int | list[int]:
+    """Return the value as run.toml has it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
     """The section [outer]: the outer optimizer, and how contributions become the one pseudo-gradient it is given.
@@ -248,6 +258,9 @@ class OuterConfig:
     # Outer steps of a fragment in which the momentum of nesterov and co2 rises linearly from 0 to `momentum`; one that is
     # rolled back counts, too. 0: it is `momentum` from the first on.
     momentum_warmup: Annotated[int, Between(0, 1 << 40)] = 0
+    # Outer steps of a fragment, counted from 0, before which the momentum of nesterov and co2 is set to zero; its warm-up
+    # begins anew there. One that is rolled back counts, too.
+    momentum_restarts: Annotated[tuple[int, ...], Matches(_ascend, "must be at most 1000 numbers from 1 on, ascending")] = ()
     # The first outer steps of the run that take the mean as it is: lr 1 and no momentum. With sync.every = 1 meanwhile it is a
     # warm-up with averages at every inner step. For sgd and nesterov.
     mean_steps: Annotated[int, Between(0, 1 << 40)] = 0
@@ -281,11 +294,13 @@ class OuterConfig:
     def __post_init__(self) -> None:
         check_bounds("outer.", self)
         require(0 <= self.c * self.period <= 1, "outer.c", self.c, f"must be between 0 and 1 / outer.period ({self.period})")
-        if self.momentum_warmup:
-            rule = 'must be 0 with outer.preset = "auto", which chooses the momentum by the run\'s length'
-            require(self.preset != "auto", "outer.momentum_warmup", self.momentum_warmup, rule)
-            rule = 'must be 0 with outer.correct = "heloco", which compares with the momentum'
-            require(self.correct != "heloco", "outer.momentum_warmup", self.momentum_warmup, rule)
+        for name, value, off in self.planned_momentum:
+            if value == off:
+                continue
+            rule = f'must be {_plain(off)} with outer.preset = "auto", which chooses the momentum by the run\'s length'
+            require(self.preset != "auto", f"outer.{name}", _plain(value), rule)
+            rule = f'must be {_plain(off)} with outer.correct = "heloco", which compares with the momentum'
+            require(self.correct != "heloco", f"outer.{name}", _plain(value), rule)
         if self.mean_steps:
             rule = "must be 0 with outer.mean_steps above 0, which begin without momentum"
             require(self.momentum_warmup == 0, "outer.momentum_warmup", self.momentum_warmup, rule)
@@ -300,9 +315,15 @@ class OuterConfig:
         """Whether the learning rate or the momentum is another one at some outer step (`edit.config.in_force`)."""
         return bool(self.mean_steps or self.momentum_warmup or self.correlation)
 
+    @property
+    def planned_momentum(self) -> tuple[tuple[str, int | tuple[int, ...], int | tuple[int, ...]], ...]:
+        """(name, value, value that means nothing) of the settings by which the momentum follows the outer step's number."""
+        return ("momentum_warmup", self.momentum_warmup, 0), ("momentum_restarts", self.momentum_restarts, ())
+
     def momentum_at(self, exchange: int) -> float:
         """Return the momentum in force at a fragment's exchange number 0, 1, ... of the run."""
-        return self.momentum * (exchange / self.momentum_warmup) if exchange < self.momentum_warmup else self.momentum
+        since = exchange - max((each for each in self.momentum_restarts if each <= exchange), default=0)
+        return self.momentum * (since / self.momentum_warmup) if since < self.momentum_warmup else self.momentum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,8 +424,10 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
         require(outer.optimizer in optimizers, "outer.optimizer", outer.optimizer, rule)
         require(outer.direction == "mean", "outer.direction", outer.direction, f"must be mean {with_eager}")
         require(outer.correct == "none", "outer.correct", outer.correct, f"must be none {with_eager}")
+        for name, value, off in outer.planned_momentum:
+            rule = f"must be {_plain(off)} {with_eager}: the last outer step is expected again, with the same momentum"
+            require(value == off, f"outer.{name}", _plain(value), rule)
         rule = f"must be 0 {with_eager}: the last outer step is expected again, with the same momentum"
-        require(outer.momentum_warmup == 0, "outer.momentum_warmup", outer.momentum_warmup, rule)
         require(outer.mean_steps == 0, "outer.mean_steps", outer.mean_steps, rule)
         require(rounds.max_staleness == 0, "rounds.max_staleness", rounds.max_staleness, f"must be 0 {with_eager}")
         for direction, choice in (("up", codec.uplink), ("down", codec.downlink)):

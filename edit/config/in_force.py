@@ -44,7 +44,7 @@ def in_force(config: RunConfig, outer_step: int) -> InForce:
 def outer_in_force(outer: OuterConfig, sync: SyncConfig, outer_step: int) -> OuterConfig:
     """Return the section [outer] with the learning rate and momentum for the advance from this outer step."""
     if outer_step < outer.mean_steps:
-        return replace(outer, lr=1.0, momentum=0.0, mean_steps=0, momentum_warmup=0, correlation=0.0)
+        return replace(outer, lr=1.0, momentum=0.0, mean_steps=0, momentum_warmup=0, momentum_restarts=(), correlation=0.0)
     if outer.momentum_warmup:
         outer = replace(
             outer, momentum=outer.momentum_at(outer_step // sync.groups)

@@ -50,12 +50,7 @@ def _outer(optimizer: str, lr: float, momentum: float | None = None, **more: Pla
 _MEAN: Mapping[str, Plain] = {"enabled": False}
 _EACH_STEP = "it needs every peer's gradient at every step, which no carrier of this project transports"
 
-_CO2: Mapping[str, Mapping[str, Plain]] = {
-    "sync": {"every": 48, "mode": "delayed", "delay": 48, "mix": "replay"},
-    "outer": _outer("co2", 1.0, 0.5, momentum_clip=1.0),
-    "penalty": _MEAN,
-}
-_CO2_NOTE = "a peer keeps its own progress of the round that is on its way (sync.mix = replay), which the paper's drops"
+_CO2_OUTER = _outer("co2", 1.0, 0.5, momentum_clip=1.0)
 
 PRESETS: Mapping[str, Preset] = {
     "data-parallel": Preset(
@@ -81,14 +76,20 @@ PRESETS: Mapping[str, Preset] = {
     "co2": Preset(
         summary="heavy-ball outer steps one round late: an exchange has all of the next round's time",
         source="Sun et al. 2024, arXiv 2401.16265",
-        settings=_CO2,
-        note=f"{_CO2_NOTE}; the gap penalty is 1, as in the authors' code",
+        settings={
+            "sync": {"every": 48, "mode": "delayed", "delay": 48, "mix": "replay"},
+            "outer": _CO2_OUTER,
+            "penalty": _MEAN,
+        },
+        note="a peer keeps its own progress of the round that is on its way (sync.mix = replay), which the paper's drops; "
+        "the gap penalty is 1, as in the authors' code",
     ),
     "co2-star": Preset(
-        summary="CO2 whose outer parameters and momentum are sharded over the workers",
+        summary="CO2's outer step on sharded outer parameters and momentum; training waits for the exchange",
         source="Sun et al. 2024, arXiv 2401.16265, outer_momentum_memory_efficient of its code; EDiT's CO2*",
-        settings=_CO2,
-        note="the numbers are co2's: here no peer holds a momentum, and aggregators share theta among them",
+        settings={"sync": {"every": 48}, "outer": _CO2_OUTER, "penalty": _MEAN},
+        note="aggregators hold the shards, workers do in the authors' code; its averages between outer steps "
+        "(localsgd_frequency) are left out",
     ),
     "edit": Preset(
         summary="DiLoCo with the pseudo-gradient penalty, layer by layer before each forward",

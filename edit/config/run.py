@@ -136,6 +136,9 @@ class InnerConfig:
     # `adamw`; `muon`: Muon for the matrices, AdamW for embeddings, norms and the head (MuLoCo, arXiv 2505.23725); `sgd`, with
     # Nesterov momentum; `torch:NAME`, another class of torch.optim; `entry:NAME`, a plug-in that each peer's operator allows.
     optimizer: Annotated[str, Matches(_names_an_optimizer, _AN_OPTIMIZER)] = "adamw"
+    # In which adamw keeps its two moments: `fp32`, 8 bytes per parameter; `int8`, about 2, or `int4`, about 1, by torchao (the
+    # extra lowbit, docs/operating.md).
+    state: Annotated[str, OneOf("fp32", "int8", "int4")] = "fp32"
     # Further arguments of torch:NAME or entry:NAME.
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     # Momentum of muon and sgd.
@@ -563,6 +566,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("membership", "consent", False),
     ("", "plugins", {}),
     ("inner", "optimizer", "adamw"),
+    ("inner", "state", "fp32"),
     ("inner", "options", {}),
     ("inner", "momentum", 0.95),
     ("", "robust", dataclasses.asdict(RobustConfig())),
@@ -575,6 +579,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("outer", "preset", "manual"),
     ("outer", "chosen", ""),
     ("outer", "momentum_warmup", 0),
+    ("outer", "momentum_restarts", ()),
     ("outer", "mean_steps", 0),
     ("outer", "correlation", 0.0),
     ("sync", "milestones", ()),
@@ -667,10 +672,11 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("audit", ("keep_contributions",), "audit.enabled", (False,)),
     NoEffect("inner", {"options"}, "inner.optimizer", ("adamw", "muon", "sgd")),
     NoEffect("inner", {"momentum"}, "inner.optimizer", ("adamw",)),
+    NoEffect("inner", {"state"}, "inner.optimizer", ("muon", "sgd")),
     NoEffect("inner", {"beta1", "beta2"}, "inner.optimizer", ("sgd",)),
     NoEffect(
         "inner",
-        {"momentum", "beta1", "beta2"},
+        {"momentum", "beta1", "beta2", "state"},
         "inner.optimizer",
         None,
         also=lambda config: ":" in config.inner.optimizer,
@@ -719,7 +725,12 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         also=lambda config: not config.outer.chosen,
     ),
     NoEffect("outer", {"momentum"}, "outer.optimizer", ("sgd", "adam", "yogi")),
-    NoEffect("outer", {"momentum_warmup"}, "outer.optimizer", ("sgd", "adam", "yogi", "delayed_nesterov")),
+    NoEffect(
+        "outer",
+        {"momentum_warmup", "momentum_restarts"},
+        "outer.optimizer",
+        ("sgd", "adam", "yogi", "delayed_nesterov"),
+    ),
     NoEffect("outer", {"mean_steps"}, "outer.optimizer", ("co2", "adam", "yogi", "delayed_nesterov")),
     NoEffect("outer", {"correlation"}, "outer.optimizer", ("sgd", "co2", "adam", "yogi", "delayed_nesterov")),
     NoEffect("outer", {"beta1", "beta2", "eps"}, "outer.optimizer", ("sgd", "nesterov", "co2", "delayed_nesterov")),
@@ -735,6 +746,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         {
             "momentum",
             "momentum_warmup",
+            "momentum_restarts",
             "mean_steps",
             "correlation",
             "beta1",

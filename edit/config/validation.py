@@ -160,8 +160,9 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
             raise ConfigError(f"{name}: must be a list of lists of {len(numbers)} whole numbers each, not {value!r:.80}")
         return tuple(tuple(one) for one in value)
     if origin is tuple:
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{name}: must be a list of strings")
+        item, of = (int, "whole numbers") if typing.get_args(hint)[0] is int else (str, "strings")
+        if not isinstance(value, (list, tuple)) or not all(type(each) is item for each in value):
+            raise ConfigError(f"{name}: must be a list of {of}")
         return tuple(value)
     if origin is Mapping and dataclasses.is_dataclass(entry := typing.get_args(hint)[1]):
         if not isinstance(value, Mapping):

@@ -188,6 +188,10 @@ class OuterState:
         if config.sync.is_first_with_another(outer_step):
             for i in self.due:  # norms of so many inner steps more or less say nothing about what is to come
                 self._fragments[i].statistics = {}
+        if outer_step // config.sync.groups in config.outer.momentum_restarts:
+            for i in self.due:
+                for slot in self._fragments[i].slots.values():  # of nesterov and co2, the momentum
+                    slot.zero_()
 
     @property
     def injected(self) -> Injected | None:

@@ -13,7 +13,7 @@ Each formula of the local parameters, by verdict, mode and mix:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -65,5 +65,15 @@ def scrub(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """Set NaN and Inf in the inner optimizer's state of these parameters to 0, or they would come back with the next step."""
     for parameter in parameters:
         for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                local_of(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            if isinstance(value, Tensor):
+                for part in _plain(local_of(value)):
+                    part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the floating-point tensors that hold this one's values: of a quantized one, its scales."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    elif tensor.is_floating_point():
+        yield tensor

@@ -69,7 +69,7 @@ def _loop(plan: AlonePlan, trainer: Trainer, clock: Callable[[], float], lines: 
         recent.append(trainer.step())
         last = step == plan.steps
         if last or step % plan.report_every == 0:
-            rate = trainer.optimizer.param_groups[0]["lr"]
+            rate = float(trainer.optimizer.param_groups[0]["lr"])
             _write(lines, {"step": step, **_summary(recent), "lr": rate, "t": round(clock() - started, 3)})
             recent.clear()
         if plan.validation and (last or (plan.validate_every and step % plan.validate_every == 0)):

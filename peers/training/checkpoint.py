@@ -25,7 +25,7 @@ from edit.replica.ranks import Ranks
 from edit.worker.checkpoint import KINDS, OF_RANKS
 from peers.training.checkpoint_files import Checkpoints, Saved
 from peers.training.data_source import DataSource
-from peers.training.inner_optimizers import is_state, optimizers_of, saved_state, state_names
+from peers.training.inner_optimizers import is_state, loaded_state, optimizers_of, saved_state, state_names
 from peers.training.trainer import Trainer
 
 __all__ = ["PeriodicCheckpoints", "Resumable", "Stateful"]
@@ -111,7 +111,7 @@ class Resumable:
                         return None  # another rank's
                 case "optimizer":
                     name, _, part = name.rpartition("/")
-                    if name in parameters and is_state(kinds[name], part, size, parameters[name].shape):
+                    if name in parameters and is_state(kinds[name], part, size, parameters[name]):
                         return _like(parameters[name], size, dtype)
             unknown.append(key)
             return None
@@ -121,7 +121,7 @@ class Resumable:
         if not forward:
             missing += [f"model/{name}" for name in parameters if f"model/{name}" not in tensors]
         for name in parameters:
-            keys = [f"optimizer/{name}/{part}" for part in state_names(kinds[name])]
+            keys = [f"optimizer/{name}/{part}" for part in state_names(kinds[name], parameters[name])]
             if any(key in tensors for key in keys):
                 missing += [key for key in keys if key not in tensors]
         if unknown or missing:
@@ -141,11 +141,14 @@ class Resumable:
         owners = optimizers_of(self.trainer.optimizers, parameters)
         for optimizer in self.trainer.optimizers:
             optimizer.state.clear()
+        saved: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             if kind == "optimizer":
                 name, _, part = name.rpartition("/")
-                owners[name].state[parameters[name]][part] = tensor
+                saved.setdefault(name, {})[part] = tensor
+        for name, state in saved.items():
+            owners[name].state[parameters[name]] = loaded_state(owners[name], parameters[name], state)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters by name; frozen ones are as the model was built."""

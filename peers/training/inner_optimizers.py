@@ -18,8 +18,9 @@ from edit import plugins
 from edit.config.plugins import PREFIX, is_entry
 from edit.config.run import TORCH_OPTIMIZERS, InnerConfig
 from edit.errors import ConfigError, PluginError
+from peers.training import quantized_state
 
-__all__ = ["inner_optimizers", "is_state", "matrices", "optimizers_of", "saved_state", "state_names"]
+__all__ = ["inner_optimizers", "is_state", "loaded_state", "matrices", "optimizers_of", "saved_state", "state_names"]
 
 Groups = list[dict[str, Any]]
 
@@ -30,7 +31,8 @@ def inner_optimizers(
     """Return what trains the model's trainable parameters, each in one of them. Matrices have weight decay, others none.
 
     Raises ConfigError for a model without trainable parameters, for Muon where it has no matrices or a replica shards them, for
-    options that torch.optim's class does not have, and for a plug-in that is not allowed. Raises PluginError.
+    options that torch.optim's class does not have, for a plug-in that is not allowed, and as
+    `peers.training.quantized_state.quantized_adamw`. Raises PluginError.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
@@ -39,7 +41,8 @@ def inner_optimizers(
         return _muon(model, trainable, config, device)
     groups = _groups(trainable, config)
     if config.optimizer == "adamw":
-        return (_adamw(groups, config, device),)
+        quantized = config.state != "fp32"
+        return (quantized_state.quantized_adamw(groups, config) if quantized else _adamw(groups, config, device),)
     if config.optimizer == "sgd":
         momentum = config.momentum
         return (torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0),)
@@ -129,17 +132,25 @@ def optimizers_of(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.P
 def saved_state(optimizer: Optimizer, parameter: nn.Parameter) -> Mapping[str, Tensor]:
     """Return what is to be saved of a parameter's state, by name; empty before the first step.
 
-    Raises ConfigError for a state that is no tensor, which a checkpoint cannot keep.
+    Raises ConfigError for a state that is no plain tensor, which a checkpoint cannot keep.
     """
-    found = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
+    state = quantized_state.split(optimizer, parameter)
+    found = {key: value for key, value in state.items() if value is not None}
     for key, value in found.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or (hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)):
             raise ConfigError(f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}: set --checkpoint-every 0")
     return found
 
 
-def state_names(optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the names of the state that each parameter has after a step; (): not known."""
+def loaded_state(optimizer: Optimizer, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a parameter's state as the optimizer keeps it, of what `saved_state` returned."""
+    return quantized_state.join(optimizer, parameter, saved)
+
+
+def state_names(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[str, ...]:
+    """Return the names of what a checkpoint has of a parameter's state after a step; (): not known."""
+    if (sizes := quantized_state.sizes(optimizer, parameter)) is not None:
+        return tuple(sizes)
     match optimizer:
         case torch.optim.AdamW():
             return ("exp_avg", "exp_avg_sq", "step")
@@ -149,9 +160,11 @@ def state_names(optimizer: Optimizer) -> tuple[str, ...]:
             return ()
 
 
-def is_state(optimizer: Optimizer, part: str, size: torch.Size, shape: torch.Size) -> bool:
-    """Return whether a checkpoint may have `part`, of this size, of the state of a parameter of this shape."""
-    names = state_names(optimizer)
+def is_state(optimizer: Optimizer, part: str, size: torch.Size, parameter: nn.Parameter) -> bool:
+    """Return whether a checkpoint may have `part`, of this size, of this parameter's state."""
+    if (sizes := quantized_state.sizes(optimizer, parameter)) is not None:
+        return sizes.get(part) == size
+    names, shape = state_names(optimizer, parameter), parameter.shape
     if names:
         return part in names and size in (shape, torch.Size())
     return part.isidentifier() and len(part) < 100 and size.numel() <= max(1, shape.numel())

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from edit.config.run import InnerConfig
 from edit.errors import ConfigError
+from peers.training import quantized_state
 from peers.training.inner_optimizers import inner_optimizers
 from peers.training.sharding import ONE_RANK, RankLayout, clip_gradients
 from peers.training.torchrun import ALONE, Launch
@@ -169,7 +170,7 @@ class Trainer:
             clip_gradients(self.model.parameters(), self._layout, self._config.clip_norm)
         self._set_rate(self.steps if position is None else position())
         for optimizer in self.optimizers:
-            optimizer.step()
+            quantized_state.step(optimizer)
         self.steps += 1
         value = self._layout.mean(loss).item()
         return StepResult(value, tokens, self._clock() - started)
@@ -204,7 +205,10 @@ class Trainer:
         rate = learning_rate(self._config, position, self._total_steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                if isinstance(group["lr"], Tensor):  # torchao's, which compiles its step
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
 
 def _moved(batch: Tensor, device: torch.device) -> Tensor:

@@ -56,3 +56,9 @@ def test_settings_beside_a_preset_win_and_its_own_keys_give_way() -> None:
         RunConfig.from_text(
             with_preset(template(), "diloco", ["outer.optimizer=sgd", "outer.momentum=0.5"]).encode(), "run.toml"
         )
+
+
+def test_co2_star_has_the_outer_step_of_co2_without_its_delay() -> None:
+    late, star = (RunConfig.from_text(with_preset(template(), name).encode(), "run.toml") for name in ("co2", "co2-star"))
+    assert star.outer == late.outer and star.outer.optimizer == "co2"
+    assert (late.sync.overlap, star.sync.overlap) == (late.sync.every, 0)
