@@ -23,12 +23,15 @@ __all__ = ["peak_memory_bytes", "run_status"]
 _NAMED = 8  # of the peers that are waited for
 
 
-def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief: bool = False) -> RunStatus:
+def run_status(
+    run: Run, rounds_after: int = 0, events_after: int = 0, *, brief: bool = False, peak_bytes: int | None = None
+) -> RunStatus:
     """Return how the run stands now.
 
     Args:
         rounds_after, events_after: only with the recent rounds whose id, and the events whose number is above that.
         brief: without curves and settings.
+        peak_bytes: what `peak_memory_bytes` has returned; None: it is asked now, which takes as long as three members.
     """
     phase = phase_of(run.rounds if run.founded else None)
     running = phase not in (RunPhase.FOUNDING, RunPhase.PAUSED, RunPhase.FINISHED)
@@ -48,7 +51,7 @@ def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief:
         stop_tokens=run.config.sync.tokens,
         digest=rounds.published.digest if rounds is not None else "",
         parameters=rounds.published.schema.numel if rounds is not None else 0,
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=peak_memory_bytes() if peak_bytes is None else peak_bytes,
         expected=tuple(sorted(machine.expected)) if machine is not None else (),
         arrived=tuple(sorted(machine.arrived)) if machine is not None else (),
         deadline_in_s=max(0.0, deadline - now) if deadline is not None else None,

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from aggregator.control.run import Run
-from aggregator.control.status import run_status
+from aggregator.control.status import peak_memory_bytes, run_status
 from editpb import control_pb2 as cpb
 from editpb.identity import Identity
 from editpb.run_status import KEPT_ROUNDS, RoundReport, RunStatus
@@ -19,6 +19,7 @@ __all__ = ["Seen", "StatusReplies"]
 
 MOST_BYTES = MESSAGE_BYTES // 2  # of a message
 _FRESH_S = 0.1  # a status that is younger serves other watchers too
+_PEAK_S = 10.0  # the size of the process, which is dear to ask for, is as old as that at most
 _KEPT_REPLIES = 64  # of one status, for watchers that have seen different rounds and events
 
 
@@ -40,6 +41,7 @@ class StatusReplies:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._peak = -math.inf, 0  # when the size of the process was asked for, and what it was
         self._rounds: dict[int, bytes] = {}  # the last ones, each as a StatusReply that has only this round
         self._rounds_bytes = 0
         self._read: dict[bool, tuple[float, RunStatus]] = {}  # brief or not: when, and what was read
@@ -60,7 +62,9 @@ class StatusReplies:
         now = asyncio.get_running_loop().time()
         at, status = self._read.get(brief, (-math.inf, None))
         if status is None or now - at >= _FRESH_S:
-            status = run_status(self._run, brief=brief)
+            if now - self._peak[0] >= _PEAK_S:
+                self._peak = now, peak_memory_bytes()
+            status = run_status(self._run, brief=brief, peak_bytes=self._peak[1])
             self._read[brief] = now, status
             self._made[brief].clear()
         made, key = self._made[brief], (self._audience(identity), seen)
