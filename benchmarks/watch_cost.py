@@ -90,6 +90,7 @@ async def measure(folder: Path, asked: argparse.Namespace, profile: cProfile.Pro
         run, names = at.coordinator.run, [peer.peer_id for peer in peers]
         for step in range(1, asked.steps + 1):
             second(run, step, names)
+        assert at.coordinator.authority is not None
         control = ControlService(run, Authorizer(run.run_id, at.coordinator.authority.members, time.time))
         streams = []
         for i in range(asked.watchers):
