@@ -20,7 +20,7 @@ __all__ = ["Seen", "StatusReplies"]
 MOST_BYTES = MESSAGE_BYTES // 2  # of a message
 _FRESH_S = 0.1  # a status that is younger serves other watchers too
 _PEAK_S = 10.0  # the size of the process, which is dear to ask for, is as old as that at most
-_KEPT_REPLIES = 64  # of one status, for watchers that have seen different rounds and events
+_KEPT_REPLIES = 8  # of one status, for watchers that have seen different rounds and events
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class StatusReplies:
             status = run_status(self._run, brief=brief, peak_bytes=self._peak[1])
             self._read[brief] = now, status
             self._made[brief].clear()
-        made, key = self._made[brief], (self._audience(identity), seen)
-        if key not in made:
-            if len(made) >= _KEPT_REPLIES:
-                made.clear()
-            made[key] = self.reply(self._shown(status if seen is None else _since(status, seen), key[0]))
-        return made[key], _seen(status, seen or Seen())
+        made, audience = self._made[brief], self._audience(identity)
+        if (reply := made.get((audience, seen))) is None:
+            reply = self.reply(self._shown(status if seen is None else _since(status, seen), audience))
+            if not audience and len(made) < _KEPT_REPLIES:  # what one peer alone may see, nobody else asks for
+                made[audience, seen] = reply
+        return reply, _seen(status, seen or Seen())
 
     def reply(self, status: RunStatus, most: int = MOST_BYTES) -> cpb.StatusReply:
         """Return the status as a message of at most so many bytes: without old rounds, then without curves, if it is larger."""
