@@ -1,13 +1,17 @@
 """What it costs a run that somebody has its page open: the coordinator's CPU seconds per round, and the page's own memory.
 
-    .venv/bin/python benchmarks/page_cost.py                             # Linux; an hour, and a few minutes for the kills
-    .venv/bin/python benchmarks/page_cost.py --minutes 3 --phase 15 --kills 3
+    .venv/bin/python benchmarks/page_cost.py                             # Linux; an hour
+    .venv/bin/python benchmarks/page_cost.py --minutes 6
 
 A coordinator, 8 real peers with a tiny model, whose exchanges are paced by the clock, and `edit-peer web` with an observer's
 certificate, which a browser has open (headless Chromium; where there is none, a client that reads the stream). The page reaches
 the coordinator through a link. In phases of equal length, in random order within each pair, the link carries or is cut: then
 nobody watches. A phase is measured from a commit to a commit, once the page has heard of the run again, or has lost it. The
-same process serves the page all the time; its resident size is looked at every few seconds.
+same process serves the page all the time; its resident size is looked at every few seconds. Starting, settling and the kills
+are part of `--minutes`: another pair of phases is begun only where there is time for it, after at least one.
+
+Chromium draws on the same machine, and whoever shares a core's caches with the coordinator adds to its CPU seconds. With
+`--no-browser` only what the coordinator itself does for a watcher is left.
 
 At last further processes of the page are killed with SIGKILL at random moments, while rounds go on; the longest pause between
 two commits then is printed beside that of the phases without a page. One line of JSON is appended to
@@ -47,6 +51,8 @@ from edit.lab.tail import JsonLines
 RESULTS = Path(__file__).parent / "results" / "page_cost.jsonl"
 PAGE = "page"
 WAIT_S = 120.0  # for whatever has to happen next
+KILL_S = 8.0  # that starting and killing a process of the page takes, at first sight
+LEAST_PAIRS = 8  # that the length of a phase is chosen for, where there is none given
 HEARD_S = 30.0  # until the page has found the run again
 SETTLE_S = 3.0
 LOOK_S = 5.0  # between two looks at the page's size
@@ -224,18 +230,22 @@ def open_page(bench: Bench, name: str, home: Path) -> str:
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="of all phases together")
-    parser.add_argument("--phase", type=float, default=60.0, help="seconds that a phase is measured for")
+    parser.add_argument("--minutes", type=float, default=60.0, help="that all of it takes")
+    parser.add_argument("--phase", type=float, help="seconds that a phase is measured for; default: 10 to 60, as there is time")
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--pace", type=float, default=1.0, help="seconds between two exchanges of a peer")
     parser.add_argument("--throttle", type=float, default=50.0, help="as `edit-peer run --throttle`: peers are mostly idle")
-    parser.add_argument("--kills", type=int, default=10, help="further processes of the page that are killed, after the phases")
+    parser.add_argument(
+        "--kills", type=int, help="further processes of the page that are killed, after the phases; default: 3 to 10"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order of phases and the moments of the kills")
     parser.add_argument("--no-browser", action="store_true", help="a client that reads the stream, also where Chromium is")
     parser.add_argument("--label", default="", help="is written beside the figures")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    begins, chance = circumstances(asked.label), random.Random(asked.seed)
+    begins, chance, end = circumstances(asked.label), random.Random(asked.seed), time.monotonic() + 60 * asked.minutes
+    asked.kills = min(10, max(3, round(asked.minutes / 3))) if asked.kills is None else asked.kills
+    asked.phase = min(60.0, max(10.0, 60 * asked.minutes / (3 * LEAST_PAIRS))) if asked.phase is None else asked.phase
     chromium = None if asked.no_browser else shutil.which("chromium") or shutil.which("google-chrome")
     phases: list[dict[str, Any]] = []
     with terminated_as_interrupt(), tempfile.TemporaryDirectory(prefix="page-cost-") as scratch, ExitStack() as opened:
@@ -243,11 +253,15 @@ def main() -> None:
         until(lambda: bench.commits.look() >= 10, "the first ten commits")
         address = open_page(bench, PAGE, bench.folder / "observer")
         opened.enter_context(opened_by_a_browser(chromium, address) if chromium else opened_by_a_client(address))
-        bench.commits.aborted, began = 0, time.monotonic()
-        for pair in range(max(1, round(60 * asked.minutes / (2 * asked.phase)))):
+        bench.commits.aborted, began, longest = 0, time.monotonic(), 0.0
+        while not phases or time.monotonic() + longest + KILL_S * asked.kills <= end:
+            pair = time.monotonic()
             for open_ in chance.sample((False, True), 2):
                 phases.append(bench.phase(open_=open_, seconds=asked.phase, began=began))
-                print(f"pair {pair + 1}: {one_line(phases[-1])}, page {bench.sizes[-1][1] / 1e6:.1f} MB", flush=True)
+                print(
+                    f"pair {(len(phases) + 1) // 2}: {one_line(phases[-1])}, page {bench.sizes[-1][1] / 1e6:.1f} MB", flush=True
+                )
+            longest = max(longest, time.monotonic() - pair)
         bench.link.repair()
         enrol(bench.folder / "state", "another", bench.folder / "another")
         killing = time.time()

@@ -98,6 +98,7 @@ class History:
         self._bytes = [0, 0]  # in, out
         self._bytes_before = (0, 0)  # of earlier starts
         self.committed = self.aborted = 0  # rounds
+        self.points = 0  # that were added to curves: as long as it is the same, no curve has changed
 
     def begin_with(self, earlier: History) -> None:
         """Take the curves, events and verdicts of earlier starts; before any event of this one.
@@ -175,6 +176,8 @@ class History:
         self._paced.append((unix, step, self._tokens()))
 
     def _line(self, kind: str, peer_id: str) -> Line:
+        """Return the curve that a point is about to be added to."""
+        self.points += 1
         return self._curves.setdefault((kind, peer_id), Line())
 
     def _share(self, peer_id: str, unix: float) -> None:
@@ -204,7 +207,7 @@ class History:
 
     def events(self, after: int = 0) -> tuple[Event, ...]:
         """Return the last events whose number is above `after`."""
-        return tuple(event for event in self._events if event.number > after)
+        return tuple(event for event in self._events if event.number > after) if after else tuple(self._events)
 
     def curves(self) -> tuple[Curve, ...]:
         """Return all curves, with fewer points of each where there are many peers."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from aggregator.control.history import History
 from aggregator.control.membership import Member
 from aggregator.control.run import Run
 from aggregator.control.views import phase_of
 from aggregator.data.round_runner import RoundRunner
+from aggregator.security.members import MemberRecord
 from edit.rounds.deadlines import MEASURED
 from edit.rounds.events import Phase
 from editpb.messages import RunPhase
@@ -23,12 +23,15 @@ __all__ = ["peak_memory_bytes", "run_status"]
 _NAMED = 8  # of the peers that are waited for
 
 
-def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief: bool = False) -> RunStatus:
+def run_status(
+    run: Run, rounds_after: int = 0, events_after: int = 0, *, brief: bool = False, peak_bytes: int | None = None
+) -> RunStatus:
     """Return how the run stands now.
 
     Args:
         rounds_after, events_after: only with the recent rounds whose id, and the events whose number is above that.
         brief: without curves and settings.
+        peak_bytes: what `peak_memory_bytes` has returned; None: it is asked now, which takes as long as three members.
     """
     phase = phase_of(run.rounds if run.founded else None)
     running = phase not in (RunPhase.FOUNDING, RunPhase.PAUSED, RunPhase.FINISHED)
@@ -48,14 +51,16 @@ def run_status(run: Run, rounds_after: int = 0, events_after: int = 0, *, brief:
         stop_tokens=run.config.sync.tokens,
         digest=rounds.published.digest if rounds is not None else "",
         parameters=rounds.published.schema.numel if rounds is not None else 0,
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=peak_memory_bytes() if peak_bytes is None else peak_bytes,
         expected=tuple(sorted(machine.expected)) if machine is not None else (),
         arrived=tuple(sorted(machine.arrived)) if machine is not None else (),
         deadline_in_s=max(0.0, deadline - now) if deadline is not None else None,
         waiting_for=_waiting_for(run, rounds),
         warnings=(*run.warnings, *(rounds.misfits.values() if rounds is not None else ())),
         members=tuple(_members(run, rounds, now)),
-        rounds=tuple(report for report in run.recent_rounds if report.round_id > rounds_after),
+        rounds=tuple(report for report in run.recent_rounds if report.round_id > rounds_after)
+        if rounds_after
+        else (*run.recent_rounds,),
         t=run.clock.unix(),
         eta_s=run.history.eta_s(run.config.sync.outer_steps, run.config.sync.tokens, run.clock.unix()) if running else None,
         curves=() if brief else run.history.curves(),
@@ -119,56 +124,55 @@ def peak_memory_bytes() -> int:
     From /proc where there is one: on Linux, ru_maxrss begins with the peak of the process that started this one.
     """
     try:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
+        with Path("/proc/self/status").open("rb", buffering=0) as file:
+            _, _, line = file.read().partition(b"VmHWM:")
+        return int(line.split(maxsplit=1)[0]) * 1024
+    except (OSError, IndexError):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-    return int(line.split()[1]) * 1024
 
 
 def _members(run: Run, rounds: RoundRunner | None, now: float) -> list[MemberStatus]:
     """Every peer that was ever enrolled, and every other identity that attended."""
     attended = run.attendances.membership.members
     return [
-        replace(
-            _with_past(_member(one.peer_id, one.role, attended.get(one.peer_id), rounds, now), run.history, one.expires),
-            consented=one.peer_id in run.consents,
-        )
+        _member(run, rounds, one, attended.get(one.peer_id), now)
         for one in run.members.all()
         if one.role == "peer" or one.peer_id in attended
     ]
 
 
-def _with_past(status: MemberStatus, history: History, expires: float) -> MemberStatus:
-    """Add what this member did until now."""
-    last, shares = history.verdict(status.peer_id), history.shares(status.peer_id)
-    return replace(
-        status,
-        expires=expires,
+def _member(run: Run, rounds: RoundRunner | None, record: MemberRecord, member: Member | None, now: float) -> MemberStatus:
+    """Return one member, made in one call: watchers have all members made again for each message."""
+    peer_id = record.peer_id
+    last, shares = run.history.verdict(peer_id), run.history.shares(peer_id)
+    return MemberStatus(
+        peer_id=peer_id,
+        role=record.role,
+        **(_attended(member, now) if member is not None else {"state": "invited", "reason": "never attended"}),
+        **(_pace(peer_id, rounds, now) if member is not None and rounds is not None else {}),
+        expires=record.expires,
         computing=shares.get("computing", 0.0),
         exchanging=shares.get("exchanging", 0.0),
         waiting=shares.get("waiting", 0.0),
         verdict=last.verdict if last is not None else "",
         verdict_reason=last.reason if last is not None else "",
+        consented=peer_id in run.consents,
     )
 
 
-def _member(peer_id: str, role: str, member: Member | None, rounds: RoundRunner | None, now: float) -> MemberStatus:
-    if member is None:
-        return MemberStatus(peer_id=peer_id, role=role, state="invited", reason="never attended")
-    status = MemberStatus(
-        peer_id=peer_id,
-        role=role,
-        state=member.state.value,
-        reason=member.reason,
-        silent_s=max(0.0, now - member.last_seen),
-        contributions=member.contributions,
-        rejections=member.rejections,
-        absences=member.absences,
-    )
+def _attended(member: Member, now: float) -> dict[str, Any]:
+    """Return what a member has said, and what has become of its contributions."""
+    found: dict[str, Any] = {
+        "state": member.state.value,
+        "reason": member.reason,
+        "silent_s": max(0.0, now - member.last_seen),
+        "contributions": member.contributions,
+        "rejections": member.rejections,
+        "absences": member.absences,
+    }
     if (heartbeat := member.heartbeat) is not None:
-        status = replace(
-            status,
+        found.update(
             outer_step=heartbeat.outer_step,
             inner_steps=heartbeat.inner_steps,
             loss=heartbeat.loss,
@@ -179,26 +183,23 @@ def _member(peer_id: str, role: str, member: Member | None, rounds: RoundRunner 
             device=heartbeat.device,
             metrics=heartbeat.metrics,
         )
-    if rounds is not None:
-        status = _with_pace(status, rounds, now)
-    return status
+    return found
 
 
-def _with_pace(status: MemberStatus, rounds: RoundRunner, now: float) -> MemberStatus:
-    """Add where this member is in the round, and what it is given."""
-    machine, phase = rounds.machine, rounds.machine.peer_phase(status.peer_id)
-    upload_bytes, upload_total_bytes = rounds.upload(status.peer_id)
-    until = machine.quarantined_until(status.peer_id)
-    download_s, compute_s, upload_s = (machine.deadlines.allowed_s(status.peer_id, each) for each in MEASURED)
-    return replace(
-        status,
-        phase=phase.value if phase is not None else "",
-        deadline_s=machine.expected_s(status.peer_id) or 0.0,
-        upload_bytes=upload_bytes,
-        upload_total_bytes=upload_total_bytes,
-        download_s=download_s,
-        compute_s=compute_s,
-        upload_s=upload_s,
-        optional=machine.is_optional(status.peer_id),
-        quarantined_s=max(0.0, until - now) if until is not None else 0.0,
-    )
+def _pace(peer_id: str, rounds: RoundRunner, now: float) -> dict[str, Any]:
+    """Return where a member is in the round, and what it is given."""
+    machine, phase = rounds.machine, rounds.machine.peer_phase(peer_id)
+    upload_bytes, upload_total_bytes = rounds.upload(peer_id)
+    until = machine.quarantined_until(peer_id)
+    download_s, compute_s, upload_s = (machine.deadlines.allowed_s(peer_id, each) for each in MEASURED)
+    return {
+        "phase": phase.value if phase is not None else "",
+        "deadline_s": machine.expected_s(peer_id) or 0.0,
+        "upload_bytes": upload_bytes,
+        "upload_total_bytes": upload_total_bytes,
+        "download_s": download_s,
+        "compute_s": compute_s,
+        "upload_s": upload_s,
+        "optional": machine.is_optional(peer_id),
+        "quarantined_s": max(0.0, until - now) if until is not None else 0.0,
+    }

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aggregator.control.attendance import Attendance
 from aggregator.control.run import Run
-from aggregator.control.status import run_status
 from aggregator.security.certificates import public_hash
 from aggregator.services.authorization import Authorizer
 from aggregator.services.readers import send
-from aggregator.services.watching import Watchers, fit
+from aggregator.services.status_replies import StatusReplies
+from aggregator.services.watching import Watchers
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from edit.trust.signatures import key_hash
 from editpb import control_pb2 as cpb
@@ -44,7 +44,8 @@ class ControlService:
 
     def __init__(self, run: Run, authorizer: Authorizer) -> None:
         self._run, self._authorizer = run, authorizer
-        self._watchers = Watchers(run)
+        self._replies = StatusReplies(run)
+        self._watchers = Watchers(run, self._replies)
 
     async def Attend(self, messages: AsyncIterator[cpb.PeerMessage], context: Context) -> AsyncIterator[cpb.CoordinatorMessage]:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
@@ -160,16 +161,18 @@ class ControlService:
         """Return how the run stands."""
         async with abort_on_error(context):
             identity = self._authorizer.authorize(context, "operator", "observer")
-            status = run_status(self._run, request.rounds_after, brief=request.brief)
-            return fit(status.shown_to(identity.role, identity.peer_id, self._run.config.membership.share_losses))
+            return self._replies.now(identity, request.rounds_after, brief=request.brief)
         raise AssertionError("unreachable: abort raises")
 
     async def Watch(self, request: cpb.WatchRequest, context: Context) -> None:
         """Send how the run stands, again and again, until the caller ends it. Who reads nothing for long is cut off."""
         async with abort_on_error(context):
-            authorize = partial(self._authorizer.authorize, context, *_WATCHERS)
-            with self._watchers.place(authorize()):
-                await send(context.write, self._watchers.statuses(request.every_s, authorize))
+            with self._watchers.place(self._authorizer.authorize(context, *_WATCHERS)):
+                await send(context.write, self.statuses(request.every_s, context))
+
+    def statuses(self, every_s: float, context: Context) -> AsyncGenerator[cpb.StatusReply, None]:
+        """Return the messages of Watch, which authorize the caller again before each of them."""
+        return self._watchers.statuses(every_s, partial(self._authorizer.authorize, context, *_WATCHERS))
 
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
         """Shut a member out for good."""

@@ -28,11 +28,13 @@ from edit.council.record import Phase
 from edit.errors import EditError, TransportError
 from editpb.run_status import CouncilMember, CouncilPart, CouncilStatus, RunStatus
 from editpb.transport.watch import watch
+from editpb.validity import duration
 from editpb.whole_run import continued, whole_run
 
 __all__ = ["SwarmWatch", "begin_to_observe", "council_status", "whole_status"]
 
 FIRST_S = 5.0  # for how long the owners' first answers are waited for
+SILENT_S = 60.0  # from then on it is told for how long an owner has not answered
 AGAIN_S = 1.0  # after an owner did not answer
 RENEWED_S = 15.0  # for how long a member is waited for that may renew an observer's certificate
 LOOK_S = 3600.0  # between two looks at when that ends
@@ -63,7 +65,7 @@ class SwarmWatch:
         self._config, self._fragments = _settings(path)
         self._shown = settings_of(self._config)
         self._parts: list[RunStatus | None] = [None] * len(self._fragments)
-        self._troubles: dict[int, str] = {}  # why nothing newer comes of a part
+        self._troubles: dict[int, tuple[str, float]] = {}  # why nothing newer comes of a part, and since when
         self._owners: dict[int, tuple[str, int, str]] = {}  # name, grant, address: who is watched
         self._told = asyncio.Event()
         self._look_at = -math.inf  # when the certificate is looked at, where this is an observer's folder
@@ -137,7 +139,7 @@ class SwarmWatch:
                 await self._take(number, owner, address)
                 raise TransportError(f"{owner} has ended the connection")
             except EditError as error:
-                self._troubles[number] = str(error)
+                self._troubles[number] = str(error), self._troubles.get(number, ("", self._unix()))[1]
                 self._told.set()
             await asyncio.sleep(AGAIN_S)
 
@@ -166,8 +168,13 @@ class SwarmWatch:
         reasons = (
             ["too few voters are here: nothing is agreed on until others return; all train on alone"] if council.lost else []
         )
-        reasons += [f"part {number}: {why}" for number, why in sorted(troubles.items())]
         states = {row.peer_id: row for row in council.members}
+        for number, (why, since) in sorted(troubles.items()):
+            owner, silent_s = self._owners[number][0], self._unix() - since
+            long = f" (for {duration(silent_s)})" if silent_s >= SILENT_S else ""
+            elsewhere = owner in states and states[owner].state in ("here", "late", "leads")
+            goes_on = f"; other members reach {owner}, and the run goes on" if long and elsewhere else ""
+            reasons.append(f"part {number}: {why}{long}{goes_on}")
         members = tuple(
             replace(row, state="evicted", reason=record.evicted[row.peer_id])
             if row.peer_id in record.evicted

@@ -11,7 +11,7 @@ from editpb import limits as lim
 from editpb.limits import check_id, fail, within
 from editpb.run_status import Curve, Event, MemberStatus, RoundReport, RunStatus, Setting
 
-__all__ = ["fragment_verdicts_from_pb", "fragment_verdicts_to_pb", "status_from_pb", "status_to_pb"]
+__all__ = ["fragment_verdicts_from_pb", "fragment_verdicts_to_pb", "round_to_pb", "status_from_pb", "status_to_pb"]
 
 _PHASE = "RUN_PHASE_"
 
@@ -29,7 +29,7 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
             draining=status.draining,
         ),
         members=[_member_to_pb(member) for member in status.members],
-        rounds=[_round_to_pb(report) for report in status.rounds],
+        rounds=[round_to_pb(report) for report in status.rounds],
         outer_steps=status.outer_steps,
         parameters=status.parameters,
         peak_memory_bytes=status.peak_memory_bytes,
@@ -175,7 +175,8 @@ def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
     )
 
 
-def _round_to_pb(report: RoundReport) -> cpb.RoundStatus:
+def round_to_pb(report: RoundReport) -> cpb.RoundStatus:
+    """Return a closed round as a message."""
     return cpb.RoundStatus(
         round_id=report.round_id,
         outer_step=report.outer_step,

@@ -12,7 +12,16 @@ import grpc
 import pytest
 
 from aggregator.run_feed import PeerReported
-from aggregator.services.watching import CURVES_S, MAX_OF_MEMBER, MAX_WATCHERS, Watchers, fit
+from aggregator.services.status_replies import StatusReplies
+from aggregator.services.watching import (
+    CURVES_S,
+    LEAST_EVERY_S,
+    MAX_OF_MEMBER,
+    MAX_WATCHERS,
+    MOST_EVERY_S,
+    Watchers,
+    until_tick,
+)
 from edit.errors import BusyError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
@@ -20,7 +29,7 @@ from editpb.control_messages import peer_message_to_pb
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import RunStatus
-from editpb.status_messages import status_from_pb
+from editpb.status_messages import status_from_pb, status_to_pb
 from editpb.transport.watch import watch
 from tests.support.loops import on_a_loop, pass_time, run_held, until
 from tests.support.served import TOML, BarePeer, Served, found_run, new_folder, served, theta
@@ -145,7 +154,7 @@ def test_who_reads_slowly_gets_all_that_happened_in_one_message_and_no_message_w
         async with served(new_folder(tmp_path / "run")) as at, at.peer("a") as a:
             await found_run(a)
             run = at.coordinator.run
-            watchers = Watchers(run)
+            watchers = Watchers(run, StatusReplies(run))
             messages = watchers.statuses(1.0, lambda: OPERATOR)
             whole = status_from_pb(await anext(messages))
             for step in range(3):
@@ -172,7 +181,7 @@ def test_who_reads_slowly_gets_all_that_happened_in_one_message_and_no_message_w
 @on_a_loop
 async def test_a_member_watches_so_often_and_no_oftener_and_operators_always_find_room(tmp_path: Path) -> None:
     async with served(new_folder(tmp_path / "run")) as at:
-        watchers = Watchers(at.coordinator.run)
+        watchers = Watchers(at.coordinator.run, StatusReplies(at.coordinator.run))
         with contextlib.ExitStack() as places:
             for _ in range(MAX_OF_MEMBER):
                 places.enter_context(watchers.place(Identity("run", "observer", "eve")))
@@ -201,11 +210,81 @@ async def test_a_status_that_is_too_large_loses_its_oldest_rounds_first(tmp_path
             await commit(a, step, at)
         async with at.channel("op", "operator") as channel:
             status = status_from_pb(await control_pb2_grpc.ControlStub(channel).Status(pb.StatusRequest()))
-    whole = fit(status)
-    assert len(whole.rounds) == 4
-    smaller = fit(status, whole.ByteSize() - 1)
-    assert [report.outer_step for report in smaller.rounds] == [3, 4] and len(smaller.curves) == len(whole.curves)
-    assert not fit(status, 100).rounds and not fit(status, 100).curves
+        reply = StatusReplies(at.coordinator.run).reply
+    whole = reply(status)
+    assert whole == status_to_pb(status) and len(whole.rounds) == 4
+    smaller = reply(status, whole.ByteSize() - 1)
+    assert [report.outer_step for report in smaller.rounds] == [2, 3, 4] and len(smaller.curves) == len(whole.curves)
+    assert not reply(status, 100).rounds and not reply(status, 100).curves
+
+
+def test_all_who_watch_at_one_pace_get_one_message_and_each_what_it_may_see(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as at, at.peer("a") as a:
+            await found_run(a)
+            run = at.coordinator.run
+            run.feed.publish(PeerReported("a", Heartbeat(state=PeerState.TRAINING, outer_step=0, inner_steps=3, loss=2.5)))
+            watchers = Watchers(run, StatusReplies(run))
+            names = {"eve": "observer", "ada": "observer", "a": "peer", "op": "operator"}
+            streams = {
+                name: watchers.statuses(1.0, lambda name=name, role=role: Identity("run", role, name))
+                for name, role in names.items()
+            }
+            first = {name: await anext(stream) for name, stream in streams.items()}
+            await commit(a, 0, at)
+            waiting = {name: asyncio.ensure_future(anext(stream)) for name, stream in streams.items()}
+            await asyncio.sleep(0)
+            pass_time(1.0)
+            second = {name: await one for name, one in waiting.items()}
+            for told in (first, second):
+                assert told["eve"] is told["ada"]
+                assert len({id(each) for each in told.values()}) == 3
+            seen = {name: status_from_pb(first[name]).updated(status_from_pb(second[name])) for name in names}
+            assert all(steps_of(each) == [1] and each.settings for each in seen.values())
+            assert {name: [one.kind for one in each.curves].count("loss") for name, each in seen.items()} == {
+                "eve": 0,
+                "ada": 0,
+                "a": 1,
+                "op": 1,
+            }
+            for stream in streams.values():
+                await stream.aclose()
+
+    run_held(scenario())
+
+
+def test_curves_come_only_where_they_have_changed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as at, at.peer("a") as a:
+            await found_run(a)
+            await commit(a, 0, at)
+            run = at.coordinator.run
+            messages = Watchers(run, StatusReplies(run)).statuses(CURVES_S, lambda: OPERATOR)
+            told = [await anext(messages)]
+            for step in (0, 1, 0):
+                if step:
+                    await commit(a, step, at)
+                waiting = asyncio.ensure_future(anext(messages))
+                await asyncio.sleep(0)
+                pass_time(CURVES_S)
+                told.append(await waiting)
+            assert [bool(each.curves) for each in told] == [True, False, True, False]
+            await messages.aclose()
+
+    run_held(scenario())
+
+
+@pytest.mark.parametrize("pause", [LEAST_EVERY_S, 0.3, 1.0, 7.7, MOST_EVERY_S])
+def test_watchers_of_one_pace_are_due_at_the_same_times(pause: float) -> None:
+    now, begun = 12345.678, (12345.678, 12345.9, 12346.0, 12349.99)
+    due = [each + until_tick(each, pause) for each in begun]
+    assert all(each / pause == pytest.approx(round(each / pause), abs=1e-6) for each in due)
+    for _ in range(5):
+        later = now + until_tick(now, pause)
+        assert 0.1 * pause - 1e-6 <= later - now <= 1.1 * pause + 1e-6
+        for early in (0.0, -1e-9, 1e-6):  # a timer is never exact
+            assert until_tick(later + early, pause) == pytest.approx(pause, abs=1e-5)
+        now = later
 
 
 @on_a_loop

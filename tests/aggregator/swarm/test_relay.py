@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ from cryptography.hazmat.primitives import serialization
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.security.certificates import make_ca
-from aggregator.swarm import operate, relay
-from aggregator.swarm.host_folder import HostFolder
+from aggregator.security.authority import load_issuer
+from aggregator.security.certificates import key_pem, make_ca, new_key
+from aggregator.swarm import operate, relay, watching
+from aggregator.swarm.host_folder import HostFolder, Settings
 from aggregator.swarm.process import settle
 from aggregator.swarm.relay import BACK, HELLO, MOST_UNDECIDED_FROM, READY, Relay, relay_context, relay_identity, server_name_of
 from aggregator.swarm.relayed import RelayedPort
+from aggregator.swarm.watching import SwarmWatch
+from edit.durable_files import write_atomic
 from edit.errors import ConfigError, RefusedError, TransportError
 from editpb.identity import Identity
 from tests.aggregator.swarm.test_host import step
 from tests.aggregator.swarm.test_operating import equip
-from tests.support.council.hosts import Hosts, hosts
+from tests.aggregator.swarm.test_watching import first_that
+from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.loops import pass_time, run_held
 
 NAME = "0123456789abcdef0123456789abcdef01234567.invalid"
@@ -122,6 +127,57 @@ def test_members_that_nobody_can_dial_train_vote_and_follow_each_other_as_owners
         await swarm.until(lambda: owner not in one.members)
 
     scenario(tmp_path, body)
+
+
+def test_who_looks_on_sees_members_through_the_relay_and_since_when_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An observer knows nothing but the relay, too. Where an owner does not answer it, what the others say of it remains."""
+    monkeypatch.setattr(Settings, "schemas", lambda self, config: ((range(len(SIZES)), schema_of(0)),))
+    now = time.time()
+
+    async def body(swarm: Hosts, one: Relay) -> None:
+        nonlocal now
+        await grow(swarm, one, "ab")
+        await step(swarm, 1)
+        home = observer_behind(swarm, one)
+        async with aclosing(SwarmWatch(home, every_s=0.0, unix=lambda: now).statuses()) as statuses:
+            told = await first_that(statuses, lambda status: status.rounds and status.council.leader == "a")
+            assert (told.outer_step, told.reason) == (1, "")
+            assert {row.peer_id: row.state for row in told.council.members} == {"a": "leads", "b": "here"}
+            assert HostFolder.load(home).seeds == {"a": (one.listen,), "b": (one.listen,)}
+        owner, silent = swarm.record.parts[0].owner, f"nobody answers at {one.listen}"
+
+        @asynccontextmanager
+        async def nobody(*_: object) -> AsyncIterator[None]:
+            raise TransportError(silent)
+            yield
+
+        monkeypatch.setattr(watching, "part_control", nobody)
+        async with aclosing(SwarmWatch(home, every_s=0.0, unix=lambda: now).statuses()) as statuses:
+            told = await first_that(statuses, lambda status: status.reason)
+            assert told.reason == f"part 0: {silent}"
+            now += 90.0
+            told = await anext(statuses)
+            assert told.reason == f"part 0: {silent} (for 1 min); other members reach {owner}, and the run goes on"
+            assert {row.peer_id: row.state for row in told.council.members} == {"a": "leads", "b": "here"}
+
+    scenario(tmp_path, body)
+
+
+def observer_behind(swarm: Hosts, one: Relay) -> Path:
+    """Make the folder of an observer that knows of members only that they are behind the relay."""
+    home = swarm.path / "eye"
+    home.mkdir(mode=0o700)
+    issuer, key = load_issuer(swarm.path / "a" / "authority"), new_key()
+    identity = Identity(swarm.run_id, "observer", "eye")
+    certificate = issuer.issue(identity, key.public_key(), lifetime_s=1e9, now=time.time())
+    (home / "peer.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    write_atomic(home / "peer.key", key_pem(key), mode=0o600)
+    for name in ("ca.pem", "run.toml"):
+        shutil.copy(swarm.path / "a" / name, home / name)
+    HostFolder(seeds=dict.fromkeys(swarm.running, (one.listen,))).save(home)
+    return home
 
 
 def test_members_come_back_to_a_relay_that_was_started_again(tmp_path: Path) -> None:
