@@ -125,6 +125,7 @@ from editpb.council_messages import (
     Told,
     description_to_pb,
     owners_to_pb,
+    waiting_from_pb,
 )
 from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, endpoint_of
@@ -1553,6 +1554,12 @@ class Host:
                 async with asyncio.timeout(_OWNERS_S):
                     await news.wait()
 
+    def wanted(self, waiting: Mapping[int, int]) -> None:
+        """The peer beside this host waits for owners. waiting: by part, the outer step that it is at."""
+        if self.gossip is None:
+            for number, outer_step in waiting.items():
+                self.tell(ev.Wanted(number, outer_step))
+
     def handler(self, method: str, metadata: Any) -> Any:
         """Return what serves a call of a peer that trains.
 
@@ -1653,6 +1660,14 @@ class _CouncilService:
                 raise RefusedError("this run has one model for all: FetchState")
             limit = self._host.limit_of(context)
             await send(context.write, self._host.phi(reader, gossip, request.settling, limit.chunk_bytes), limit=limit)
+
+    async def Waiting(self, request: pb.WaitingRequest, context: Context) -> pb.WaitingReply:
+        """See the service."""
+        async with abort_on_error(context):
+            if self._host.caller(context) != self._host.peer_id:
+                raise RefusedError(f"only {self._host.peer_id} itself says here that it waits")
+            self._host.wanted(waiting_from_pb(request))
+        return pb.WaitingReply()
 
     async def Standing(self, request: pb.StandingRequest, context: Context) -> pb.StandingReply:
         """See the service."""

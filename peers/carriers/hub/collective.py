@@ -576,6 +576,14 @@ class HubCollective:
         return links is not None and self._io.read(lambda: links[0].sending)
 
     @property
+    def awaits(self) -> int | None:
+        """The outer step that this peer is at, while its contribution has no outcome; None: there is none. Any thread."""
+        links = self._links
+        if links is None:
+            return None
+        return self._io.read(lambda: links[0].position if links[0].sent is not None else None)
+
+    @property
     def origin(self) -> Origin | None:
         """Where the last snapshot came from."""
         return self._data.origin

@@ -21,6 +21,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import leaving
 from peers.carriers.swarm.channels import PartChannels
 from peers.carriers.swarm.owners import OwnerWatch
+from peers.carriers.swarm.waiting import WaitingNews
 
 __all__ = ["connect_swarm"]
 
@@ -64,8 +65,12 @@ def connect_swarm(
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)
     with leaving(AllAggregators(io, channels, identity, ranks, parser, site=site), ended, failed) as connection:
+        waiting = WaitingNews(identity, channels[0], lambda: [one.awaits for one in connection.shares])
         io.spawn(watch.run())
+        if ranks.leads and identity.peer_id in hosts:
+            io.spawn(waiting.run())
         try:
             yield connection, read[0][0], min(outer_step for _, outer_step in read)
         finally:
             io.post(watch.stop)
+            io.post(waiting.stop)
