@@ -13,7 +13,6 @@ from edit.replica.ranks import ALONE, Ranks
 from editpb.identity import Identity
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from peers.carriers.hub.all_aggregators import AllAggregators
-from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
 from peers.carriers.hub.site import NOWHERE, Site
@@ -37,7 +36,7 @@ def connect_swarm(
     limit: SendLimit = UNLIMITED,
     *,
     site: Site = NOWHERE,
-    keep: Callable[[Channels], Coroutine[Any, Any, None]] | None = None,
+    keep: Callable[[PartChannels], Coroutine[Any, Any, None]] | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
