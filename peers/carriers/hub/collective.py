@@ -346,6 +346,8 @@ class HubCollective:
         match self._session.decide(step, sent, time.monotonic())[0]:
             case Decision.COMMITTED:
                 downlink.foresee(step + 1)
+            case Decision.WAIT if self._channels.takes_itself:
+                pass  # it comes to this peer's own host ahead of the commit
             case Decision.WAIT if sent.round_id and not self._session.carries and self._session.takes(sent.round_id):
                 downlink.fetch_ahead(step + 1, sent.round_id)
 

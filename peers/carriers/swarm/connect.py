@@ -55,7 +55,8 @@ def connect_swarm(
         keep: a task that renews the credentials of the channels that it is given.
         ended, failed: what the goodbye says.
     """
-    channels = [PartChannels(identity.run_id, hosts, part, credentials, limit) for part in range(parts)]
+    own_takes = next(iter(hosts)) == identity.peer_id
+    channels = [PartChannels(identity.run_id, hosts, part, credentials, limit, own_takes=own_takes) for part in range(parts)]
     for each in channels[1:]:
         each.share(channels[0])
     if keep is not None:
@@ -66,7 +67,7 @@ def connect_swarm(
     with leaving(AllAggregators(io, channels, identity, ranks, parser, site=site), ended, failed) as connection:
         waiting = WaitingNews(identity, channels[0], lambda: [one.awaits for one in connection.shares])
         io.spawn(watch.run())
-        if ranks.leads and identity.peer_id in hosts:
+        if ranks.leads and own_takes:
             io.spawn(waiting.run())
         try:
             yield connection, read[0][0], min(outer_step for _, outer_step in read)
