@@ -84,9 +84,10 @@ Who comes in
 
 Owners that stall
 18. Wanted says that the peer beside this member waits for an owner's update. Where a part has stood still under one grant for
-    stall_s since then, by the clock here, while a leader was heard and the run was not paused, and no update of that grant is
-    held here, the member says Stall to all voters. A voter without such a peer, to whom the part has stood still as long, says
-    so, too, once two others' peers wait. A word is of one grant and outer step, and so is over with either.
+    stall_s since then, by the clock here, while a leader was heard and the run was not paused, the member says Stall to all
+    voters. It does so also where it holds an update: others may hold another, or none. A voter without such a peer, to whom
+    the part has stood still as long, says so, too, once two others' peers wait. A word is of one grant and outer step, and so
+    is over with either.
     When the voters that have not said so are no quorum, and at least stall_peers have peers that wait, the part goes to others,
     and this owner gets no part for ten times stall_s if others can. Every voter counts that itself: one that was counted, and
     whose leader changes nothing for four leases, neither follows nor elects that leader for twenty. So fewer than it takes to
@@ -1052,9 +1053,7 @@ class Council:
         record = self._committed
         if record is None or self._led_s < max(self._stood[i][1], since) + self._timing.stall_s:
             return False
-        part, states = record.parts[i], self._parts.states
-        held = states[i].held if i < len(states) else None
-        return part.owner != self._peer_id and not (held is not None and held.continues(part))
+        return record.parts[i].owner != self._peer_id
 
     def _say_stall(self, stall: Stall) -> None:
         self._emit_each(self._electors - {self._peer_id}, stall)
@@ -1079,7 +1078,7 @@ class Council:
         if silent and len(said.waiting) >= wanted and self._stands_still(i):
             self._say_stall(Stall(i, part.grant, part.outer_step, waits=False))
             return
-        if record.agreed({*record.electors} - said.names) or len(said.waiting) < self._timing.stall_peers:
+        if not self._are_enough(said, record):
             return
         if said.enough_at == math.inf:
             said.enough_at = self._now
@@ -1090,6 +1089,10 @@ class Council:
             self._leave_stallers()
         elif self._hears_leader and self._now >= said.enough_at + DEAF_LEASES * self._lease_s:
             self._shun()
+
+    def _are_enough(self, said: _Stalled, record: Record) -> bool:
+        """Whether the part goes to others: the voters that have not said so could agree on nothing."""
+        return not record.agreed({*record.electors} - said.names) and len(said.waiting) >= self._timing.stall_peers
 
     def _leave_stallers(self) -> None:
         """Have the parts whose owners stall change hands with the next version, unless that is on its way."""

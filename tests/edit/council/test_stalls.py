@@ -9,7 +9,7 @@ import pytest
 from edit.council import events as ev
 from edit.council.machine import DEAF_LEASES, PARDONED, Council
 from edit.council.record import Phase
-from tests.support.council.table import LEASE_S, STALL_S, Table
+from tests.support.council.table import LEASE_S, STALL_S, Table, update
 
 SOON_S = 2 * LEASE_S
 
@@ -126,11 +126,18 @@ def test_a_leader_that_stalls_as_an_owner_and_hears_nothing_is_left() -> None:
     assert any("a leads, and does nothing about an owner that stalls" in text for text in said(table, "b"))
 
 
-def holds_it(table: Table) -> None:
-    table.works = False
-    made = table.make("a")
-    table.handle("b", ev.Offered("a#1", made))
-    table.handle("b", ev.Held(made))
+def test_an_owner_that_offers_each_another_update_stalls_too() -> None:
+    table = served("abcde", "e")
+    table.waiting = "bcde"
+    grant, base = table.record.parts[0].grant, table.record.parts[0].digest
+    for peer_id in "bcde":
+        table.handle(peer_id, ev.Offered("a#1", update(0, 1, grant, base, peer_id)))
+    table.run(STALL_S + SOON_S)
+    part = table.record.parts[0]
+    assert part.owner != "a" and part.outer_step == 0
+    table.make(part.owner)
+    table.run(LEASE_S)
+    assert table.record.parts[0].outer_step == 1, "what was held of the grant before is replaced"
 
 
 def pauses(table: Table) -> None:
@@ -141,7 +148,7 @@ def nobody_leads(table: Table) -> None:
     table.cut = {"a", "b", "c"}
 
 
-@pytest.mark.parametrize("why", [holds_it, pauses, nobody_leads], ids=lambda why: why.__name__)
+@pytest.mark.parametrize("why", [pauses, nobody_leads], ids=lambda why: why.__name__)
 def test_who_is_not_to_blame_is_not_blamed(why: Callable[[Table], None]) -> None:
     table = served()
     table.waiting = "b"
