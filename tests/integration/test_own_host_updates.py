@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from aggregator.services import data as owner_module
 from aggregator.swarm import taken_updates
+from aggregator.swarm.host import Host
 from aggregator.swarm.taken_updates import TakenUpdates
 from edit.errors import GoneError
 from edit.fragments.digest import digest
@@ -18,10 +22,12 @@ from edit.records import Committed, Contribution
 from edit.replica.ranks import Ranks
 from editpb.identity import Identity
 from peers.carriers.io_thread import IoThread
+from peers.carriers.swarm import waiting
 from peers.carriers.swarm.connect import connect_swarm
 from tests.support.council.trained import Trained, trained
 from tests.support.encoded import encode
 from tests.support.fake_run import vectors
+from tests.support.loops import WAIT_S
 from tests.support.served import TOML
 from tests.support.thread_ranks import at_every_rank
 from tests.support.two_ranks import SCHEMA, SIZES, shards
@@ -108,6 +114,37 @@ def test_two_ranks_read_an_update_from_their_own_host_where_that_has_it(
         assert counted["own host"] == 0 and counted["owner"] >= STEPS * UPDATE_BYTES
         assert bool(asked) == (case == "own host is behind")
         assert asked["own host"] <= 2 * 2, "it is not asked again for a while"
+
+
+def test_a_peer_whose_owner_makes_nothing_says_so_to_its_own_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = TOML.format(start=1, quorum=1) + "[membership]\nheartbeat_s = 10.0\nlease_s = 1000.0\n"
+    monkeypatch.setattr(waiting, "EACH_S", 0.01)
+    with trained(tmp_path, monkeypatch, SCHEMA, vectors(SIZES, 0), toml) as at:
+        at.until(lambda: at.swarm.owner() is not None)
+        owner = at.swarm.record.parts[0].owner
+        name = min({*"abc"} - {owner})
+        withheld, told = threading.Event(), threading.Event()
+        propose, wanted = Host._propose, Host.wanted
+
+        async def withhold(self: Host, *arguments: Any) -> None:
+            if self.peer_id == owner and not told.is_set():
+                withheld.set()
+                until = time.monotonic() + WAIT_S
+                while not told.is_set() and time.monotonic() < until:
+                    await asyncio.to_thread(time.sleep, 0.001)
+            await propose(self, *arguments)
+
+        def hear(self: Host, waiting: Mapping[int, int]) -> None:
+            assert self.peer_id == name
+            wanted(self, waiting)
+            if withheld.is_set() and waiting == {0: 0}:
+                told.set()
+
+        monkeypatch.setattr(Host, "_propose", withhold)
+        monkeypatch.setattr(Host, "wanted", hear)
+        at.credentials(name)
+        assert at_every_rank(2, lambda ranks: train(at, name, ranks)) == [expected()] * 2
+        assert told.is_set(), "and not what has an outcome"
 
 
 async def at_one_state(at: Trained) -> bool:

@@ -123,6 +123,8 @@ def _deaf(council: type[Council], liar: str) -> type[Council]:
     """Return the machine of a member that as a leader does nothing about what others say of it."""
 
     class Deaf(council):  # type: ignore[misc,valid-type]
+        _moved: dict[int, set[str]]
+
         def _owns(self, i: int) -> bool:
             parts = self.record.parts
             return i < len(parts) and parts[i].owner == liar
