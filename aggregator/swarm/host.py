@@ -67,6 +67,7 @@ from aggregator.swarm.standing import (
     lasting,
     state_of,
 )
+from aggregator.swarm.taken_updates import TakenUpdates
 from aggregator.swarm.transfers import (
     body_sizes,
     contribution_parts,
@@ -125,6 +126,7 @@ from editpb.council_messages import (
     Told,
     description_to_pb,
     owners_to_pb,
+    waiting_from_pb,
 )
 from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, endpoint_of
@@ -132,8 +134,8 @@ from editpb.limits import CHUNK_BYTES, check_digest, check_id, one_line
 from editpb.signed_contributions import config_digest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
-from editpb.transport.chunk_frames import add_council_servicer, handlers_of
-from editpb.transport.parts import metadata_of_owner, part_of
+from editpb.transport.chunk_frames import add_council_servicer, fetch_update_handler, handlers_of
+from editpb.transport.parts import asks_taken, metadata_of_owner, part_of
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from editpb.transport.status import from_rpc
 from editpb.validity import Notice, Validity
@@ -171,6 +173,7 @@ MOST_NAMED = 256  # outer steps that committed records named, of each part
 WITNESSES_S = 10.0  # a source is asked for its state when all voters have said what theirs comes to, or so long after
 CONFIRM_S = 15.0  # and what it sent is confirmed within so long
 VERIFY_TRIES = 5  # to fetch what an update was merged from, before its owner is disputed
+_FETCH_UPDATE = "/editpb.Data/FetchUpdate"
 _MISSED = "; if the run has ended there, start one of them again: this member takes its end from it"
 _HERE = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")  # as gRPC names callers on this machine
 
@@ -293,12 +296,14 @@ class Host:
         self._saved = folder.saved()
         self.parts: list[_HostedPart] = []
         self._stores: list[Store] = []
+        self._taken: list[TakenUpdates] = []  # of each part, for the ranks of the peer beside this host
         self._config_digest = config_digest(config)  # in what peers sign
         merged_by = merging(config)
         for number, schema in enumerate(schemas):
             self._stores.append(Store(folder.part(number), merged_by, run_id))
             replica = PartReplica(run_id, number, merged_by, self._stores[-1], partial(on_commit, number))
-            self.parts.append(_HostedPart(number, schema, replica))
+            self.parts.append(part := _HostedPart(number, schema, replica))
+            self._taken.append(TakenUpdates(self, schema, self._stores[-1].update, part.do))
         self.gossip: GossipMember | None = None  # in place of the parts' engines
         if config.outer.algorithm == "gossip":
             self.gossip = self._gossip()
@@ -1019,6 +1024,7 @@ class Host:
             self.gossip.tell()
         match answer:
             case ev.Applied(number, outer_step):
+                self._taken[number].taken()
                 _steps_log.info("part %d is at outer step %d", number, outer_step)
             case ev.Failed(number, _, reason):
                 _log.info("part %d: %s", number, reason)
@@ -1553,12 +1559,20 @@ class Host:
                 async with asyncio.timeout(_OWNERS_S):
                     await news.wait()
 
+    def wanted(self, waiting: Mapping[int, int]) -> None:
+        """The peer beside this host waits for owners. waiting: by part, the outer step that it is at."""
+        if self.gossip is None:
+            for number, outer_step in waiting.items():
+                self.tell(ev.Wanted(number, outer_step))
+
     def handler(self, method: str, metadata: Any) -> Any:
         """Return what serves a call of a peer that trains.
 
         Raises TransportError, which names the owner: the call may be tried again, there; RemoteProtocolError.
         """
         number = part_of(metadata, len(self.parts))
+        if self.gossip is None and method == _FETCH_UPDATE and asks_taken(metadata):
+            return fetch_update_handler(self._taken[number].FetchUpdate)
         engine, record = self.parts[number].engine, self.council.committed
         if self.gossip is not None:
             engine = self.gossip.engine
@@ -1653,6 +1667,14 @@ class _CouncilService:
                 raise RefusedError("this run has one model for all: FetchState")
             limit = self._host.limit_of(context)
             await send(context.write, self._host.phi(reader, gossip, request.settling, limit.chunk_bytes), limit=limit)
+
+    async def Waiting(self, request: pb.WaitingRequest, context: Context) -> pb.WaitingReply:
+        """See the service."""
+        async with abort_on_error(context):
+            if self._host.caller(context) != self._host.peer_id:
+                raise RefusedError(f"only {self._host.peer_id} itself says here that it waits")
+            self._host.wanted(waiting_from_pb(request))
+        return pb.WaitingReply()
 
     async def Standing(self, request: pb.StandingRequest, context: Context) -> pb.StandingReply:
         """See the service."""

@@ -47,6 +47,8 @@ __all__ = [
 
 FORMAT = 2  # of host.json
 AUTHORITY_FORMAT = 1  # of authority/run.json
+# A round lasts ceiling_s, twice that where an inner step was measured to take so long, and then it is merged and offered.
+STALL_CEILINGS = 3.0
 _log = logging.getLogger(__name__)
 _NOT_INSTALLED = "the DHT needs hivemind, on Linux x86-64: pip install 'edit-localsgd[swarm]'"
 
@@ -162,7 +164,14 @@ class Settings:
     def timing(self, config: RunConfig) -> Timing:
         """Return how fast the council notices. Raises ConfigError."""
         swarm = self.swarm(config)
-        return Timing(heartbeat_s=swarm.heartbeat_s, lease_s=swarm.lease_s, forget_s=swarm.forget_s, verify_s=swarm.verify_s)
+        return Timing(
+            heartbeat_s=swarm.heartbeat_s,
+            lease_s=swarm.lease_s,
+            forget_s=swarm.forget_s,
+            verify_s=swarm.verify_s,
+            stall_s=STALL_CEILINGS * config.rounds.ceiling_s,
+            stall_peers=max(1, config.rounds.quorum - 1),
+        )
 
     def schemas(self, config: RunConfig) -> tuple[tuple[range, Schema], ...]:
         """Return the fragments of each part, and their schema. Raises ConfigError."""

@@ -64,9 +64,11 @@ __all__ = [
     "SendOffer",
     "Serve",
     "SetPhase",
+    "Stall",
     "Supersede",
     "Tick",
     "Vote",
+    "Wanted",
 ]
 
 
@@ -195,7 +197,20 @@ class Claim:
         check_id(self.peer_id)
 
 
-Message = Hello | News | Ask | Vote | Append | Accepted | Release | Ended | Leave | Claim
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """To all voters, again and again: the owner of this grant should have made the update that follows this outer step."""
+
+    part: int
+    grant: int
+    outer_step: int  # that the part stands at
+    waits: bool  # whether a peer beside the sender waits for it; else the sender believes others who say so
+
+    def __post_init__(self) -> None:
+        _check_counts(self.part, self.grant, self.outer_step)
+
+
+Message = Hello | News | Ask | Vote | Append | Accepted | Release | Ended | Leave | Claim | Stall
 
 
 # -- events ----------------------------------------------------------------------------------------------------------------
@@ -287,6 +302,14 @@ class Disputed:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """The peer beside this member has contributed to a part, and waits for the update. Said again and again."""
+
+    part: int
+    outer_step: int  # that the peer is at; the update leads to the next
+
+
+@dataclass(frozen=True, slots=True)
 class Evict:
     """An operator evicts a peer. Like SetPhase and Entrust given to the leader, by a shell that checked who gives it."""
 
@@ -355,6 +378,7 @@ Event = (
     | SetPhase
     | Here
     | LeaveAsked
+    | Wanted
     | Tick
 )
 

@@ -82,6 +82,17 @@ Who comes in
 17. Supersede puts another authority in the place of the present one. Its key has one member, the only holder then. The one
     before stays in the record until all members say that they have a certificate of the new one.
 
+Owners that stall
+18. Wanted says that the peer beside this member waits for an owner's update. Where a part has stood still under one grant for
+    stall_s since then, by the clock here, while a leader was heard and the run was not paused, the member says Stall to all
+    voters. It does so also where it holds an update: others may hold another, or none. A voter without such a peer, to whom
+    the part has stood still as long, says so, too, once two others' peers wait. A word is of one grant and outer step, and so
+    is over with either.
+    When the voters that have not said so are no quorum, and at least stall_peers have peers that wait, the part goes to others,
+    and this owner gets no part for ten times stall_s if others can. Every voter counts that itself: one that was counted, and
+    whose leader changes nothing for four leases, neither follows nor elects that leader for twenty. So fewer than it takes to
+    stop all depose nobody, and a leader does not stay by being deaf. What an owner stops, it stops for about stall_s in ten.
+
 role       event                       condition                                  effects                           next
 ---------  --------------------------  -----------------------------------------  --------------------------------  ---------
 FOLLOWER   lease over, or connection   is a voter that may lead (rule 3)          Ask (trial)                       TRIAL
@@ -109,6 +120,9 @@ LEADER     Hello, Leave, Evict,        rules 1, 9, 11, 13, 14, 16               
 any        Claim (of this member)                                                 Claim to the leader               same
 any        Offered                     rule 12                                    Hold, else Refused                same
 any        Held                                                                   Accepted to the leader            same
+any        Wanted, Stall               rule 18                                    Stall to all voters               same
+any        Stall                       enough say so, the leader does nothing     as if its connection broke        FOLLOWER
+LEADER     Stall                       enough say so                              a part of the next version        LEADER
 owner      Made                        its grant is served                        Hold, SendOffer (again each       same
                                                                                   again_s)
 LEADER     Accepted                    a quorum holds the next update (rule 13)   a part of the next version        LEADER
@@ -162,9 +176,11 @@ from edit.council.events import (
     Save,
     Send,
     SetPhase,
+    Stall,
     Supersede,
     Tick,
     Vote,
+    Wanted,
 )
 from edit.council.parts import Parts
 from edit.council.record import (
@@ -183,6 +199,7 @@ from edit.council.record import (
     Saved,
     Stamp,
     Update,
+    check_count,
     check_seconds,
     incarnation_of,
     is_quorum,
@@ -195,6 +212,9 @@ __all__ = ["Council", "Known", "Role", "Timing"]
 FAR = 2**20  # terms that a message may be ahead
 ROUND_TRIPS = 8  # a lease is at least so many median round trips
 SAMPLES = 8  # of which the shortest counts, per peer
+DEAF_LEASES = 4  # after which a leader that does nothing about an owner that stalls is left
+SHUNNED_LEASES = 20  # for which it is neither followed nor elected then
+PARDONED = 10  # times stall_s, after which an owner that stalled may own parts again
 STEADY_LEASES = 5  # a voter that was live for so long may get parts of others
 NOBODY = Stamp(0, 0, 0)
 
@@ -207,12 +227,16 @@ class Timing:
     lease_s: float = 1.0  # the shortest; see rule 8
     forget_s: float = 60.0
     verify_s: float = 60.0  # in which all who verify a part hold what a quorum holds
+    stall_s: float = 1800.0  # in which an owner makes an update that peers wait for; longer than the longest honest round
+    stall_peers: int = 1  # the peers without which a round may come to nothing, beside the owner's own
 
     def __post_init__(self) -> None:
         check_seconds("lease_s", self.lease_s, MOST_LEASE_S)
         check_seconds("heartbeat_s", self.heartbeat_s, self.lease_s / 2)
         check_seconds("forget_s", self.forget_s, 1e9)
         check_seconds("verify_s", self.verify_s, 1e9)
+        check_seconds("stall_s", self.stall_s, 1e10)
+        check_count("stall_peers", self.stall_peers)
 
 
 class Role(Enum):
@@ -243,6 +267,17 @@ class _Heard:
     broken: bool = False  # its connection broke after that
     stamp: Stamp = NOBODY  # of its record
     states: tuple[PartState, ...] = ()  # what it says it has on disk; it lies at most about itself
+
+
+@dataclass(slots=True)
+class _Stalled:
+    """Who says of a part that its owner stalls (rule 18)."""
+
+    grant: int
+    outer_step: int
+    names: set[str]  # all who say so
+    waiting: set[str]  # of these, whose own peers wait
+    enough_at: float = math.inf  # when they were enough
 
 
 class Council:
@@ -289,6 +324,13 @@ class Council:
         self._hello_at = now
         self._leaving = False
         self._votes, self._refused = set[str](), set[str]()  # a candidate's, by name
+
+        self._led_s = 0.0  # so long a leader was heard, and the run not paused: the clock of rule 18
+        self._stood = dict[int, tuple[tuple[int, int], float]]()  # by part: the grant and outer step, and since when
+        self._wanted = dict[int, tuple[tuple[int, int], float]]()  # likewise, since when the peer beside this member waits
+        self._stalled = dict[int, _Stalled]()  # by part
+        self._stallers = dict[str, float]()  # by peer: until when it should own nothing
+        self._shunned = dict[str, float]()  # by peer: until when it is no leader here
 
         # a leader's:
         self._draft: Record | None = None  # what the next version changes, with the stamp of the present one
@@ -393,7 +435,7 @@ class Council:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event; return what to do, in this order. Raises LocalProtocolError for answers that nobody asked for."""
-        self._now = max(now, self._now)
+        self._note_time(now)
         match event:
             case Received(sender, message):
                 self._receive(sender, message)
@@ -429,6 +471,8 @@ class Council:
             case LeaveAsked():
                 self._leaving = True
                 self._hello_at = self._now
+            case Wanted():
+                self._want(event)
             case Tick():
                 pass
         self._advance()
@@ -461,6 +505,8 @@ class Council:
                     self._vote(sender, message)
                 case Accepted() if message.stamp.lineage == record.lineage and self._is_near(message.term):
                     self._accept(sender, message)
+                case Stall():
+                    self._count_stall(sender, message)
                 case Release() | Ended() | Leave() | Claim() if self.role is Role.LEADER:
                     self._serve_member(sender, message)
                 case _:
@@ -549,6 +595,7 @@ class Council:
         self._heard = {p: _Heard("", self._now, self._now, p == replaced) for p in (*record.members, *self._electors)}
         self._moved, self._ended, self._leavers, self._former = {}, {}, {}, frozenset()
         self._cannot_hold, self._unverified, self._against = {}, {}, {}
+        self._leave_stallers()
         self._publish(record)
 
     def _replaced(self) -> str:
@@ -557,6 +604,8 @@ class Council:
 
     def _ask(self, sender: str, ask: Ask) -> None:
         hears, peer_id = self._hears_leader, peer_of(sender)
+        if self._is_shunned(peer_id):
+            return
         if ask.trial:
             granted = not hears and ask.term > self.term and self._may_follow(ask.stamp)
             self._effects.append(Send(peer_id, Vote(ask.term if granted else self.term, granted, True, ask.sent)))
@@ -600,6 +649,8 @@ class Council:
 
     def _append(self, sender: str, append: Append) -> None:
         peer_id = peer_of(sender)
+        if self._is_shunned(peer_id):
+            return
         if self._is_current(append.stamp.term):
             if self._led_term == append.stamp.term and self._leader != peer_id:
                 self._effects.append(Noticed(f"{peer_id} says that it leads in term {self._led_term}, but {self._leader} does"))
@@ -641,6 +692,7 @@ class Council:
     def _commit(self, record: Record) -> None:
         if self._committed is None or record.stamp > self._committed.stamp:
             self._committed = record
+            self._note_steps(record)
             self._effects.append(Committed(record))
             self._parts.commit(record)
 
@@ -830,7 +882,8 @@ class Council:
     def _distrusted(self, record: Record) -> frozenset[str]:
         """Rule 11: whom two others disagreed with, or did not come to an end with."""
         with_each = {peer_id: {*record.disputes.get(peer_id, ()), *late} for peer_id, late in self._against.items()}
-        return record.distrusted | {peer_id for peer_id, others in with_each.items() if len(others) > 1}
+        stallers = {peer_id for peer_id, until in self._stallers.items() if self._now < until}
+        return record.distrusted | stallers | {peer_id for peer_id, others in with_each.items() if len(others) > 1}
 
     def _holders(self, record: Record, i: int) -> dict[Update, set[str]]:
         """Return who holds which update that a part may go on with."""
@@ -963,6 +1016,100 @@ class Council:
             evicted = {**record.evicted, order.peer_id: order.reason}
             members = _without(record.members, order.peer_id)
             self._draft = replace(record.settled(order.peer_id), members=members, evicted=evicted)
+
+    # -- owners that stall (rule 18) ---------------------------------------------------------------------------------------
+
+    def _note_time(self, now: float) -> None:
+        """Take the time. While no leader is heard, the run is paused, or this process stands still, nobody stalls."""
+        passed, self._now = max(now - self._now, 0.0), max(now, self._now)
+        record = self._committed
+        runs = record is not None and record.phase in (Phase.RUNNING, Phase.DRAINING)
+        if runs and passed <= self._lease_s and self._hears_leader:
+            self._led_s += passed
+
+    def _note_steps(self, record: Record) -> None:
+        """Note since when each part stands where it does."""
+        for i, part in enumerate(record.parts):
+            place = part.grant, part.outer_step
+            if i not in self._stood or self._stood[i][0] != place:
+                self._stood[i] = place, self._led_s
+            if i in self._wanted and self._wanted[i][0] != place:
+                del self._wanted[i]
+            if (said := self._stalled.get(i)) is not None and (said.grant, said.outer_step) != place:
+                del self._stalled[i]
+
+    def _want(self, wanted: Wanted) -> None:
+        """The peer beside this member waits for an update."""
+        record, i = self._committed, wanted.part
+        if record is None or i >= len(record.parts) or wanted.outer_step != record.parts[i].outer_step:
+            return
+        place = record.parts[i].grant, record.parts[i].outer_step
+        _, since = self._wanted.setdefault(i, (place, self._led_s))
+        if self._stands_still(i, since):
+            self._say_stall(Stall(i, *place, waits=True))
+
+    def _stands_still(self, i: int, since: float = -math.inf) -> bool:
+        """Whether the owner of a part has owed an update for stall_s, as far as it is known here."""
+        record = self._committed
+        if record is None or self._led_s < max(self._stood[i][1], since) + self._timing.stall_s:
+            return False
+        return record.parts[i].owner != self._peer_id
+
+    def _say_stall(self, stall: Stall) -> None:
+        self._emit_each(self._electors - {self._peer_id}, stall)
+        self._count_stall(self._me, stall)
+
+    def _count_stall(self, sender: str, stall: Stall) -> None:
+        """Count who says that an owner stalls. Once these are enough the part moves, or a leader that moves nothing is left."""
+        record, i = self._committed, stall.part
+        if record is None or i >= len(record.parts) or peer_of(sender) == (part := record.parts[i]).owner:
+            return
+        if (stall.grant, stall.outer_step) != (part.grant, part.outer_step):
+            return
+        said = self._stalled.setdefault(i, _Stalled(part.grant, part.outer_step, set(), set()))
+        if sender not in said.names:
+            text = f"{peer_of(sender)} says: no update to outer step {part.outer_step + 1} comes from {part.owner}"
+            self._effects.append(Noticed(f"part {i}, owned by {part.owner}: {text}"))
+        said.names.add(sender)
+        if stall.waits:
+            said.waiting.add(sender)
+        wanted = max(2, self._timing.stall_peers)
+        silent = self._me in record.electors - said.names
+        if silent and len(said.waiting) >= wanted and self._stands_still(i):
+            self._say_stall(Stall(i, part.grant, part.outer_step, waits=False))
+            return
+        if not self._are_enough(said, record):
+            return
+        if said.enough_at == math.inf:
+            said.enough_at = self._now
+            self._stallers[part.owner] = self._now + PARDONED * self._timing.stall_s
+            text = f"it made no update to outer step {part.outer_step + 1}, which peers wait for; {part.owner} stalls"
+            self._effects.append(Noticed(f"part {i} is taken from {part.owner}: {text}"))
+        if self.role is Role.LEADER:
+            self._leave_stallers()
+        elif self._hears_leader and self._now >= said.enough_at + DEAF_LEASES * self._lease_s:
+            self._shun()
+
+    def _are_enough(self, said: _Stalled, record: Record) -> bool:
+        """Whether the part goes to others: the voters that have not said so could agree on nothing."""
+        return not record.agreed({*record.electors} - said.names) and len(said.waiting) >= self._timing.stall_peers
+
+    def _leave_stallers(self) -> None:
+        """Have the parts whose owners stall change hands with the next version, unless that is on its way."""
+        assert self.record is not None
+        for i, said in self._stalled.items():
+            if said.enough_at < math.inf and self.record.parts[i].grant == said.grant:
+                self._moved[i] = {self.record.parts[i].owner}
+
+    def _shun(self) -> None:
+        """Neither follow nor elect the present leader for a while."""
+        self._effects.append(Noticed(f"{self._leader} leads, and does nothing about an owner that stalls: another is elected"))
+        self._shunned[self._leader] = self._now + SHUNNED_LEASES * self._lease_s
+        self._leader_at = -math.inf
+        self._stand_soon()
+
+    def _is_shunned(self, peer_id: str) -> bool:
+        return self._shunned.get(peer_id, -math.inf) > self._now
 
     # -- what is known of others -------------------------------------------------------------------------------------------
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
 
 from edit.errors import EditError, TransportError
 from editpb import enrolment_pb2, enrolment_pb2_grpc
+from editpb.identity import Identity
 from editpb.transport.status import from_rpc
 from editpb.validity import Notice
 from peers.carriers.hub.channels import Channels
@@ -24,6 +26,7 @@ from peers.identity.peer_folder import Enrolment, PeerFolder
 __all__ = ["Renewal"]
 
 LOOK_S = 3600.0
+AGAIN_S = 60.0  # between two rounds of questions to the hosts of a swarm
 STORED_S = 5.0  # between two looks for what another process has stored
 ANSWER_S = 15.0
 _log = logging.getLogger("peers")
@@ -37,8 +40,10 @@ class Renewal:
         enrolled: what was loaded from it.
         channels: to the coordinator, or in a swarm to a part; they, and those made from them, get the new credentials.
         asks: whether this process asks the coordinator. Of the ranks on one machine one does; the others find what it has
-            stored. In a swarm none does: the peer's host.
+            stored. In a swarm one does only on a machine without the peer's host; the host stores what it was given.
         unix: the clock, in seconds since 1970.
+        hosts: in a swarm, returns HOST:PORT of the hosts that are known, by peer_id: they are asked in turn, for only some have
+            the authority's key.
     """
 
     def __init__(
@@ -49,9 +54,11 @@ class Renewal:
         *,
         asks: bool = True,
         unix: Callable[[], float] = time.time,
+        hosts: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         self._folder, self._enrolled, self._channels = folder, enrolled, channels
-        self._asks, self._unix = asks, unix
+        self._asks, self._unix, self._hosts = asks, unix, hosts
+        self._asked_at = -math.inf  # when the hosts were asked last
         self._trouble = ""  # why the last attempt failed
         self._said: object = None
 
@@ -59,16 +66,19 @@ class Renewal:
         """Look at once, and then every hour; more often where another process renews it, or replaces the run's authority."""
         while True:
             await self.look()
-            await asyncio.sleep(LOOK_S if self._asks else STORED_S)
+            await asyncio.sleep(LOOK_S if self._asks and self._hosts is None else STORED_S)
 
     async def look(self) -> None:
         """Take a certificate that another process has stored, or renew a due one; warn of one that ends soon nevertheless."""
         try:
             await self._take_stored()
             if self._asks and self._enrolled.validity.renewal_due(self._unix()):
-                await asyncio.to_thread(self._folder.renew, self._enrolled, await self._ask())
-                await self._take_stored()
-            self._trouble = ""
+                if self._hosts is not None:
+                    await self._ask_hosts(self._hosts())
+                else:
+                    await self._take(await self._ask())
+            else:
+                self._trouble = ""
         except EditError as error:
             self._trouble = str(error)
         self._say()
@@ -80,6 +90,32 @@ class Renewal:
             self._channels.renew(stored.credentials)
         if stored.certificate != before.certificate:
             _log.info("%s: the certificate is renewed and %s", self._folder.path, stored.validity.text(self._unix()))
+
+    async def _take(self, certificate: bytes) -> None:
+        """Store a new certificate, in DER, and use it. Raises EditError for one that does not fit."""
+        await asyncio.to_thread(self._folder.renew, self._enrolled, certificate)
+        await self._take_stored()
+        self._trouble = ""
+
+    async def _ask_hosts(self, hosts: Mapping[str, str]) -> None:
+        """Take the first new certificate that fits, of whichever host; once in AGAIN_S. One that lies is passed over."""
+        if self._unix() < self._asked_at + AGAIN_S:
+            return
+        self._asked_at, self._trouble = self._unix(), "nobody to ask"
+        for peer_id, address in tuple(hosts.items()):
+            identity = Identity(self._enrolled.run_id, "peer", peer_id)
+            channel = self._channels.member(address, identity.server_name)
+            stub: Any = enrolment_pb2_grpc.RenewalStub(channel)
+            try:
+                reply: enrolment_pb2.RenewReply = await stub.Renew(enrolment_pb2.RenewRequest(), timeout=ANSWER_S)
+                await self._take(reply.certificate_der)
+                return
+            except grpc.aio.AioRpcError as error:
+                self._trouble = f"{peer_id}: {from_rpc(error)}"
+            except EditError as error:
+                self._trouble = f"{peer_id}: {error}"
+            finally:
+                await self._channels.release(channel)
 
     async def _ask(self) -> bytes:
         """Return the new certificate in DER, of the first endpoint that answers. Raises EditError."""

@@ -17,11 +17,11 @@ from edit.heaps import limit_heaps
 from edit.replica.ranks import Ranks
 from editpb.transport.send_limit import SendLimit, send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators
-from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
 from peers.carriers.run_connection import Interrupted
+from peers.carriers.swarm.channels import PartChannels
 from peers.carriers.swarm.connect import connect_swarm
 from peers.carriers.swarm.hosts import describe_swarm, hosts_of
 from peers.daemon import train, with_policy
@@ -98,8 +98,10 @@ def _connect(
         here = launch.rank == launch.local_rank  # on the machine of rank 0
         hosts = ranks.together(lambda: hosts_of(swarm, identity.peer_id, own if here else ""))
 
-        async def keep(channels: Channels) -> None:  # the host renews the certificate that lies in the folder
-            await Renewal(folder, enrolled, channels, asks=False).keep()
+        async def keep(channels: PartChannels) -> None:
+            """On the machine of rank 0 the host renews the certificate that lies in the folder."""
+            asks = not here and launch.local_rank == 0
+            await Renewal(folder, enrolled, channels, asks=asks, hosts=lambda: channels.hosts).keep()
 
         site = Site(key=folder.key(), check=policy.check, hide=policy.protect.hide)
         with connect_swarm(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from edit.council.events import Accepted, Append, Ask, Claim, Ended, Hello, Leave, Message, News, Release, Vote
+from edit.council.events import Accepted, Append, Ask, Claim, Ended, Hello, Leave, Message, News, Release, Stall, Vote
 from edit.council.record import (
     MOST_ADDRESSES,
     MOST_COUNT,
@@ -65,6 +65,8 @@ __all__ = [
     "state_header_to_pb",
     "swap_begin_from_pb",
     "swap_begin_to_pb",
+    "waiting_from_pb",
+    "waiting_to_pb",
 ]
 
 COUNCIL_BYTES = 8 << 20  # the largest message: a record with as many members, and as much text of each, as it may have
@@ -210,6 +212,8 @@ def message_to_pb(word: Word) -> pb.CouncilMessage:
             return kinds(ended=kinds.Ended(part=part, grant=grant))
         case Leave():
             return kinds(leave=kinds.Leave())
+        case Stall(part, grant, outer_step, waits):
+            return kinds(stall=kinds.Stall(part=part, grant=grant, outer_step=outer_step, waits=waits))
         case Claim(peer_id, enrolled):
             number, key = bytes.fromhex(enrolled.invitation), bytes.fromhex(enrolled.key)
             return kinds(claim=kinds.Claim(peer_id=peer_id, invitation=number, key=key, observer=enrolled.observer))
@@ -308,6 +312,20 @@ def owners_from_pb(message: pb.Owners) -> tuple[PartOwner, ...]:
     """Decode the owners of all parts. Raises RemoteProtocolError."""
     at_most("parts", message.parts, MOST_PARTS)
     return tuple(map(_owner_from, message.parts))
+
+
+def waiting_to_pb(parts: Mapping[int, int]) -> pb.WaitingRequest:
+    """Encode for which parts a peer waits, and the outer step that it is at in each."""
+    kind = pb.WaitingRequest.Waiting
+    return pb.WaitingRequest(parts=[kind(part=part, outer_step=outer_step) for part, outer_step in parts.items()])
+
+
+def waiting_from_pb(message: pb.WaitingRequest) -> dict[int, int]:
+    """Decode it. Raises RemoteProtocolError."""
+    at_most("parts", message.parts, MOST_PARTS)
+    return {
+        within("part", one.part, 0, MOST_PARTS - 1): within("outer_step", one.outer_step, 0, MAX_COUNT) for one in message.parts
+    }
 
 
 def _owner_from(owner: pb.Owners.Owner) -> PartOwner:
@@ -440,6 +458,10 @@ def _release(message: pb.CouncilMessage) -> Release:
     return Release(message.release.part, message.release.grant, message.release.reason, message.release.away)
 
 
+def _stall(message: pb.CouncilMessage) -> Stall:
+    return Stall(message.stall.part, message.stall.grant, message.stall.outer_step, message.stall.waits)
+
+
 def _claim(message: pb.CouncilMessage) -> Claim:
     claim = message.claim
     return Claim(claim.peer_id, Enrolled(claim.invitation.hex(), claim.key.hex(), claim.observer))
@@ -459,6 +481,7 @@ _READERS: dict[str, Callable[[pb.CouncilMessage], Word]] = {
     "append": _append,
     "accepted": _accepted,
     "release": _release,
+    "stall": _stall,
     "ended": lambda message: Ended(message.ended.part, message.ended.grant),
     "leave": lambda message: Leave(),
     "claim": _claim,

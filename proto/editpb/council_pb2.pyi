@@ -56,7 +56,7 @@ class Introduction(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class CouncilMessage(_message.Message):
-    __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering", "claim", "state_asked", "state_digest")
+    __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering", "claim", "state_asked", "state_digest", "stall")
     class Member(_message.Message):
         __slots__ = ("incarnation", "addresses", "maddr", "reachable", "authority")
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,17 @@ class CouncilMessage(_message.Message):
         key: bytes
         observer: bool
         def __init__(self, peer_id: _Optional[str] = ..., invitation: _Optional[bytes] = ..., key: _Optional[bytes] = ..., observer: bool = ...) -> None: ...
+    class Stall(_message.Message):
+        __slots__ = ("part", "grant", "outer_step", "waits")
+        PART_FIELD_NUMBER: _ClassVar[int]
+        GRANT_FIELD_NUMBER: _ClassVar[int]
+        OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+        WAITS_FIELD_NUMBER: _ClassVar[int]
+        part: int
+        grant: int
+        outer_step: int
+        waits: bool
+        def __init__(self, part: _Optional[int] = ..., grant: _Optional[int] = ..., outer_step: _Optional[int] = ..., waits: bool = ...) -> None: ...
     class Offering(_message.Message):
         __slots__ = ("update",)
         UPDATE_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +206,7 @@ class CouncilMessage(_message.Message):
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     STATE_ASKED_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STALL_FIELD_NUMBER: _ClassVar[int]
     introduction: Introduction
     hello: CouncilMessage.Hello
     news: CouncilMessage.News
@@ -209,7 +221,8 @@ class CouncilMessage(_message.Message):
     claim: CouncilMessage.Claim
     state_asked: CouncilMessage.StateAsked
     state_digest: CouncilMessage.StateDigest
-    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., hello: _Optional[_Union[CouncilMessage.Hello, _Mapping]] = ..., news: _Optional[_Union[CouncilMessage.News, _Mapping]] = ..., ask: _Optional[_Union[CouncilMessage.Ask, _Mapping]] = ..., vote: _Optional[_Union[CouncilMessage.Vote, _Mapping]] = ..., append: _Optional[_Union[CouncilMessage.Append, _Mapping]] = ..., accepted: _Optional[_Union[CouncilMessage.Accepted, _Mapping]] = ..., release: _Optional[_Union[CouncilMessage.Release, _Mapping]] = ..., ended: _Optional[_Union[CouncilMessage.Ended, _Mapping]] = ..., leave: _Optional[_Union[CouncilMessage.Leave, _Mapping]] = ..., offering: _Optional[_Union[CouncilMessage.Offering, _Mapping]] = ..., claim: _Optional[_Union[CouncilMessage.Claim, _Mapping]] = ..., state_asked: _Optional[_Union[CouncilMessage.StateAsked, _Mapping]] = ..., state_digest: _Optional[_Union[CouncilMessage.StateDigest, _Mapping]] = ...) -> None: ...
+    stall: CouncilMessage.Stall
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., hello: _Optional[_Union[CouncilMessage.Hello, _Mapping]] = ..., news: _Optional[_Union[CouncilMessage.News, _Mapping]] = ..., ask: _Optional[_Union[CouncilMessage.Ask, _Mapping]] = ..., vote: _Optional[_Union[CouncilMessage.Vote, _Mapping]] = ..., append: _Optional[_Union[CouncilMessage.Append, _Mapping]] = ..., accepted: _Optional[_Union[CouncilMessage.Accepted, _Mapping]] = ..., release: _Optional[_Union[CouncilMessage.Release, _Mapping]] = ..., ended: _Optional[_Union[CouncilMessage.Ended, _Mapping]] = ..., leave: _Optional[_Union[CouncilMessage.Leave, _Mapping]] = ..., offering: _Optional[_Union[CouncilMessage.Offering, _Mapping]] = ..., claim: _Optional[_Union[CouncilMessage.Claim, _Mapping]] = ..., state_asked: _Optional[_Union[CouncilMessage.StateAsked, _Mapping]] = ..., state_digest: _Optional[_Union[CouncilMessage.StateDigest, _Mapping]] = ..., stall: _Optional[_Union[CouncilMessage.Stall, _Mapping]] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("outer_step", "id")
@@ -331,6 +344,23 @@ class Owners(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     parts: _containers.RepeatedCompositeFieldContainer[Owners.Owner]
     def __init__(self, parts: _Optional[_Iterable[_Union[Owners.Owner, _Mapping]]] = ...) -> None: ...
+
+class WaitingRequest(_message.Message):
+    __slots__ = ("parts",)
+    class Waiting(_message.Message):
+        __slots__ = ("part", "outer_step")
+        PART_FIELD_NUMBER: _ClassVar[int]
+        OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+        part: int
+        outer_step: int
+        def __init__(self, part: _Optional[int] = ..., outer_step: _Optional[int] = ...) -> None: ...
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[WaitingRequest.Waiting]
+    def __init__(self, parts: _Optional[_Iterable[_Union[WaitingRequest.Waiting, _Mapping]]] = ...) -> None: ...
+
+class WaitingReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StandingRequest(_message.Message):
     __slots__ = ()

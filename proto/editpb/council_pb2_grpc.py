@@ -71,6 +71,11 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.OwnersRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.Owners.FromString,
                 _registered_method=True)
+        self.Waiting = channel.unary_unary(
+                '/editpb.Council/Waiting',
+                request_serializer=editpb_dot_council__pb2.WaitingRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.WaitingReply.FromString,
+                _registered_method=True)
         self.Standing = channel.unary_unary(
                 '/editpb.Council/Standing',
                 request_serializer=editpb_dot_council__pb2.StandingRequest.SerializeToString,
@@ -149,6 +154,13 @@ class CouncilServicer(object):
 
     def WatchOwners(self, request, context):
         """For any peer of the run, also one that is no member.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Waiting(self, request, context):
+        """For the peer whose host this is, now and then while it waits: hosts notice an owner that makes no updates by this.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -233,6 +245,11 @@ def add_CouncilServicer_to_server(servicer, server):
                     servicer.WatchOwners,
                     request_deserializer=editpb_dot_council__pb2.OwnersRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.Owners.SerializeToString,
+            ),
+            'Waiting': grpc.unary_unary_rpc_method_handler(
+                    servicer.Waiting,
+                    request_deserializer=editpb_dot_council__pb2.WaitingRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.WaitingReply.SerializeToString,
             ),
             'Standing': grpc.unary_unary_rpc_method_handler(
                     servicer.Standing,
@@ -456,6 +473,33 @@ class Council(object):
             '/editpb.Council/WatchOwners',
             editpb_dot_council__pb2.OwnersRequest.SerializeToString,
             editpb_dot_council__pb2.Owners.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Waiting(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/Waiting',
+            editpb_dot_council__pb2.WaitingRequest.SerializeToString,
+            editpb_dot_council__pb2.WaitingReply.FromString,
             options,
             channel_credentials,
             insecure,

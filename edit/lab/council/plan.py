@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-__all__ = ["Fault", "Plan", "draw"]
+__all__ = ["LIES", "Fault", "Plan", "draw", "draw_liar"]
 
 KINDS = {
     "kill": 4,
@@ -19,6 +19,7 @@ KINDS = {
     "leave": 0.3,
     "pause": 0.3,
 }
+LIES = ("wrong", "nothing", "two", "slander")
 STORM = {"kill": 8.0, "power cut": 2.0, "stop": 1.0, "partition": 1.0, "drop": 2.0}
 
 
@@ -50,6 +51,8 @@ class Plan:
     same_bytes: bool  # all updates have equal bytes
     faulty_s: float  # faults come until then; then everything is mended
     faults: tuple[Fault, ...]
+    liar: int = -1  # the member that lies; -1: none does
+    lie: str = ""  # how: one of LIES
 
     @property
     def is_slow(self) -> bool:
@@ -58,8 +61,16 @@ class Plan:
 
     @property
     def recovery_s(self) -> float:
-        """How long two further commits of all parts may take at most after healing: 5 s, more where a message takes long."""
-        return 5.0 + 60 * self.latency_s * self.is_slow
+        """How long two further commits of all parts may take at most after healing: 5 s, more where a message takes long.
+
+        Where a member lies: as long as an owner may stall, and its leader do nothing about it, twice.
+        """
+        return 5.0 + 60 * self.latency_s * self.is_slow + (2 * self.stall_s + 20 * self.lease_s) * (self.liar >= 0)
+
+    @property
+    def stall_s(self) -> float:
+        """In which an owner makes an update that peers wait for."""
+        return 12 * self.lease_s
 
 
 def draw(seed: int, most_members: int = 4) -> Plan:
@@ -109,3 +120,33 @@ def _evictions(seed: int, members: int, faulty_s: float) -> list[Fault]:
     if random.random() >= 0.25:
         return []
     return [Fault(random.uniform(0.5, faulty_s), "evict", random.randrange(members), (), 0.0, 0)]
+
+
+def draw_liar(seed: int, lie: str, *, verify: int = 0) -> Plan:
+    """Return a plan with one member that lies, and a few faults. All vote, so that the others are a quorum without it.
+
+    With "slander" nothing else happens: whoever is blamed has done nothing.
+    """
+    random = Random(f"liar {seed}")
+    members, faulty_s = random.randint(3, 5), random.uniform(2.0, 5.0)
+    kinds, faults = ("kill", "stop", "drop", "one-way"), []
+    for _ in range(random.randint(0, 3) if lie != "slander" else 0):
+        others = tuple(i for i in range(members) if random.random() < 0.5)
+        at, seconds = random.uniform(0.5, faulty_s), random.uniform(0.05, 1.5)
+        faults.append(Fault(at, random.choice(kinds), random.randrange(members), others, seconds, random.choice((0, 0, 1))))
+    return Plan(
+        seed=seed,
+        members=members,
+        parts=random.choice((1, 2, 3)),
+        voters=members,
+        latency_s=random.choice((0.002, 0.01)),
+        loss=random.choice((0.0, 0.05)) if lie != "slander" else 0.0,
+        duplicates=random.choice((0.0, 0.1)),
+        lease_s=0.25,
+        verify=verify,
+        same_bytes=False,
+        faulty_s=faulty_s,
+        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+        liar=random.randrange(members),
+        lie=lie,
+    )

@@ -18,7 +18,7 @@ from edit.council.record import Member, Part, PartState, Phase, Record, Saved, U
 from edit.lab.council.plan import Fault, Plan
 from edit.lab.council.truth import Broken, Truth
 
-__all__ = ["Host", "Swarm"]
+__all__ = ["Host", "Swarm", "applied"]
 
 MOST_EVENTS_PER_S = 2000  # of all members; more is a busy loop
 
@@ -161,15 +161,21 @@ class Swarm:
         host.offset = self._random.uniform(0.0, 1000.0)
         host.stopped, host.waiting, host.engines, host.sending, host.torn = False, [], {}, set(), 0
         lease_s = self.plan.lease_s
-        timing = Timing(heartbeat_s=lease_s / 4, lease_s=lease_s, forget_s=6 * lease_s, verify_s=8 * lease_s)
+        timing = Timing(
+            heartbeat_s=lease_s / 4, lease_s=lease_s, forget_s=6 * lease_s, verify_s=8 * lease_s, stall_s=self.plan.stall_s
+        )
         member = Member(incarnation=host.incarnation)
-        host.council = self._council("run", host.peer_id, member, saved, host.states, timing, self._clock(host))
+        host.council = self._council_of(host)("run", host.peer_id, member, saved, host.states, timing, self._clock(host))
         self.note(f"{host.name} starts")
         for other in self.hosts.values():
             if other is not host and other.council is not None:
                 self._later(self._latency(), other, ev.Connected(host.peer_id))
                 self._later(self._latency(), host, ev.Connected(other.peer_id))
         self._schedule(host)
+
+    def _council_of(self, host: Host) -> type[Council]:
+        """Return the machine of a member."""
+        return self._council
 
     def kill(self, host: Host, seconds: float = math.inf) -> None:
         """Kill its process; start it again after so many seconds."""
@@ -286,7 +292,7 @@ class Swarm:
                 self._after(self._transfer_s(), host, lambda: self._fetched(host, effect, source, process, found))
             case ev.SendOffer(update):
                 for other in self.hosts.values():
-                    self._offer(host, other, update)
+                    self._offer(host, other, self._offered_to(other, update))
             case ev.Serve(part, grant):
                 council = host.council
                 assert council is not None and council.committed is not None
@@ -329,7 +335,7 @@ class Swarm:
         held = host.states[effect.part].held
         if held is None or held.id != effect.update:
             raise Broken(f"{host.name} adopts {effect.update[:8]} of part {effect.part}, and holds another")
-        self._move(host, effect.part, PartState(held.outer_step, _applied(host.states[effect.part].digest, held)))
+        self._move(host, effect.part, PartState(held.outer_step, applied(host.states[effect.part].digest, held)))
 
     def _found_at(self, source: Host, effect: ev.Fetch) -> str:
         """Return the digest of the state that a source can give: its own, or one that the updates which it keeps lead to."""
@@ -337,7 +343,7 @@ class Swarm:
             return ""
         state = source.states[effect.part]
         if state.held is not None and state.held.id == effect.update:
-            return _applied(state.digest, state.held)
+            return applied(state.digest, state.held)
         return source.kept.get((effect.part, effect.outer_step), "")
 
     def _fetched(self, host: Host, effect: ev.Fetch, source: Host, process: int, found: str) -> None:
@@ -372,12 +378,25 @@ class Swarm:
         council = host.council
         if council is None or council.record is None or host.engines.get(part) != grant:
             return
+        made = self._next_update(host, part, grant)
+        if made is not None:
+            self.handle(host, ev.Made(made))
+
+    def _next_update(self, host: Host, part: int, grant: int) -> Update | None:
+        """Return what an engine makes next; None: nothing."""
         state = host.states[part]
         manifest = b"the same" if self.plan.same_bytes else b"%d" % self._random.getrandbits(64)
         step = state.outer_step + 1
         made = Update(part, step, grant, update_id("run", part, step, state.digest, manifest), state.digest, "0" * 64)
-        made = replace(made, digest=_applied(state.digest, made))
-        self.handle(host, ev.Made(made))
+        return replace(made, digest=applied(state.digest, made))
+
+    def _offered_to(self, other: Host, update: Update) -> Update:
+        """Return what an owner offers to another member when it is told to offer this."""
+        return update
+
+    def _arrived(self, other: Host, sender: str, update: Update) -> None:
+        """An update came whole."""
+        self.handle(other, ev.Offered(sender, update))
 
     def _offer(self, host: Host, other: Host, update: Update) -> None:
         """Stream an update to another member, unless one is on its way, or it would be refused."""
@@ -393,7 +412,7 @@ class Swarm:
         def arrive() -> None:
             host.sending.discard(key)
             if other.process == process and not {(host.peer_id, other.peer_id), (other.peer_id, host.peer_id)} & self._blocked:
-                self.handle(other, ev.Offered(sender, update))
+                self._arrived(other, sender, update)
 
         self._after(self._transfer_s(), host, arrive)
 
@@ -534,6 +553,6 @@ class Swarm:
             self.start(host)
 
 
-def _applied(digest: str, update: Update) -> str:
+def applied(digest: str, update: Update) -> str:
     """Return the digest of a state after an update."""
     return blake3(f"{digest} {update.id}".encode()).hexdigest()

@@ -161,14 +161,29 @@ class Channels:
         return self._kept(beside=True)
 
     def _kept(self, *, beside: bool) -> grpc.aio.Channel:
-        wanted = beside, (self.endpoint, self._held.credentials)
+        return self._kept_to(self.endpoint, beside=beside)
+
+    def _kept_to(self, endpoint: str, *, beside: bool = False) -> grpc.aio.Channel:
+        wanted = beside, (endpoint, self._held.credentials)
         if wanted not in self._data:
-            self._data[wanted] = self._channel(self.endpoint)
+            self._data[wanted] = self._channel(endpoint)
         return self._data[wanted]
 
-    def bound(self, stub: _Stub) -> _Stub:
-        """Return the stub, whose calls say what these channels are for."""
+    def bound(self, stub: _Stub, *, taken: bool = False) -> _Stub:
+        """Return the stub, whose calls say what these channels are for. taken: those on the channel `taken`."""
         return stub
+
+    @property
+    def takes_itself(self) -> bool:
+        """Whether this peer's own host takes the outer steps, too, and is not the aggregator at present."""
+        return False
+
+    def taken(self) -> grpc.aio.Channel | None:
+        """Return the channel to this peer's own host, which has the updates that it took; None: ask the aggregator."""
+        return None
+
+    def not_taken(self) -> None:
+        """Take note that it did not have one: it is behind, or away."""
 
     def refused(self, error: grpc.aio.AioRpcError) -> None:
         """Take note of how a connection ended: the other side may have said where to go."""

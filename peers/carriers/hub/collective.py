@@ -346,6 +346,8 @@ class HubCollective:
         match self._session.decide(step, sent, time.monotonic())[0]:
             case Decision.COMMITTED:
                 downlink.foresee(step + 1)
+            case Decision.WAIT if self._channels.takes_itself:
+                pass  # it comes to this peer's own host ahead of the commit
             case Decision.WAIT if sent.round_id and not self._session.carries and self._session.takes(sent.round_id):
                 downlink.fetch_ahead(step + 1, sent.round_id)
 
@@ -574,6 +576,14 @@ class HubCollective:
         """Whether parts of a contribution wait to be sent, or for the coordinator's receipt; any thread."""
         links = self._links
         return links is not None and self._io.read(lambda: links[0].sending)
+
+    @property
+    def awaits(self) -> int | None:
+        """The outer step that this peer is at, while its contribution has no outcome; None: there is none. Any thread."""
+        links = self._links
+        if links is None:
+            return None
+        return self._io.read(lambda: links[0].position if links[0].sent is not None else None)
 
     @property
     def origin(self) -> Origin | None:

@@ -58,6 +58,7 @@ __all__ = ["STALL_S", "DataCalls", "StallTimeout", "Wanted"]
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
 DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
 ANSWER_S = 30.0  # for an answer of a few bytes, on a connection that may have to be made first
+OWN_STALL_S = 10.0  # for this peer's own host, which is near
 STALL_S = 60.0  # far longer than one chunk takes
 FOUNDING_CHUNK_BYTES = 256 << 10  # small: a founder of which nothing arrives for a minute hands over, and a link may be slow
 AGGREGATOR = "the aggregator"
@@ -105,7 +106,7 @@ class DataCalls:
         self._draw = draw
         self._patience = patience
         self._stall_s = stall_s
-        self._pace_up, self._pace_down = (Pace(lambda: channels.rtt_s) for _ in range(2))
+        self._pace_up, self._pace_down, self._pace_own = (Pace(lambda: channels.rtt_s) for _ in range(3))
 
     async def contribute(
         self,
@@ -175,6 +176,9 @@ class DataCalls:
                 arrived()
 
         async def attempt() -> None:
+            begun = assembly.received > 0 and assembly.manifest is None  # at the aggregator, ahead of the commit
+            if not begun and (own := self._channels.taken()) is not None:
+                await self._from_own_host(own, assembly, take)
             async with StallTimeout(self._stall_s) as moving:
                 while assembly.round_id and assembly.manifest is None:
                     await self._read_ahead(assembly, ask, moving, take)
@@ -185,6 +189,24 @@ class DataCalls:
             assembly.finish()
 
         await _retrying(self._channels, f"update {assembly.outer_step}", attempt, wanted, lambda: assembly.received)
+
+    async def _from_own_host(
+        self, channel: grpc.aio.Channel, assembly: UpdateAssembly, take: Callable[[_UpdatePart], None]
+    ) -> None:
+        """Read an update that this peer's own host has taken. What it lacks, the aggregator has, in the same bytes."""
+        stub = self._channels.bound(data_stub(channel), taken=True)
+
+        def ask(start: int, limit: int) -> _UpdateCall:
+            call: _UpdateCall = stub.FetchUpdate(self._up(update_request_to_pb(assembly.request(self._run_id, start, limit))))
+            return call
+
+        try:
+            async with StallTimeout(OWN_STALL_S) as moving:
+                await read_in_ranges(assembly, self._pace_own, ask, moving.read, take)
+        except (grpc.aio.AioRpcError, TransportError, RemoteProtocolError) as error:
+            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+            _log.info("update %d is not read from this peer's own host: %s", assembly.outer_step, why)
+            self._channels.not_taken()
 
     async def _read_ahead(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -17,6 +19,7 @@ from peers.carriers.hub.channels import Channels
 
 __all__ = ["PartChannels"]
 
+TAKEN_AGAIN_S = 30.0  # after which this peer's own host is asked for updates again, when it did not have one
 MOST_STAYS = 10  # refusals of a host that owns the part by the news, and has not heard so itself; or the news was a lie
 
 _Stub = TypeVar("_Stub")
@@ -30,6 +33,7 @@ class PartChannels(Channels):
         part: which all calls are for.
         credentials: of this peer.
         limit: of what is sent; not of what this peer's own host is sent on this machine.
+        own_takes: whether this peer's own host is a member that takes the outer steps, and says what they are.
     """
 
     moves = True
@@ -41,8 +45,11 @@ class PartChannels(Channels):
         part: int,
         credentials: grpc.ChannelCredentials,
         limit: SendLimit = UNLIMITED,
+        *,
+        own_takes: bool = False,
     ) -> None:
         super().__init__((), credentials, limit)
+        self._own_takes, self._taken_from = own_takes, -math.inf  # when it is asked again
         self._run_id, self._part, self._named = run_id, part, ""
         self._own, self._hosts = next(iter(hosts)), dict(hosts)
         self._served_from = 0  # the first round of the owner that was heard last
@@ -61,9 +68,23 @@ class PartChannels(Channels):
         own = self._hosts[self._own]
         return UNLIMITED if self.endpoint == own and is_loopback(own.rpartition(":")[0]) else super().limit
 
-    def bound(self, stub: _Stub) -> _Stub:
+    def bound(self, stub: _Stub, *, taken: bool = False) -> _Stub:
         """See `Channels`."""
-        return in_part(stub, self._part)
+        return in_part(stub, self._part, taken=taken)
+
+    @property
+    def takes_itself(self) -> bool:
+        """See `Channels`."""
+        now = asyncio.get_running_loop().time()
+        return self._own_takes and self.endpoint != self._hosts[self._own] and now >= self._taken_from
+
+    def taken(self) -> grpc.aio.Channel | None:
+        """See `Channels`."""
+        return self._kept_to(self._hosts[self._own]) if self.takes_itself else None
+
+    def not_taken(self) -> None:
+        """See `Channels`."""
+        self._taken_from = asyncio.get_running_loop().time() + TAKEN_AGAIN_S
 
     def refused(self, error: grpc.aio.AioRpcError) -> None:
         """See `Channels`."""

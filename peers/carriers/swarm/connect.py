@@ -13,7 +13,6 @@ from edit.replica.ranks import ALONE, Ranks
 from editpb.identity import Identity
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from peers.carriers.hub.all_aggregators import AllAggregators
-from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
 from peers.carriers.hub.site import NOWHERE, Site
@@ -21,6 +20,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import leaving
 from peers.carriers.swarm.channels import PartChannels
 from peers.carriers.swarm.owners import OwnerWatch
+from peers.carriers.swarm.waiting import WaitingNews
 
 __all__ = ["connect_swarm"]
 
@@ -36,7 +36,7 @@ def connect_swarm(
     limit: SendLimit = UNLIMITED,
     *,
     site: Site = NOWHERE,
-    keep: Callable[[Channels], Coroutine[Any, Any, None]] | None = None,
+    keep: Callable[[PartChannels], Coroutine[Any, Any, None]] | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
 ) -> Iterator[tuple[AllAggregators, RunConfig, int]]:
@@ -55,7 +55,8 @@ def connect_swarm(
         keep: a task that renews the credentials of the channels that it is given.
         ended, failed: what the goodbye says.
     """
-    channels = [PartChannels(identity.run_id, hosts, part, credentials, limit) for part in range(parts)]
+    own_takes = next(iter(hosts)) == identity.peer_id
+    channels = [PartChannels(identity.run_id, hosts, part, credentials, limit, own_takes=own_takes) for part in range(parts)]
     for each in channels[1:]:
         each.share(channels[0])
     if keep is not None:
@@ -64,8 +65,12 @@ def connect_swarm(
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)
     with leaving(AllAggregators(io, channels, identity, ranks, parser, site=site), ended, failed) as connection:
+        waiting = WaitingNews(identity, channels[0], lambda: [one.awaits for one in connection.shares])
         io.spawn(watch.run())
+        if ranks.leads and own_takes:
+            io.spawn(waiting.run())
         try:
             yield connection, read[0][0], min(outer_step for _, outer_step in read)
         finally:
             io.post(watch.stop)
+            io.post(waiting.stop)

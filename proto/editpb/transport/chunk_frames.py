@@ -249,12 +249,14 @@ def data_handlers(servicer: Any) -> dict[str, Any]:
         request_deserializer=contribute_part,
         response_serializer=pb.ContributionReceipt.SerializeToString,
     )
-    fetch_update = grpc.unary_stream_rpc_method_handler(
-        servicer.FetchUpdate,
-        request_deserializer=pb.UpdateRequest.FromString,
-        response_serializer=serialize,
+    return generated | {"Contribute": contribute, "FetchUpdate": fetch_update_handler(servicer.FetchUpdate)}
+
+
+def fetch_update_handler(fetch_update: Callable[..., Any]) -> Any:
+    """Return the handler of FetchUpdate alone, as `data_handlers` does."""
+    return grpc.unary_stream_rpc_method_handler(
+        fetch_update, request_deserializer=pb.UpdateRequest.FromString, response_serializer=serialize
     )
-    return generated | {"Contribute": contribute, "FetchUpdate": fetch_update}
 
 
 def handlers_of(add: Callable[[Any, Any], None], servicer: Any) -> dict[str, Any]:

@@ -11,25 +11,31 @@ from typing import Any, TypeVar
 from edit.errors import GoneError, RemoteProtocolError
 from editpb.limits import is_id
 
-__all__ = ["in_part", "metadata_of", "metadata_of_owner", "owner_in", "part_of"]
+__all__ = ["asks_taken", "in_part", "metadata_of", "metadata_of_owner", "owner_in", "part_of"]
 
 _PART = "edit-part"
+_TAKEN = "edit-taken"  # of a FetchUpdate: what this host has taken, whoever owns the part
 _OWNER = "edit-owner"  # in the trailing metadata
 _DIGITS = 4  # there are at most 1024 parts
 _Stub = TypeVar("_Stub")
 
 
-def metadata_of(part: int) -> tuple[tuple[str, str]]:
-    """Return the metadata of a call to a part."""
-    return ((_PART, str(part)),)
+def metadata_of(part: int, *, taken: bool = False) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call to a part. taken: to a host that need not own it, for an update that it has taken."""
+    return ((_PART, str(part)), *(((_TAKEN, "1"),) if taken else ()))
 
 
-def in_part(stub: _Stub, part: int) -> _Stub:
-    """Return the stub, all of whose calls are for one part from now on."""
+def in_part(stub: _Stub, part: int, *, taken: bool = False) -> _Stub:
+    """Return the stub, all of whose calls are for one part from now on. taken: see `metadata_of`."""
     calls: dict[str, Any] = vars(stub)
     for name, call in calls.items():
-        calls[name] = partial(call, metadata=metadata_of(part))
+        calls[name] = partial(call, metadata=metadata_of(part, taken=taken))
     return stub
+
+
+def asks_taken(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Return whether a call is for an update that the host has taken, whoever owns the part."""
+    return any(key == _TAKEN for key, _ in metadata or ())
 
 
 def part_of(metadata: Iterable[tuple[str, str | bytes]] | None, parts: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from cryptography import x509
@@ -12,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 
 from aggregator.security.certificates import Issuer, key_pem, make_ca, new_key
 from aggregator.swarm import operate
-from aggregator.swarm.admission import OwnCertificate, invite, keep_authority
+from aggregator.swarm.admission import OwnCertificate, SwarmRenewal, invite, keep_authority
 from aggregator.swarm.host import Host
 from aggregator.swarm.host_folder import HostFolder
 from edit.durable_files import write_atomic
@@ -23,7 +24,7 @@ from editpb.validity import DAY_S
 from peers.carriers.swarm.channels import PartChannels
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
-from peers.identity.renewal import Renewal
+from peers.identity.renewal import AGAIN_S, Renewal
 from tests.aggregator.swarm.test_admission import at, channel, refused
 from tests.aggregator.swarm.test_host import step
 from tests.aggregator.swarm.test_operating import in_thread
@@ -239,3 +240,50 @@ def test_the_peer_beside_a_host_takes_what_the_host_has_stored_for_all_parts(tmp
 
 async def renewed(swarm: Hosts, identity: Identity, present: x509.Certificate) -> bytes:
     return swarm.authority.renew(identity, present, now=time.time())
+
+
+def test_a_rank_on_another_machine_renews_its_copy_by_whichever_host_can_and_passes_over_one_that_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            swarm.renews, swarm.unix = True, (clock := Hand(200 * DAY_S))
+            folders = {each: store(swarm, each, age_s=300 * DAY_S, authority=each in "ac") for each in "abc"}
+            asked, renew = list[str](), SwarmRenewal.Renew
+
+            async def answer(self: SwarmRenewal, request: enrolment_pb2.RenewRequest, context: object) -> object:
+                (host,) = (peer_id for peer_id, host in swarm.running.items() if host is self._gate)
+                asked.append(host)
+                if host == "c":
+                    return enrolment_pb2.RenewReply(certificate_der=lie(swarm, "another key", folders["b"]))
+                return await renew(self, request, context)
+
+            monkeypatch.setattr(SwarmRenewal, "Renew", answer)
+            await swarm.grow("a", "b", "c")
+            copied = PeerFolder(Path(copytree(swarm.path / "b", tmp_path / "elsewhere")))
+            enrolled = copied.load(swarm=True)
+            known = {each: swarm.running[each].listen for each in "bc"}
+            part = PartChannels(swarm.run_id, known, 0, enrolled.credentials)
+            renewal = Renewal(copied, enrolled, part, unix=clock, hosts=lambda: known)
+            before, old = serial(copied), part.data()
+            await renewal.look()
+            assert not asked, "it is not due by the clock"
+
+            clock.behind_s = 0.0
+            await renewal.look()
+            assert asked == ["b", "c"] and serial(copied) == before
+            assert "could not be renewed yet: c: the coordinator's answer does not fit" in caplog.text
+            await renewal.look()
+            assert asked == ["b", "c"], "they are not asked all the time"
+            known["a"] = swarm.running["a"].listen
+            clock.behind_s = -AGAIN_S
+            await renewal.look()
+            assert asked == ["b", "c", "b", "c", "a"] and serial(copied) != before
+            assert copied.load(time.time(), swarm=True).validity.ends == pytest.approx(time.time() + YEAR_S, abs=120)
+            assert part.data() is not old, "new channels show it, without a restart"
+            await renewal.look()
+            assert len(asked) == 5
+            await part.close()
+
+    with caplog.at_level(logging.INFO):
+        run_held(body())

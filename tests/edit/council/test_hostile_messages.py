@@ -70,6 +70,8 @@ def test_a_member_that_says_anything_but_false_records_stops_nobody_for_good(see
     table.run(LEASE_S / 2)
     for _ in range(200):
         table.say("c#1", random.choice("ab"), lie(random, table))
+        for number in (0, 10**9):
+            table.say("c#1", "b", ev.Stall(number, table.record.parts[0].grant, number, number == 0))
         if random.random() < 0.1:
             table.run(0.05)
     lies = table.record

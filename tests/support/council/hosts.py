@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,7 @@ from tests.support.encoded import encode
 from tests.support.loops import HeldLoop, pass_time
 from tests.support.served import LIFETIME_S, TOML, WAIT_S, BarePeer, theta
 
-TIMING = Timing(heartbeat_s=0.25, lease_s=1.0, forget_s=60.0)
+TIMING = Timing(heartbeat_s=0.25, lease_s=1.0, forget_s=60.0, stall_s=8.0)
 SIZES = (5, 300)
 
 
@@ -208,6 +208,21 @@ class Hosts:
             before, looked = looked, time.monotonic()
             if passes:
                 pass_time(passes * (looked - before))
+
+    async def until_said(self, say: Callable[[], Awaitable[object]], condition: Callable[[], object]) -> None:
+        """Say something again and again while time passes, until the condition is true."""
+        begun = time.monotonic()
+        while not condition():
+            for host in self.running.values():
+                assert host.failure is None, host.failure
+            assert time.monotonic() - begun < WAIT_S, self.describe()
+            await say()
+            pass_time(0.05)
+            await asyncio.to_thread(time.sleep, 0.001)
+
+    def now(self) -> float:
+        """The time of all members."""
+        return asyncio.get_running_loop().time()
 
     def describe(self) -> str:
         """What members think, for a test that fails."""

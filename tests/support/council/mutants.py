@@ -266,3 +266,42 @@ class FetchesOnce(_OtherParts):
     class parts(Parts):
         def _again(self, i: int) -> None:
             pass
+
+
+# -- owners that stall -----------------------------------------------------------------------------------------------------
+
+
+class CountsAll(Council):
+    """Counts who holds any update to the next outer step as holders of one."""
+
+    def _holders(self, record: Record, i: int) -> dict[Update, set[str]]:
+        found = super()._holders(record, i)
+        return {next(iter(found)): set().union(*found.values())} if found else {}
+
+
+class NeverComplains(Council):
+    """Does not mind an owner that makes nothing."""
+
+    def _want(self, wanted: ev.Wanted) -> None:
+        pass
+
+
+class Hasty(Council):
+    """Complains of an owner as soon as its peer waits."""
+
+    def _stands_still(self, i: int, since: float = 0.0) -> bool:
+        return self.record is not None and self.record.parts[i].owner != self._peer_id
+
+
+class BelievesOne(Council):
+    """Takes one member's word that an owner stalls."""
+
+    def _are_enough(self, said: Any, record: Record) -> bool:
+        return bool(said.waiting)
+
+
+class FollowsTheDeaf(Council):
+    """Stays with a leader that does nothing about an owner that stalls."""
+
+    def _shun(self) -> None:
+        pass

@@ -14,6 +14,7 @@ from edit.council.record import Member, Part, PartState, Record, Saved, Update, 
 
 LEASE_S = 1.0
 VERIFY_S = 20 * LEASE_S
+STALL_S = 12 * LEASE_S
 Mail = tuple[str, str, ev.Message]
 
 
@@ -36,6 +37,7 @@ class Table:
         blank: peers that were not let in yet.
         owners: who owns each part.
         council: the machine.
+        stall_peers: see `Timing`.
         changes: to the record.
     """
 
@@ -47,12 +49,14 @@ class Table:
         blank: str = "",
         owners: str = "a",
         council: type[Council] = Council,
+        stall_peers: int = 1,
         **changes: Any,
     ) -> None:
-        self.now, self._type = 100.0, council
+        self.now, self._type, self._stall_peers = 100.0, council, stall_peers
         self.mail: list[Mail] = []
         self.cut = set[str]()  # peers that nothing reaches or leaves
         self.idle = set[str]()  # members that take no update that is offered
+        self.waiting = ""  # members whose peers wait for an update of part 0, and say so all the time
         self.works = True  # whether holds, adoptions and fetches are carried out at once
         self.log: list[tuple[str, ev.Effect]] = []  # all effects but messages and writes
         self.disks: dict[str, Saved] = {}
@@ -80,7 +84,14 @@ class Table:
         member = Member(incarnation=saved.incarnation)
         if saved.record is not None and peer_id in saved.record.members:
             member = replace(saved.record.members[peer_id], incarnation=saved.incarnation)
-        timing = Timing(heartbeat_s=LEASE_S / 4, lease_s=LEASE_S, forget_s=10 * LEASE_S, verify_s=VERIFY_S)
+        timing = Timing(
+            heartbeat_s=LEASE_S / 4,
+            lease_s=LEASE_S,
+            forget_s=10 * LEASE_S,
+            verify_s=VERIFY_S,
+            stall_s=STALL_S,
+            stall_peers=self._stall_peers,
+        )
         self.councils[peer_id] = self._type("run", peer_id, member, saved, self.states[peer_id], timing, self.now)
         for other in self.councils.keys() - {peer_id}:
             self.handle(peer_id, ev.Connected(other))
@@ -168,6 +179,8 @@ class Table:
             for peer_id in sorted(only if only is not None else self.councils):
                 if peer_id in self.councils:
                     self.handle(peer_id, ev.Tick())
+                    if peer_id in self.waiting:
+                        self.handle(peer_id, ev.Wanted(0, self.states[peer_id][0].outer_step))
             self.deliver()
 
     def elect(self, peer_id: str) -> Council:

@@ -1,0 +1,131 @@
+"""The updates of a part that this member has taken, for the ranks of the peer beside it: they come over a slow link once.
+
+Each member takes an outer step by itself and keeps the update as it is published, the same bytes as at the part's owner. So the
+peer need not fetch it from the owner. It asks once it has heard of the commit, which may be before this member has taken it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from aggregator.services.readers import UpdateReaders, send
+from edit.codecs import codec
+from edit.errors import GoneError, RefusedError, RemoteProtocolError
+from edit.fragments.schema import Schema
+from edit.fragments.shards import Shard
+from edit.records import Commit
+from editpb import data_pb2 as dpb
+from editpb.data_messages import update_manifest_to_pb, update_request_from_pb
+from editpb.limits import MAX_COUNT
+from editpb.messages import UpdateRequest
+from editpb.transport.abort_on_error import abort_on_error
+from editpb.transport.chunk_frames import update_frames
+from editpb.transport.send_limit import SendLimit
+
+if TYPE_CHECKING:
+    import grpc
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+__all__ = ["TakenUpdates"]
+
+WAITS_S = 2.0  # for an update that is about to be taken; then the owner is asked
+MOST_RANKS = 64  # of the peer beside this member, whose calls are served at a time
+_T = TypeVar("_T")
+
+
+class Member(Protocol):
+    """What it asks of the host."""
+
+    run_id: str
+    peer_id: str
+
+    def caller(self, context: Context) -> str: ...
+
+    def limit_of(self, context: Context) -> SendLimit: ...
+
+
+class Thread(Protocol):
+    """Runs a call in the part's thread."""
+
+    async def __call__(self, call: Callable[..., Any], *arguments: object) -> Any: ...
+
+
+class TakenUpdates:
+    """FetchUpdate of data.proto for one part, from what this member has. Used on the event loop.
+
+    Args:
+        member: the host; only its own peer is served.
+        schema: of the part.
+        find: returns the update to an outer step that is kept here, or None.
+        do: runs a call in the part's thread.
+    """
+
+    def __init__(self, member: Member, schema: Schema, find: Callable[[int], Commit | None], do: Thread) -> None:
+        self._member, self._schema, self._find, self._do = member, schema, find, do
+        self._readers = UpdateReaders()
+        self._taken = asyncio.Event()  # pulsed at each outer step
+
+    def taken(self) -> None:
+        """An outer step was taken here."""
+        self._taken.set()
+        self._taken.clear()
+
+    async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> None:
+        """Send one commit, or what of it concerns a rank, or a range of that. Nothing is sent ahead of it."""
+        async with abort_on_error(context):
+            if (caller := self._member.caller(context)) != self._member.peer_id:
+                raise RefusedError(f"{caller} is not the peer beside this host: ask the part's owner")
+            wanted = update_request_from_pb(request, self._schema)
+            if wanted.run_id != self._member.run_id:
+                raise RemoteProtocolError(f"this is run {self._member.run_id}, not {wanted.run_id}")
+            with self._readers.place(caller, MOST_RANKS) as room:
+                limit = self._member.limit_of(context)
+                await send(context.write, self._parts(wanted, room, limit), limit=limit)
+
+    async def _parts(
+        self, wanted: UpdateRequest, room: asyncio.Semaphore, limit: SendLimit
+    ) -> AsyncGenerator[dpb.UpdatePart | bytes, None]:
+        commit = await self._commit(wanted.outer_step)
+        if not wanted.digest:
+            yield dpb.UpdatePart(manifest=update_manifest_to_pb(commit, wanted.shards, b"", None))
+            wanted = dataclasses.replace(wanted, offset=0)
+        elif wanted.digest != commit.digest:
+            raise GoneError(f"the update to outer step {wanted.outer_step} is another one here than was begun")
+        skipped, left = wanted.offset, wanted.limit or MAX_COUNT
+        for one in commit.fragments:
+            if (payload := one.payload) is None:
+                continue
+            shard = (
+                wanted.shards[one.fragment_id] if wanted.shards is not None else Shard(self._schema.fragments[one.fragment_id])
+            )
+            of = codec(payload.codec)
+            size = memoryview(payload.data).nbytes if shard.is_whole else of.encoded_size(of.cut_numel(shard))
+            if size <= skipped:
+                skipped -= size
+                continue
+            async with contextlib.nullcontext() if shard.is_whole else room:
+                cut = payload if shard.is_whole else await self._do(of.cut, payload, shard)
+                data = memoryview(cut.data).cast("B")[: skipped + left]
+
+                def chunk_bytes() -> int:
+                    return min(self._readers.chunk_bytes, limit.chunk_bytes)
+
+                for frame in update_frames(one.fragment_id, data, start=skipped, chunk_bytes=chunk_bytes):
+                    yield frame
+            left, skipped = left - (len(data) - skipped), 0
+            if left <= 0:
+                return
+
+    async def _commit(self, outer_step: int) -> Commit:
+        """Return the update to an outer step, once it is here. Raises GoneError."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WAITS_S):
+                while (commit := self._find(outer_step)) is None:
+                    await self._taken.wait()
+                return commit
+        raise GoneError(f"outer step {outer_step} was not taken here within {WAITS_S:g} s, or is not kept: ask the owner")
