@@ -17,7 +17,7 @@ import types
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from execnet import gateway_io
@@ -35,7 +35,7 @@ IMPORTED = (
 """What many tests come to import besides, only when they run."""
 
 
-class Worker(Popen2IO):  # type: ignore[misc]
+class Worker(Popen2IO):
     """What execnet holds of a worker: its process, and the files that it reads and writes."""
 
     def __init__(self, pid: int, stdin: int, stdout: int, execmodel: Any) -> None:
@@ -93,8 +93,8 @@ def _import(root: Path, folders: Sequence[str]) -> None:
                 importlib.import_module(name)
 
 
-def _work(config: pytest.Config, reads: int, writes: int) -> NoReturn:
-    """Do what the interpreter does that execnet starts: run the first line that it is sent."""
+def _work(config: pytest.Config, reads: int, writes: int) -> None:
+    """Do what the interpreter does that execnet starts: run the first line that it is sent. Never returns."""
     with fork_server.interpreter():
         config.pluginmanager.getplugin("capturemanager").suspend_global_capture(in_=True)
         os.dup2(reads, 0)
