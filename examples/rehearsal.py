@@ -49,6 +49,8 @@ def rehearse(run_toml: str, commands: Mapping[str, Sequence[str]]) -> None:
                 process.terminate()
             for process in started:
                 process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
         if any(codes):
             sys.exit(f"the peers ended with exit codes {codes}")
 

@@ -2,11 +2,10 @@
 tests run at the same time; gRPC is as silent as in the commands.
 """
 
-import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import hypothesis
 import pytest
@@ -19,27 +18,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first import
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is first imported
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
+    """The workers of a run of all tests are forked with their imports done."""
+    if config.args == config.getini("testpaths"):
+        importlib.import_module("tests.support.forked_workers").fork_workers(config, len(specs))
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Collect without garbage collection: what is imported stays. In a fresh clone every worker would compile the same test
-    files at the same time, so each begins elsewhere, and reads what the others have compiled."""
+def pytest_collection() -> Iterator[None]:
+    """Collect without garbage collection: what is imported stays."""
     gc.disable()
     try:
-        _import_part(session.config)
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _import_part(config: pytest.Config) -> None:
-    worker = getattr(config, "workerinput", None)
-    if worker is None or config.args != config.getini("testpaths"):
-        return
-    root = config.rootpath
-    files = sorted((root / "tests").rglob("test_*.py"))
-    part, parts = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-    for file in files[len(files) * part // parts : len(files) * (part + 1) // parts]:
-        name = ".".join(file.relative_to(root).with_suffix("").parts)
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting it says so
-            importlib.import_module(name)

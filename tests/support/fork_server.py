@@ -9,6 +9,7 @@ seen where edit-lab and the examples do so.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -104,15 +105,28 @@ def start() -> None:
 @cache
 def _server() -> socket.socket:
     """The connection to this process's server, which ends with it."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=_environment(), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
+    return _given.pop() if _given else servers(1)[0]
+
+
+_given: list[socket.socket] = []
+
+
+def use(connection: socket.socket) -> None:
+    """This process's server is this one, from `servers`."""
+    _given.append(connection)
+
+
+def servers(count: int) -> list[socket.socket]:
+    """Start so many servers, which import once; the connections to them. Each ends with its connection."""
+    pairs = [socket.socketpair() for _ in range(count)]
+    theirs = [server.fileno() for _, server in pairs]
+    command = [sys.executable, "-m", __name__, *map(str, theirs)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=_environment(), pass_fds=theirs, stdin=subprocess.DEVNULL)
     atexit.register(process.wait)
-    atexit.register(ours.close)
-    return ours
+    for ours, server in pairs:
+        server.close()
+        atexit.register(ours.close)
+    return [ours for ours, _ in pairs]
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -123,6 +137,19 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
             raise EOFError
         data += more
     return data
+
+
+def _own(connections: Sequence[socket.socket]) -> socket.socket:
+    """Fork a server for each further connection; return the one of this process."""
+    own = connections[0]
+    for further in connections[1:]:
+        if os.fork() == 0:
+            own = further
+            break
+    for connection in connections:
+        if connection is not own:
+            connection.close()
+    return own
 
 
 def _serve(connection: socket.socket) -> list[str]:
@@ -206,20 +233,12 @@ def _name_of_caller(depth: int = 2) -> str:
     return sys._getframe(depth).f_code.co_name
 
 
-def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run this as a new interpreter would, with nothing of torchrun's open, and end. Never returns."""
+@contextlib.contextmanager
+def interpreter() -> Iterator[None]:
+    """What is within is all that this process does from now on; it ends with it as the interpreter ends."""
     code: Any = 1
     try:
-        gc.freeze()  # torchrun's objects are never freed: their descriptors are closed here
-        os.closerange(3, 1 << 16)
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv[:] = _with_hosts(arguments)
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        yield
         code = 0
     except SystemExit as end:
         code = end.code or 0
@@ -234,6 +253,21 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _become(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run this as a new interpreter would, with nothing of torchrun's open, and end. Never returns."""
+    with interpreter():
+        gc.freeze()  # torchrun's objects are never freed: their descriptors are closed here
+        os.closerange(3, 1 << 16)
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[:] = _with_hosts(arguments)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 ZYGOTE = "zygote"  # the name of a process that forks hosts
@@ -342,7 +376,7 @@ if __name__ == "__main__":
     sys.modules["numba"].njit("void(f4[::1])")(lambda x: None)  # what its first use loads, and half a second
     gc.freeze()  # what is imported stays: a daemon that looked through it for garbage would copy all of it, too
     gc.enable()
-    sys.argv[:] = _serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.argv[:] = _serve(_own([socket.socket(fileno=int(number)) for number in sys.argv[1:]]))
     if sys.argv[0] == "torch.distributed.run":
         handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
         setattr(handler, "Popen", Rank)  # noqa: B010

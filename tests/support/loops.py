@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
+import time
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -29,13 +31,46 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
+class _Selector(selectors.DefaultSelector):
+    """Waits no longer than until the next alarm, in the time outside of the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alarms: list[tuple[float, asyncio.Future[None]]] = []
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self.alarms:
+            left = max(0.0, min(due for due, _ in self.alarms) - time.monotonic())
+            timeout = left if timeout is None else min(timeout, left)
+        ready = super().select(timeout)
+        now = time.monotonic()
+        for alarm in [alarm for alarm in self.alarms if alarm[0] <= now]:
+            self.alarms.remove(alarm)
+            if not alarm[1].done():
+                alarm[1].set_result(None)
+        return ready
+
+
 class HeldLoop(asyncio.SelectorEventLoop):
     """An event loop whose time stands still until `pass_time`, so that no bound is met by accident. Sockets go on."""
 
     now = 0.0
 
+    def __init__(self) -> None:
+        self.waits = _Selector()
+        super().__init__(self.waits)
+
     def time(self) -> float:
         return self.now
+
+
+async def outside(seconds: float) -> None:
+    """Let the held loop go on for so many seconds of the time outside, in which none pass on it."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, HeldLoop)
+    over: asyncio.Future[None] = loop.create_future()
+    loop.waits.alarms.append((time.monotonic() + seconds, over))
+    await over
 
 
 def run_held(main: Coroutine[Any, Any, _T]) -> _T:

@@ -7,6 +7,7 @@ subject and style (non-IID), which makes averaging hard.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -50,10 +51,12 @@ def standard_library(root: Path | None = None) -> tuple[SourceFile, ...]:
     """Return every source file of the standard library, by name. root: replaces its folder in tests."""
     root = root or Path(sysconfig.get_path("stdlib"))
     found = []
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).with_suffix("").parts
-        if not _LEFT_OUT.intersection(parts) and not parts[0].startswith("config-"):
-            found.append(SourceFile(path, ".".join(parts), path.stat().st_size))
+    for folder, folders, files in os.walk(root):
+        package = Path(folder).relative_to(root).parts
+        folders[:] = [name for name in folders if name not in _LEFT_OUT and (package or not name.startswith("config-"))]
+        for path in map(Path(folder).joinpath, files):
+            if path.suffix == ".py" and path.stem not in _LEFT_OUT and (package or not path.stem.startswith("config-")):
+                found.append(SourceFile(path, ".".join((*package, path.stem)), path.stat().st_size))
     return tuple(sorted(found, key=lambda file: file.name))
 
 

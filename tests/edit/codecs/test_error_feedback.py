@@ -95,12 +95,13 @@ def test_t9_the_caller_gets_the_encoded_result_and_the_commit_really_changes_the
 @pytest.mark.parametrize("name", LOSSY)
 def test_feedback_makes_the_mean_error_vanish_where_a_bare_codec_keeps_it(name: str) -> None:
     feedback, delta, total = ErrorFeedback(name, whole_shards(300)), deltas(1, 1)[0], torch.zeros(300)
-    for _ in range(600):
+    rounds = 600 if name == "sign" else 300  # the slowest: an outlier has to raise the mean magnitude of its whole block
+    for _ in range(rounds):
         total += decode(feedback.stage(0, delta))
         feedback.commit(0, delta)
-    with_feedback = (total / 600 - delta).abs().max()
+    with_feedback = (total / rounds - delta).abs().max()
     bare = (decode(ErrorFeedback(name, whole_shards(300)).stage(0, delta)) - delta).abs().max()
-    assert with_feedback < bare / 4  # sign is the slowest: an outlier has to raise the mean magnitude of its whole block
+    assert with_feedback < bare / 4
 
 
 def test_a_rollback_or_staging_again_leaves_the_residual() -> None:

@@ -20,7 +20,7 @@ from tests.support.models import TinyTransformer, token_batches, train_step
 from tests.support.settings import worker_config
 from tests.support.trainee import config
 
-PEERS, EVERY, STEPS = ("a", "b", "c"), 6, 48
+PEERS, EVERY, STEPS = ("a", "b", "c"), 6, 24
 
 
 class Loop:

@@ -44,7 +44,7 @@ from editpb.transport.channel_options import channel_options
 from editpb.transport.parts import in_part
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from tests.support.encoded import encode
-from tests.support.loops import HeldLoop, pass_time
+from tests.support.loops import HeldLoop, outside, pass_time
 from tests.support.served import LIFETIME_S, TOML, WAIT_S, BarePeer, theta
 
 TIMING = Timing(heartbeat_s=0.25, lease_s=1.0, forget_s=60.0, stall_s=8.0)
@@ -188,9 +188,7 @@ class Hosts:
         """
         begun, closing = time.monotonic(), asyncio.get_running_loop().create_task(self.running.pop(peer_id).close())
         while not closing.done():
-            await asyncio.wait(
-                [closing, asyncio.ensure_future(asyncio.to_thread(time.sleep, 0.001))], return_when="FIRST_COMPLETED"
-            )
+            await asyncio.wait([closing, asyncio.ensure_future(outside(0.001))], return_when="FIRST_COMPLETED")
             if time.monotonic() - begun > 1.0:
                 pass_time(0.001)
         await closing
@@ -204,7 +202,7 @@ class Hosts:
             for host in self.running.values():
                 assert host.failure is None, host.failure
             assert time.monotonic() - begun < WAIT_S, self.describe()
-            await asyncio.to_thread(time.sleep, 0.001)
+            await outside(0.001)
             before, looked = looked, time.monotonic()
             if passes:
                 pass_time(passes * (looked - before))
