@@ -98,6 +98,8 @@ enabled = true                  # false: a plain mean of all contributions that 
 #mixing = "nnm"                 # nnm: each contribution is first replaced by the mean of its nearest ones; or none.
 #equalise = true                # Makes all contributions as long as their median.
 #radius = 0.0                   # The distance to which centered_clip shortens; 0: the median distance.
+#trust = "none"                 # anchors: weigh all by their cosine to the mean of the anchors, in place of a rule.
+#anchors = []                   # The organisations that are trusted: their peers' names up to the first dot.
 
 [outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.
 #algorithm = "mean"             # mean: one model for all; gossip: an outer step of two peers, in a swarm.

@@ -19,6 +19,7 @@ __all__ = [
     "EditByLevels",
     "Gossip",
     "Inner",
+    "anchored",
     "averaged",
     "centered_clip",
     "delayed_nesterov",
@@ -149,6 +150,13 @@ def multi_krum(rows: Tensor, f: int) -> Tensor:
     squares = (rows[:, None] - rows[None]).square().sum(dim=2)
     scores = squares.sort(dim=1).values[:, 1 : len(rows) - f - 1].sum(dim=1)
     return rows[scores.argsort(stable=True)[: len(rows) - f]].mean(dim=0)
+
+
+def anchored(rows: Tensor, anchors: Sequence[int]) -> Tensor:
+    """Return the mean by cosine to the mean of the anchors' rows, each as long as that (FLTrust, arXiv 2012.13995)."""
+    server = rows[list(anchors)].mean(dim=0)
+    scores = [max(0.0, float(row @ server / (row.norm() * server.norm()))) for row in rows]
+    return sum((s * server.norm() / row.norm() * row for s, row in zip(scores, rows, strict=True)), 0 * server) / sum(scores)
 
 
 def private_mean(contributions: Sequence[Tensor], clip: float, noise: Tensor, denominator: int) -> Tensor:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from edit.config.validation import Between, OneOf, check_bounds, require
+from edit.config.validation import Between, OneOf, check_bounds, require, within
 
 __all__ = ["RULES", "RobustConfig"]
+
+_ORGANISATION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MOST_ANCHORS = 64
 
 RULES = ("none", "geometric_median", "centered_clip", "multi_krum", "clip", "median", "trimmed_mean")
 
@@ -34,12 +38,39 @@ class RobustConfig:
     equalise: bool = True
     # The distance from the centre to which centered_clip shortens; 0: the median distance.
     radius: Annotated[float, Between(0, 1e12)] = 0.0
+    # `none`: all are trusted alike. `anchors`: each contribution is weighed by its cosine to the mean of those of `anchors`
+    # and made as long as that mean; what points away from it has no weight (FLTrust, arXiv 2012.13995). It replaces the rule.
+    trust: Annotated[str, OneOf("none", "anchors")] = "none"
+    # The organisations that are trusted with trust = "anchors": the names of their peers up to the first dot. A fragment to
+    # which none of them has contributed well is rolled back.
+    anchors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_bounds("robust.", self)
+        if self.anchored:
+            rule = 'must be none with robust.trust = "anchors", which replaces it'
+            require(self.rule == "none", "robust.rule", self.rule, rule)
+            rule = 'must name at least one organisation with robust.trust = "anchors"'
+            require(bool(self.anchors), "robust.anchors", list(self.anchors), rule)
+        for name in self.anchors:
+            rule = "must be the name of an organisation: 1 to 64 letters, digits, '-' or '_', as the names of its peers begin"
+            require(_ORGANISATION.fullmatch(name) is not None, "robust.anchors", name, rule)
+        twice = next((name for name in self.anchors if self.anchors.count(name) > 1), None)
+        require(twice is None, "robust.anchors", twice, "must not be named twice")
+        within("robust.anchors (their number)", len(self.anchors), 0, _MOST_ANCHORS)
         if self.rule not in ("none", "clip"):
             rule = f'must be at least 1 with robust.rule = "{self.rule}": the number of peers that may be hostile'
             require(self.hostile >= 1, "robust.hostile", self.hostile, rule)
+
+    @property
+    def anchored(self) -> bool:
+        """Whether contributions are weighed by their cosine to those of the anchors."""
+        return self.trust == "anchors"
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything of this section replaces the weights of the penalty."""
+        return self.rule != "none" or self.anchored
 
     @property
     def by_element(self) -> bool:

@@ -373,6 +373,8 @@ class RunConfig:
         least, on = self.secagg.min_peers, "with secagg.enabled"
         rule = f"must be none {on}: a robust rule compares contributions, which nobody sees"
         require(self.robust.rule == "none", "robust.rule", self.robust.rule, rule)
+        rule = f"must be none {on}: a contribution that nobody sees cannot be compared with those of the anchors"
+        require(not self.robust.anchored, "robust.trust", self.robust.trust, rule)
         for key, value, wanted, why in (
             ("swarm", "" if self.swarm is None else "[swarm]", "", "there is no coordinator that opens the sum"),
             ("aggregators.addresses", self.aggregators.addresses, (), "one set of peers is opened, by one aggregator"),
@@ -414,6 +416,7 @@ class RunConfig:
             ("aggregators.addresses", self.aggregators.addresses, (), "the norm of a contribution is of all its fragments"),
             ("secagg.enabled", self.secagg.enabled, False, "nobody can clip a masked contribution"),
             ("robust.rule", self.robust.rule, "none", "its coefficients depend on all contributions, without a bound"),
+            ("robust.trust", self.robust.trust, "none", "the anchors would decide on all others, without a bound"),
             ("penalty.enabled", self.penalty.enabled, False, "verdicts and weights depend on the others' contributions"),
             ("penalty.weighting", self.penalty.weighting, "uniform", "no contribution may count for more than the clip"),
             ("outer.algorithm", self.outer.algorithm, "mean", "a swap shows each partner the other's parameters"),
@@ -449,10 +452,10 @@ class RunConfig:
 
     def _check_robust(self) -> None:
         """Raise ConfigError where a robust rule cannot be kept with the other settings."""
-        robust, rule = self.robust, self.robust.rule
-        if rule == "none":
+        robust = self.robust
+        if not robust.enabled:
             return
-        with_rule = f'with robust.rule = "{rule}"'
+        with_rule = f'with robust.trust = "{robust.trust}"' if robust.anchored else f'with robust.rule = "{robust.rule}"'
         for key, value, wanted, why in (
             ("outer.algorithm", self.outer.algorithm, "mean", "a gossiping peer sees one other only"),
             ("outer.direction", self.outer.direction, "mean", "lengths and directions are the rule's"),
@@ -570,6 +573,8 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("inner", "options", {}),
     ("inner", "momentum", 0.95),
     ("", "robust", dataclasses.asdict(RobustConfig())),
+    ("robust", "trust", "none"),
+    ("robust", "anchors", ()),
     ("", "average", dataclasses.asdict(AverageConfig())),
     ("", "audit", dataclasses.asdict(AuditConfig())),
     ("audit", "keep_contributions", 0),
@@ -687,7 +692,9 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("penalty", {"step_power", "relearn", "max_ratio", "max_share"}, "penalty.detector", ("edit",)),
     NoEffect("penalty", {"max_share"}, "rounds.merging", ("arrivals",)),
     NoEffect("penalty", {"temperature", "norm", "max_share", "weighting"}, "robust.rule", RULES[1:]),
-    NoEffect("robust", _keys(RobustConfig, "rule"), "robust.rule", ("none",)),
+    NoEffect("penalty", {"temperature", "norm", "max_share", "weighting"}, "robust.trust", ("anchors",)),
+    NoEffect("robust", _keys(RobustConfig, "rule", "trust", "anchors"), "robust.rule", ("none",)),
+    NoEffect("robust", {"anchors"}, "robust.trust", ("none",)),
     NoEffect("robust", {"hostile", "mixing", "equalise"}, "robust.rule", ("clip",)),
     NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
     NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES[1:] if rule != "centered_clip")),

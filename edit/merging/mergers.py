@@ -115,7 +115,7 @@ def merger(config: RunConfig) -> Merger:
 
     Raises ConfigError for a plug-in that is not admitted, PluginError.
     """
-    if config.robust.rule != "none":
+    if config.robust.enabled:
         return RobustMerger(config.penalty, config.robust)
     if not is_entry(config.outer.merger):
         return EditMerger(config.penalty)

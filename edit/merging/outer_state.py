@@ -403,7 +403,7 @@ class OuterState:
         return self._codecs[fragment_id].encoded_size(self.schema.fragments[fragment_id].numel)
 
     def _keeps_last(self, i: int) -> bool:
-        compares = self.config.robust.rule != "none" or self.config.secagg.enabled
+        compares = self.config.robust.enabled or self.config.secagg.enabled
         return compares and not self.schema.fragments[i].buffers
 
     def _keeps_residual(self, i: int) -> bool:

@@ -12,6 +12,8 @@ Distances: d_ij^2 = K_ii + K_jj - 2 K_ij, and to a point sum a_j x_j: d_i(a)^2 =
 - multi_krum (arXiv 1703.02757): the score of i is the sum of its n - f - 2 smallest d_ij^2; the n - f best share equally.
 - clip: a_i = p_i min(1, median |x| / |x_i|).
 - nearest-neighbour mixing (arXiv 2302.01772): each row is replaced by the mean of those nearest to it, 1 - f/n of the prior.
+- anchors (FLTrust, arXiv 2012.13995, section 4): `by_anchors`, in place of a rule. x_0 is the mean of the anchors'
+  contributions, t_i = p_i max(0, cos(x_i, x_0)), a = t / sum t, each made as long as x_0.
 
 median and trimmed_mean (arXiv 1803.01498) go element by element: `by_rank`, on a sorting network of minima and maxima.
 Which rule stands what: docs/robust-merging.md.
@@ -30,7 +32,18 @@ from torch import Tensor
 
 from edit.config.robust import RobustConfig
 
-__all__ = ["Combination", "by_rank", "coefficients", "copies", "mixed", "of_rows", "organisations", "shared_prior"]
+__all__ = [
+    "Combination",
+    "by_anchors",
+    "by_rank",
+    "coefficients",
+    "copies",
+    "mixed",
+    "of_rows",
+    "organisation",
+    "organisations",
+    "shared_prior",
+]
 
 _LONGEST = 4.0  # a contribution is made at most so many times as long
 _NEAR = 1e-3  # of the median length
@@ -43,6 +56,11 @@ _COPY_AT_FIRST, _COPY = 0.99, 0.9
 _REPLAY = 0.85  # of the last merged pseudo-gradient; honest ones: at most 0.67 once training is under way
 _UNDER_WAY = 4  # the outer steps after which the latter two hold
 _ALIKE = 0.3  # of what 1 - cosine is among the honest: of norms and biases all honest contributions are much alike
+
+# An inner product of fp32 below this may have lost most of its terms, which are too small for fp32: such a row would seem
+# shorter than it is, and be made longer than it may.
+_LEAST_SQUARE = 1e-30
+_LEAST_LEFT = 1e-3  # of the squares of what a mean is of: less is rounding, as peers of one organisation cancel each other
 
 Gram = Sequence[Sequence[float]]
 
@@ -89,6 +107,38 @@ def coefficients(gram: Gram, prior: Sequence[float], config: RobustConfig) -> Co
     return Combination(chosen, scales, last)
 
 
+def by_anchors(gram: Gram, prior: Sequence[float], anchors: Sequence[float], squares: Sequence[float]) -> Combination:
+    """Return how much of each of n contributions is merged by its cosine to x_0 = sum_i anchors[i] x_i, as long as x_0 is.
+
+    Nothing of those that point away from x_0, and of those whose length cannot be told in fp32; nothing of all where that of
+    x_0 cannot. So the sum is at most as long as x_0, which nobody but the anchors moves.
+
+    gram: their inner products [n, n]; further rows and columns are not read. prior: p of each, at least 0. anchors: the share
+    of each in x_0, at least 0 and in all 1; 0 of those that are no anchors. squares: the squared length of each, or of what it
+    is the mean of, on average.
+    """
+    n = len(prior)
+    least = [max(_LEAST_SQUARE, _LEAST_LEFT * square) for square in squares]
+    measured = [math.isfinite(gram[i][i]) and gram[i][i] >= least[i] for i in range(n)]
+    none = Combination([0.0] * n, [1.0] * n)
+    if not all(measured[i] for i in range(n) if anchors[i] > 0):
+        known = [share if ok else 0.0 for share, ok in zip(anchors, measured, strict=True)]
+        whole = math.fsum(known)
+        if whole <= 0:
+            return none
+        anchors = [share / whole for share in known]
+    named = [j for j in range(n) if anchors[j] > 0]
+    towards = [math.fsum(anchors[j] * gram[i][j] for j in named) if measured[i] else 0.0 for i in range(n)]  # <x_i, x_0>
+    own = math.fsum(anchors[j] * towards[j] for j in named)
+    if own < _LEAST_SQUARE:
+        return none
+    length = math.sqrt(own)
+    scales = [length / math.sqrt(gram[i][i]) if measured[i] else 1.0 for i in range(n)]
+    trust = [p * min(max(0.0, scale * each / own), 1.0) for p, scale, each in zip(prior, scales, towards, strict=True)]
+    total = math.fsum(trust)
+    return Combination([each / total for each in trust], scales) if total > 0 else none
+
+
 def organisations(peer_ids: Sequence[str]) -> list[list[int]]:
     """Return which of these peers are of one organisation, by the first of each: their names are alike up to the first dot.
 
@@ -96,8 +146,13 @@ def organisations(peer_ids: Sequence[str]) -> list[list[int]]:
     """
     found: dict[str, list[int]] = {}
     for i, peer_id in enumerate(peer_ids):
-        found.setdefault(peer_id.partition(".")[0], []).append(i)
+        found.setdefault(organisation(peer_id), []).append(i)
     return list(found.values())
+
+
+def organisation(peer_id: str) -> str:
+    """Return the organisation of a peer: its name up to the first dot."""
+    return peer_id.partition(".")[0]
 
 
 def copies(gram: Gram, n: int, outer_step: int, hostile: int) -> tuple[list[list[int]], list[int]]:

@@ -1,4 +1,4 @@
-"""The merge of one fragment by a robust rule: verdicts as ever, then coefficients in place of the penalty's weights."""
+"""The merge of one fragment by a robust rule or by anchors: verdicts, then coefficients in place of the penalty's weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from edit.merging.gram import gram, windows
 from edit.merging.merge import Measured, Merged, MergeRule, clip_factor, pieces, weighted_mean
 from edit.merging.norms import norm
 from edit.merging.penalty import NormStatistics, freshness, judge_round
-from edit.merging.robust import by_rank, coefficients, copies, of_rows, organisations, shared_prior
+from edit.merging.robust import (
+    by_anchors,
+    by_rank,
+    coefficients,
+    copies,
+    of_rows,
+    organisation,
+    organisations,
+    shared_prior,
+)
 from edit.records import PeerVerdict, Verdict
 
 __all__ = ["RobustMerger"]
@@ -30,10 +39,11 @@ _Row = list[tuple[Measured, float]]  # the contributions of one organisation, an
 class RobustMerger:
     """Verdicts of the penalty, then D by a rule of `edit.merging.robust`, then the penalty's clip; too few: a rollback.
 
-    Contributions of one organisation are averaged first, and count as one.
+    Contributions of one organisation are averaged first, and count as one. With anchors D is by
+    `edit.merging.robust.by_anchors`; no anchor among the good ones: a rollback.
 
     `PeerVerdict.weight` is the share among contributions made equally long; of a rule that goes element by element 1/n. A
-    fragment of buffers is the element-wise median of those that are present, finite and not stale.
+    fragment of buffers is the element-wise median of those that are present, finite and not stale; with anchors, of theirs.
     """
 
     penalty: PenaltyConfig
@@ -54,17 +64,21 @@ class RobustMerger:
         if fragment.buffers:
             present = {one.peer_id: Verdict.OK if math.isfinite(one.norm) else Verdict.NONFINITE for one in ordered}
             rows = _rows([one for one in ordered if present[one.peer_id] is Verdict.OK and one.staleness == 0])
+            if self.robust.anchored:
+                rows = [row for row in rows if self._is_anchor(row)]
             return self._by_element(fragment, ordered, rows, present, {}, (len(rows) - 1) // 2, clips=False)
         judged, after = judge_round(norms, {one.peer_id: one.inner_steps for one in ordered}, before, self.penalty)
         good = [one for one in ordered if judged[one.peer_id] is Verdict.OK]
         fresh = [freshness(one.staleness, self.penalty.staleness) for one in good]
         rows = _rows(good, fresh)
-        if len(rows) < self.robust.least:
+        anchors = [self._is_anchor(row) for row in rows]
+        if len(rows) < self.robust.least or (self.robust.anchored and not any(anchors)):
             return Merged(
                 fragment.fragment_id, None, tuple(one.judged(judged[one.peer_id]) for one in ordered), after, 0.0, 1.0
             )
         known: list[Measured | _LastMerged] = [*good, *([_LastMerged(rule.last)] if rule.last is not None else [])]
         inner = gram([_pieces(fragment, one) for one in known], fragment.numel)
+        squares = [math.fsum(share * inner[i][i] for i, share in enumerate(_over(row, good)) if share) for row in rows]
         if len(rows) < len(good):
             inner = of_rows(inner, [_over(row, good) for row in rows])
         groups, replayed = copies(inner, len(rows), rule.outer_step, self.robust.hostile)
@@ -75,15 +89,19 @@ class RobustMerger:
             counted = [row for i, row in enumerate(rows) if i not in left_out]
             drop = self.robust.hostile if self.robust.rule == "trimmed_mean" else (len(counted) - 1) // 2
             return self._by_element(fragment, ordered, counted, judged, after, drop, clips=True)
-        if rule.last is None:  # there are zeros in its place
-            inner = [[*row, 0.0] for row in inner] + [[0.0] * (len(rows) + 1)]
         weight = {one.peer_id: share for one, share in zip(good, fresh, strict=True)}
         mean_fresh = [math.fsum(weight[one.peer_id] for one, _ in row) / len(row) for row in rows]
-        prior = shared_prior([share / math.fsum(mean_fresh) for share in mean_fresh], groups, replayed)
-        found = coefficients(inner, prior, self.robust)
+        prior = shared_prior(_normalised(mean_fresh), groups, replayed)
+        if rule.last is None:  # there are zeros in its place
+            inner = [[*row, 0.0] for row in inner] + [[0.0] * (len(rows) + 1)]
+        if self.robust.anchored:
+            of_anchors = [share if is_one else 0.0 for share, is_one in zip(mean_fresh, anchors, strict=True)]
+            found = by_anchors(inner, prior, _normalised(of_anchors), squares)
+        else:
+            found = coefficients(inner, prior, self.robust)
         shares = {one.peer_id: a * part for row, a in zip(rows, found.weights, strict=True) for one, part in row}
         for peer_id, share in shares.items():
-            if share == 0 and judged[peer_id] is Verdict.OK:
+            if share == 0 and judged[peer_id] is Verdict.OK and any(shares.values()):
                 judged[peer_id] = Verdict.OUTLIER
         scales = {one.peer_id: s for row, s in zip(rows, found.scales, strict=True) for one, _ in row}
         kept = [(one, shares[one.peer_id] * scales[one.peer_id]) for one in good if shares[one.peer_id] > 0]
@@ -93,6 +111,9 @@ class RobustMerger:
                 mean[part].add_(rule.last[part].float().mul_(found.last))
         peers = tuple(one.judged(judged[one.peer_id], shares.get(one.peer_id, 0.0)) for one in ordered)
         return self._merged(fragment, mean, peers, after, clips=True)
+
+    def _is_anchor(self, row: _Row) -> bool:
+        return organisation(row[0][0].peer_id) in self.robust.anchors
 
     def _by_element(
         self,
@@ -141,6 +162,12 @@ def _rows(good: Sequence[Measured], weights: Sequence[float] | None = None) -> l
         total = math.fsum(weight[i] for i in group)
         found.append([(good[i], weight[i] / total) for i in group])
     return found
+
+
+def _normalised(shares: Sequence[float]) -> list[float]:
+    """Return the shares, in all 1."""
+    whole = math.fsum(shares)
+    return [share / whole for share in shares]
 
 
 def _over(row: _Row, of: Sequence[Measured]) -> list[float]:

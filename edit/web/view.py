@@ -56,7 +56,7 @@ VERDICTS = {
     "carried": "carried into the next round",
     "unpaired": "no swap with this partner",
     "idle": "rejected: no work in it",
-    "outlier": "far from most of the others",
+    "outlier": "far from most of the others, or away from the anchors",
     "copied": "a copy of another one, or of the last update",
     "anomalous": "rejected: norm far above the usual",
     "rejected": "rejected by a policy of the run",

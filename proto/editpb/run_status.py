@@ -551,7 +551,7 @@ def _why(verdict: Verdict, norm: float, median: float) -> str:
         case Verdict.COPIED:
             return "a copy of another contribution, or of the last update"
         case Verdict.OUTLIER:
-            return "far from most of the others"
+            return "far from most of the others, or it points away from the anchors"
         case Verdict.UNPAIRED:
             return "no swap with its partner"
         case Verdict.REJECTED:

@@ -21,7 +21,8 @@ SCHEMA = Schema((FragmentSpec(fragment_id=0, name="layer", tensors=(TensorSpec(n
 
 
 def config(rule: str) -> RunConfig:
-    robust = RobustConfig(rule=rule, hostile=1)
+    anchored = RobustConfig(trust="anchors", anchors=("peer-1",))
+    robust = anchored if rule == "anchors" else RobustConfig(rule=rule, hostile=1)
     return RunConfig(
         penalty=PenaltyConfig(enabled=False),
         robust=robust,
@@ -48,7 +49,7 @@ def commit(store: Store | None, outer: OuterState) -> Commit:
     return done
 
 
-@pytest.mark.parametrize("rule", ["centered_clip", "geometric_median", "median"])
+@pytest.mark.parametrize("rule", ["centered_clip", "geometric_median", "median", "anchors"])
 @pytest.mark.parametrize("checkpoint", [0, 2, 4])
 def test_what_the_rule_compares_with_is_recovered_from_checkpoint_and_journal(
     tmp_path: Path, rule: str, checkpoint: int

@@ -45,12 +45,19 @@ from tests.support.served import TOML, small_chunks, theta
 PEERS = ("p", "q")
 
 
-def config(verify: int, start: int = 2, milestones: Sequence[Sequence[int]] = (), **codec: str) -> RunConfig:
+def config(
+    verify: int,
+    start: int = 2,
+    milestones: Sequence[Sequence[int]] = (),
+    robust: dict[str, Any] | None = None,
+    **codec: str,
+) -> RunConfig:
     values: dict[str, Any] = tomllib.loads(TOML.format(start=start, quorum=start))
     del values["server"]
     values["outer"] = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
     values["codec"] |= codec
     values["sync"]["milestones"] = list(milestones)
+    values["robust"] = robust or {}
     return RunConfig.from_mapping({**values, "swarm": {"parts": 1, "verify": verify}})
 
 
@@ -97,8 +104,10 @@ def digests(path: Path, verify: int, **codec: Any) -> list[set[str]]:
     return found
 
 
-@pytest.mark.parametrize("codec", [{}, {"down": "int8"}], ids=["fp32", "int8"])
-def test_what_is_verified_has_the_same_bits_as_what_is_not(tmp_path: Path, codec: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "codec", [{}, {"down": "int8"}, {"robust": {"trust": "anchors", "anchors": ["p"]}}], ids=["fp32", "int8", "anchors"]
+)
+def test_what_is_verified_has_the_same_bits_as_what_is_not(tmp_path: Path, codec: dict[str, Any]) -> None:
     expected, *others = (digests(tmp_path / str(verify), verify, **codec) for verify in (0, 1, 2))
     assert all(other == expected for other in others)
 
