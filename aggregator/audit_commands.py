@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from aggregator.audit_verification import entries_of, verified_log
+from aggregator.storage.cosignatures import note_files
 from aggregator.storage.log_key import open_log_key
-from aggregator.storage.state_folder import AUDIT_HEAD, AUDIT_KEY, AUDIT_LOG, StateFolder
+from aggregator.storage.state_folder import AUDIT_COSIGNED, AUDIT_HEAD, AUDIT_KEY, AUDIT_LOG, StateFolder
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
-from edit.trust.checkpoints import NoteKey
+from edit.trust.checkpoints import MOST_NOTE_BYTES, NoteKey
 from edit.trust.envelopes import signed_envelope
 from editpb.audit_log import LogFault, LogVerifier, Usage
 from editpb.messages import DataStatement
@@ -47,7 +48,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def verify(
     state: _Log = Path("edit-run"), key: _Key = "", hashes: _Hashes = False, sample: _Sample = None, as_json: _Json = False
 ) -> None:
-    """Verify the log: every entry, every signature of a contribution, and the signed head.
+    """Verify the log: every entry, every signature of a contribution, the signed head, and those that members cosigned.
 
     Exit codes: 0 it holds together; 2 it does not, and the entry is named.
 
@@ -55,9 +56,11 @@ def verify(
     """
     if hashes and sample is not None:
         raise ConfigError("--sample: has no effect with --hashes, which leaves out all signatures")
+    notes = _cosigned(state)  # first: the log may grow meanwhile
     log, signed = _verified(state, key, 0 if hashes else sample)
+    cosigned = {size: members for size, members in (_checked(log, path, note) for path, note in notes) if members}
     if as_json:
-        typer.echo(json.dumps(_said(log, signed)))
+        typer.echo(json.dumps({**_said(log, signed), "cosigned": cosigned}))
         return
     assert log.key is not None
     signatures = "signatures left out" if hashes else f"{log.verified} signatures"
@@ -66,6 +69,9 @@ def verify(
     typer.echo(f"run {printable(log.run_id)}: {len(log.tree)} entries, {log.commits} commits, {signatures}: verified")
     typer.echo(f"outer step  {log.outer_step}, digest {printable(log.digest[:12])}")
     typer.echo(f"head        {signed} entries, root {log.tree.root(signed).hex()}")
+    for size, members in cosigned.items():
+        count = f"{len(members)} member{'s' * (len(members) > 1)}"
+        typer.echo(f"cosigned    {size} entries, by {count}: {', '.join(map(printable, members))}")
     typer.echo(f"key         {log.key.text()}{'' if key else ' (named by the log itself)'}")
     if log.privacy:
         typer.echo(f"privacy     {printable(log.privacy)}")
@@ -161,30 +167,36 @@ def export(
         typer.Option("--step", min=1, help="Copy all that a replay of this outer step needs, too."),
     ] = None,
 ) -> None:
-    """Verify the log and copy it, for somebody else to verify: the entries that the head is signed for, the head, the key.
+    """Verify the log and copy it, for somebody else to verify: the entries that the head is signed for, the head, the key, and
+    the heads that members have cosigned.
 
     Example: edit-coordinator audit export my-audit --state my-run --provenance --of model.safetensors
     """
     if of and not provenance:
         raise ConfigError("--of: has no effect without --provenance")
+    notes = _cosigned(state)
     log, _ = _verified(state, key)
     assert log.key is not None
     head = (state / AUDIT_HEAD).read_bytes()
     signed = log.check_head(head)
+    for path, note in notes:
+        _checked(log, path, note)
     lines = b"".join(line + b"\n" for line in itertools.islice(entries_of(state / AUDIT_LOG), signed))
     files = [(AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")]
     if provenance:
         files += _provenance(state, log.run_id, log.key, lines, head, of or [])
     copied = _of_replay(state, step) if step is not None else []
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        (out / AUDIT_COSIGNED if notes else out).mkdir(parents=True, exist_ok=True)
+        for old in note_files(out / AUDIT_COSIGNED).values():
+            old.unlink()
         for path in copied:
             place = out / path.relative_to(state)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, place)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
-    for name, data in files:
+    for name, data in [*files, *((f"{AUDIT_COSIGNED}/{path.name}", note) for path, note in notes)]:
         write_atomic(out / name, data)
     typer.echo(f"{out}: {signed} entries, outer step {log.outer_step}")
 
@@ -266,6 +278,28 @@ def _verified(state: Path, key: str, sample: int | None = None) -> tuple[LogVeri
     except LogFault as error:
         raise LogFault(f"{path}: {printable(str(error))}") from error
     return log, signed
+
+
+def _cosigned(state: Path) -> list[tuple[Path, bytes]]:
+    """Return the heads that members have cosigned, smallest first. Raises ConfigError, StorageError."""
+    found = []
+    for path in note_files(state / AUDIT_COSIGNED).values():
+        try:
+            with path.open("rb") as file:
+                found.append((path, file.read(MOST_NOTE_BYTES + 1)))
+        except FileNotFoundError:  # the coordinator keeps newer ones instead
+            continue
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    return found
+
+
+def _checked(log: LogVerifier, path: Path, note: bytes) -> tuple[int, tuple[str, ...]]:
+    """Return size and members of a cosigned head. Raises LogFault that names the file."""
+    try:
+        return log.check_cosigned(note)
+    except LogFault as error:
+        raise LogFault(f"{path}: {printable(str(error))}") from error
 
 
 def _fields(one: Usage) -> dict[str, object]:

@@ -74,6 +74,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 [audit]                         # A signed log of who contributed what, and what came out: docs/audit.md.
 #enabled = false                # true: peers sign their contributions, and the coordinator keeps the log.
 #keep_contributions = 0         # Outer steps whose contributions are kept, for `edit-coordinator audit replay`.
+#cosign = true                  # Peers sign the heads of the log that they have seen, too.
 
 [secagg]                        # Secure aggregation: only the sum of contributions is seen; docs/secure-aggregation.md.
 #enabled = false                # true: peers mask their contributions; set rounds.quorum to min_peers or more.

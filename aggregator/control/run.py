@@ -42,6 +42,7 @@ from aggregator.run_feed import (
     StepCommitted,
 )
 from aggregator.storage.audit_log import AuditLog
+from aggregator.storage.cosignatures import Cosignatures
 from aggregator.storage.high_water import Mark
 from aggregator.storage.privacy_budget import PrivacyBudget
 from edit.config.run import RunConfig
@@ -54,7 +55,7 @@ from edit.rounds.deadlines import PeerPhase
 from edit.rounds.events import Phase
 from editpb.consents import check_consent
 from editpb.limits import one_line
-from editpb.messages import Consent, FoundHeader, Heartbeat, PeerState, View
+from editpb.messages import Consent, Cosignature, FoundHeader, Heartbeat, PeerState, View
 from editpb.run_status import KEPT_ROUNDS, Setting
 from editpb.signed_contributions import config_digest
 
@@ -108,6 +109,7 @@ class Run:
         self.recent_rounds: deque[RoundReport] = deque(maxlen=KEPT_ROUNDS)
         self.history = History(self._phase_of, lambda: self._rounds.machine.tokens if self._rounds is not None else 0)
         self.consents: dict[str, str] = {}  # by peer, of this start: the digest of the policy.toml that its site consents under
+        self._saving_cosigned = False
         self.warnings: Sequence[str] = ()  # of its own certificates and its clock, for the status
         self._resources = resources
         self._given = outer
@@ -307,6 +309,28 @@ class Run:
             await self._resources.background.in_worker(audit.consent, peer_id, consent)
         except StorageError as error:
             _log.error("%s; it is tried again before the next commit", error)
+
+    def cosigned(self, peer_id: str, public_key: bytes, cosigned: Cosignature) -> None:
+        """Take a head of the audit log that a member vouches for. Raises RemoteProtocolError where it has not signed it.
+
+        public_key: of the member's certificate, DER.
+        """
+        audit = self._resources.store.audit
+        if audit is None or not self.config.audit.cosign or self._rounds is None:
+            return
+        if audit.cosigned(peer_id, public_key, cosigned) and not self._saving_cosigned:
+            self._saving_cosigned = True
+            self._resources.background.spawn(self._save_cosigned(audit.cosignatures))
+
+    async def _save_cosigned(self, cosignatures: Cosignatures) -> None:
+        """Write what is new, and what becomes new meanwhile."""
+        try:
+            while (notes := cosignatures.unsaved()) is not None:
+                await self._resources.background.in_worker(cosignatures.write, notes)
+        except StorageError as error:
+            _log.error("%s; it is tried again with the next cosignature", error)
+        finally:
+            self._saving_cosigned = False
 
     def leave(self, attendance: Attendance, reason: str, *, polite: bool) -> None:
         """Take the end of a rank's stream. See `Attendances.close`."""

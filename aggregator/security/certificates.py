@@ -26,6 +26,7 @@ from editpb.identity import Identity
 __all__ = [
     "CA_LIFETIME_S",
     "Issuer",
+    "certified_key",
     "key_pem",
     "make_ca",
     "names_of",
@@ -56,11 +57,16 @@ def public_der(key: ec.EllipticCurvePublicKey) -> bytes:
     return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
+def certified_key(certificate: x509.Certificate) -> bytes:
+    """Return a certificate's public key as DER."""
+    encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return certificate.public_key().public_bytes(encoding, form)
+
+
 @lru_cache(1024)  # so that it is computed once for a member, and not at each call
 def public_hash(certificate: x509.Certificate) -> str:
     """Return SHA-256 of a certificate's public key, in hexadecimal."""
-    encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    return hashlib.sha256(certificate.public_key().public_bytes(encoding, form)).hexdigest()
+    return hashlib.sha256(certified_key(certificate)).hexdigest()
 
 
 def public_key_of(csr_der: bytes) -> ec.EllipticCurvePublicKey:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aggregator.control.attendance import Attendance
 from aggregator.control.run import Run
-from aggregator.security.certificates import public_hash
+from aggregator.security.certificates import certified_key
 from aggregator.services.authorization import Authorizer
 from aggregator.services.readers import send
 from aggregator.services.status_replies import StatusReplies
 from aggregator.services.watching import Watchers
 from edit.errors import EditError, EvictedError, RefusedError, RemoteProtocolError, TransportError
-from edit.trust.signatures import key_hash
 from editpb import control_pb2 as cpb
 from editpb.control_messages import coordinator_message_to_pb, evict_request_from_pb, peer_message_from_pb
 from editpb.identity import Identity
@@ -76,7 +76,7 @@ class ControlService:
                 return
             yield coordinator_message_to_pb(self._welcome(identity))
             if attendance is not None:
-                certified = public_hash(self._authorizer.certificate(context))
+                certified = certified_key(self._authorizer.certificate(context))
                 async for message in self._converse(attendance, messages, certified):
                     yield message
 
@@ -106,11 +106,11 @@ class ControlService:
         )
 
     async def _converse(
-        self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage], certified: str
+        self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage], certified: bytes
     ) -> AsyncIterator[cpb.CoordinatorMessage]:
         """Send a view whenever something changed, until the peer leaves, is expelled, or the coordinator stops.
 
-        certified: the hash of its certificate's key.
+        certified: the public key of its certificate, DER.
         """
         listening = asyncio.get_running_loop().create_task(self._listen(attendance, messages, certified))
         listening.add_done_callback(lambda _: attendance.changed.set())
@@ -133,7 +133,7 @@ class ControlService:
         if fault is not None and not isinstance(fault, RefusedError):  # who is refused was told so
             raise fault
 
-    async def _listen(self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage], certified: str) -> str:
+    async def _listen(self, attendance: Attendance, messages: AsyncIterator[cpb.PeerMessage], certified: bytes) -> str:
         """Take heartbeats until the stream ends; return the reason of a goodbye, or ''.
 
         Raises RemoteProtocolError; RefusedError where the run asks for its site's consent, and it reports without one.
@@ -147,9 +147,11 @@ class ControlService:
                     if not consented:
                         self._run.lacks_consent(attendance.peer_id)
                         raise RefusedError(_NO_CONSENT)
-                    self._run.heartbeat(attendance, heartbeat)
+                    if heartbeat.cosigned is not None and attendance.rank == 0:
+                        self._run.cosigned(attendance.peer_id, certified, heartbeat.cosigned)
+                    self._run.heartbeat(attendance, replace(heartbeat, cosigned=None))
                 case Consent() as consent:
-                    if key_hash(consent.public_key) != certified:
+                    if consent.public_key != certified:
                         raise RemoteProtocolError("a consent is signed with another key than the certificate's")
                     self._run.consented(attendance.peer_id, consent)
                     consented = True

@@ -5,12 +5,14 @@
 2. An entry is on disk before the head that is signed for it. A head for more entries than there are means that some were lost.
 3. What cannot be appended is kept and tried again before the next commit, which fails until then.
 
-Everything runs in the worker thread, but `open`, and on the event loop `receipt` and `misfit`, which see the log as it was when
-a head was signed last: entries that are counted there do not change.
+Everything runs in the worker thread, but `open`, and on the event loop `receipt`, `misfit` and `cosigned`, which see the log as
+it was when a head was signed last: entries that are counted there do not change.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,21 +20,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from aggregator.storage.cosignatures import Cosignatures
 from aggregator.storage.journal import Disk
 from aggregator.storage.log_key import open_log_key
-from aggregator.storage.state_folder import AUDIT_HEAD, AUDIT_LOG
+from aggregator.storage.state_folder import AUDIT_COSIGNED, AUDIT_HEAD, AUDIT_LOG
 from edit.config.in_force import in_force
 from edit.config.run import RunConfig
 from edit.durable_files import sync, write_atomic
-from edit.errors import BusyError, GoneError, LocalProtocolError, RefusedError, StorageError
+from edit.errors import BusyError, GoneError, LocalProtocolError, RefusedError, RemoteProtocolError, StorageError
 from edit.merging.injection import Injected
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.trust.canonical import parse_canonical
-from edit.trust.checkpoints import Checkpoint, LogSigner, open_note, parse_checkpoint
+from edit.trust.checkpoints import Checkpoint, LogSigner, NoteKey, open_note, parse_checkpoint
 from edit.trust.merkle import MerkleTree, leaf_hash
 from editpb.audit_log import commit_entry, config_entry, consent_entry, continued_entry, entry_line, genesis_entry
 from editpb.limits import MAX_ENTRY_BYTES, MAX_SEEN_PROOFS
-from editpb.messages import Consent, ContributionHeader, LogReceipt, SeenHead
+from editpb.messages import Consent, ContributionHeader, Cosignature, LogReceipt, SeenHead
 from editpb.signed_contributions import config_digest
 
 __all__ = ["AuditLog"]
@@ -77,6 +80,9 @@ class AuditLog:
         self._shown = (0, "")
         self._commits: dict[int, _Commit] = {}
         self._fitting: dict[SeenHead, None] = {}  # heads that fit, the last ones; on the event loop
+        self._keys: set[tuple[str, str]] = set()  # members and their public keys (base64) by the entries
+        self._shown_keys: frozenset[tuple[str, str]] = frozenset()  # likewise, by those that the head on disk stands for
+        self.cosignatures = Cosignatures(folder / AUDIT_COSIGNED, signer.key)
 
     @classmethod
     def open(cls, folder: Path, run_id: str, config: RunConfig, now: Callable[[], float], disk: Disk | None = None) -> AuditLog:
@@ -101,6 +107,7 @@ class AuditLog:
         if self._descriptor < 0:
             self._read()
             self._check_head()
+            self._check_cosigned()
         for entry in entries:
             line = entry.encode()
             if (index := _index(line)) > len(self._tree):
@@ -187,6 +194,7 @@ class AuditLog:
             write_atomic(self._head, self._signer.sign(len(self._tree), self._tree.root()).encode())
             self._signed = len(self._tree)
         if self._shown[0] != self._signed:
+            self._shown_keys = frozenset(self._keys)
             self._shown = self._signed, self._signer.sign(self._signed, self._tree.root(self._signed))
 
     def receipt(self, outer_step: int, seen_size: int) -> LogReceipt:
@@ -230,9 +238,28 @@ class AuditLog:
             del self._fitting[next(iter(self._fitting))]
         return "", True
 
+    def cosigned(self, peer_id: str, public_key: bytes, cosigned: Cosignature) -> bool:
+        """Take a member's signature under a head of this log; return whether there is something new to be written.
+
+        public_key: of the member's certificate, DER. A head that the log does not have is no news: contributions name it, too.
+        Nor is one of a member whose key the log does not name yet: whoever verifies the log could not check it.
+
+        Raises RemoteProtocolError for a signature that is not the member's, or a head that the log's key has not signed.
+        """
+        why, signed = self.misfit(cosigned.head)
+        if why and not signed:
+            raise RemoteProtocolError(f"{peer_id} cosigns {why}")
+        if why or (peer_id, base64.b64encode(public_key).decode()) not in self._shown_keys:
+            return False
+        try:
+            return self.cosignatures.add(cosigned.head, NoteKey.of_member(peer_id, public_key), cosigned.signature)
+        except ValueError as error:
+            raise RemoteProtocolError(f"audit.cosign: {error}") from error
+
     def _took(self, line: bytes) -> None:
         """Note what the next entry says. Raises ValueError for a damaged one."""
-        self._last, step, seen = _position(line, self._last)
+        self._last, step, seen, keys = _position(line, self._last)
+        self._keys |= keys
         if step:
             others = [one for one in self._commits.items() if one[0] != step]
             commit = _Commit(len(self._tree), line, seen)
@@ -257,7 +284,10 @@ class AuditLog:
             self._say(consent_entry(*self._early.pop(0)))
 
     def close(self) -> None:
-        """Close the file."""
+        """Write the cosignatures that are not on disk yet, as far as that can be done, and close the file."""
+        if (notes := self.cosignatures.unsaved()) is not None:
+            with contextlib.suppress(StorageError):
+                self.cosignatures.write(notes)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -320,6 +350,15 @@ class AuditLog:
             raise StorageError(f"{self.path}: is not what {self._head.name} is signed for; restore both from a copy")
         self._signed = head.size
 
+    def _check_cosigned(self) -> None:
+        """Hold the log to the heads that members have cosigned. Raises StorageError."""
+        for path, head in self.cosignatures.load().items():
+            if head.size > len(self._tree):
+                why = f"has {len(self._tree)} of the {head.size} entries that members have cosigned ({path})"
+                raise StorageError(f"{self.path}: {why}; restore it from a copy")
+            if self._tree.root(head.size) != head.root:
+                raise StorageError(f"{self.path}: is not what members have cosigned ({path}); restore it from a copy")
+
     def _write(self, line: bytes) -> None:
         self._mend()
         try:
@@ -365,30 +404,35 @@ def _seen_sizes(entry: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(int(head[0]) for given in entry["contributions"].values() for head in given.get("seen", ()))
 
 
-def _position(line: bytes, before: tuple[str, int, str]) -> tuple[tuple[str, int, str], int, frozenset[int]]:
-    """Return configuration, outer step and digest after an entry; the outer step that it commits, 0: it is no commit; and the
-    sizes of the heads that it names.
+class _Position(NamedTuple):
+    """What an entry says that the next ones are written by."""
 
-    Raises ValueError for a damaged one.
-    """
-    nothing = frozenset[int]()
+    last: tuple[str, int, str]  # configuration, outer step and digest after it
+    step: int = 0  # the outer step that it commits; 0: it is no commit
+    seen: frozenset[int] = frozenset()  # sizes of the heads that it names
+    keys: frozenset[tuple[str, str]] = frozenset()  # members, and their public keys in base64
+
+
+def _position(line: bytes, before: tuple[str, int, str]) -> _Position:
+    """Return what an entry says. before: configuration, outer step and digest before it. Raises ValueError: it is damaged."""
     entry = parse_canonical(line)
     config, outer_step, digest = before
     try:
         match entry["kind"]:
             case "commit":
-                return (
+                return _Position(
                     (entry["config_digest"], entry["outer_step"], entry["after"]),
                     int(entry["outer_step"]),
                     _seen_sizes(entry),
+                    frozenset((str(peer), str(given["key"])) for peer, given in entry["contributions"].items()),
                 )
             case "genesis":
-                return (entry["config_digest"], entry["outer_step"], entry["digest"]), 0, nothing
+                return _Position((entry["config_digest"], entry["outer_step"], entry["digest"]))
             case "config":
-                return (entry["config_digest"], outer_step, digest), 0, nothing
+                return _Position((entry["config_digest"], outer_step, digest))
             case "consent":
-                return before, 0, nothing
+                return _Position(before, keys=frozenset({(str(entry["peer"]), str(entry["key"]))}))
             case _:
-                return (config, entry["outer_step"], entry["digest"]), 0, nothing
-    except (KeyError, TypeError) as error:
+                return _Position((config, entry["outer_step"], entry["digest"]))
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(repr(error)) from error

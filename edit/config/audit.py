@@ -21,6 +21,9 @@ class AuditConfig:
     # Of so many outer steps, the last ones, the coordinator keeps the contributions as they were sent. `edit-coordinator audit
     # replay` merges them once more and compares the result with the log.
     keep_contributions: Annotated[int, Between(0, 10_000)] = 0
+    # Peers sign the head of each receipt that they accept with the key of their certificate, too, and say so in heartbeats.
+    # `edit-coordinator audit verify` says how many members vouch for which head.
+    cosign: bool = True
 
     def __post_init__(self) -> None:
         check_bounds("audit.", self)

@@ -23,21 +23,25 @@ from edit.trust.merkle import HASH_BYTES
 
 __all__ = [
     "ED25519_BYTES",
+    "MOST_DER_BYTES",
     "MOST_NOTE_BYTES",
     "MOST_SIGNATURES",
     "Checkpoint",
+    "Cosigner",
     "LogSigner",
     "NoteKey",
-    "cosignature",
     "open_note",
     "parse_checkpoint",
+    "signature_line",
     "signature_of",
+    "signatures_under",
 ]
 
 MOST_NOTE_BYTES = 64 << 10
 MOST_SIGNATURES = 256  # lines of a note: the log's, and those of as many members
 _MOST_SIZE = (1 << 63) - 1
 ED25519_BYTES = 64  # of a log's signature
+MOST_DER_BYTES = 72  # of a member's
 _ED25519, _ECDSA = 1, 2
 _KEY_ID_BYTES = 4
 _DASH = "\N{EM DASH} "
@@ -148,23 +152,35 @@ class LogSigner:
     def sign(self, size: int, root: bytes) -> str:
         """Return the signed note of a head. The same head has the same note."""
         text = Checkpoint(self.key.name, size, root).text()
-        return f"{text}\n{_line(self.key, self._key.sign(text.encode()))}"
+        return f"{text}\n{signature_line(self.key.name, self.key.key_id, self._key.sign(text.encode()))}"
 
 
-def cosignature(name: str, pem: bytes, text: str) -> str:
-    """Return the signature line of a member under a note's text, with its line end.
+class Cosigner:
+    """Signs the heads of logs with the key of a member's certificate. Raises ConfigError unless `pem` is a P-256 key."""
 
-    pem: the private key of the member's certificate. Raises ConfigError for another key than P-256.
-    """
-    try:
-        key = serialization.load_pem_private_key(pem, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigError("the key that cosigns cannot be read") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise ConfigError("the key that cosigns is not ECDSA P-256")
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    public = key.public_key().public_bytes(serialization.Encoding.DER, form)
-    return _line(NoteKey.of_member(name, public), key.sign(text.encode(), ec.ECDSA(hashes.SHA256())))
+    def __init__(self, pem: bytes) -> None:
+        try:
+            key = serialization.load_pem_private_key(pem, None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise ConfigError("the key that cosigns cannot be read") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise ConfigError("the key that cosigns is not ECDSA P-256")
+        self._key = key
+
+    def sign(self, text: str) -> bytes:
+        """Return the signature of a note's text, in DER. Signed twice, the same text has two."""
+        return self._key.sign(text.encode(), ec.ECDSA(hashes.SHA256()))
+
+
+def signature_line(name: str, key_id: bytes, signature: bytes) -> str:
+    """Return the line of a signature under a note's text, with its line end."""
+    return f"{_DASH}{name} {base64.b64encode(key_id + signature).decode()}\n"
+
+
+def signatures_under(note: str | bytes) -> tuple[tuple[str, bytes, bytes], ...]:
+    """Return name, key id and signature of each line under a note, unverified. Raises ValueError for what is no note."""
+    lines = map(_signature, _parts(note)[1])
+    return tuple((name, data[:_KEY_ID_BYTES], data[_KEY_ID_BYTES:]) for name, data in lines)
 
 
 def open_note(note: str | bytes, keys: Iterable[NoteKey]) -> tuple[str, tuple[NoteKey, ...]]:
@@ -189,11 +205,11 @@ def open_note(note: str | bytes, keys: Iterable[NoteKey]) -> tuple[str, tuple[No
     return text, tuple(signed)
 
 
-def signature_of(note: str, key: NoteKey) -> bytes:
+def signature_of(note: str | bytes, key: NoteKey) -> bytes:
     """Return the signature of this key under a note that `open_note` has opened with it. Raises ValueError: there is none."""
-    for name, data in map(_signature, _parts(note)[1]):
-        if name == key.name and data[:_KEY_ID_BYTES] == key.key_id:
-            return data[_KEY_ID_BYTES:]
+    for name, key_id, signature in signatures_under(note):
+        if (name, key_id) == (key.name, key.key_id):
+            return signature
     raise ValueError(f"{key.name} has not signed it")
 
 
@@ -233,10 +249,6 @@ def _signature(line: str) -> tuple[str, bytes]:
     if not line.startswith(_DASH) or not separator or not _is_name(name) or len(data := _decoded(encoded)) <= _KEY_ID_BYTES:
         raise ValueError("a signature line of the note is malformed")
     return name, data
-
-
-def _line(key: NoteKey, signature: bytes) -> str:
-    return f"{_DASH}{key.name} {base64.b64encode(key.key_id + signature).decode()}\n"
 
 
 def _decoded(text: str) -> bytes:

@@ -24,7 +24,7 @@ from blake3 import blake3
 from edit.config.run import RunConfig
 from edit.errors import EditError, RemoteProtocolError
 from edit.trust.canonical import canonical, parse_canonical
-from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
+from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signatures_under
 from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
 from edit.trust.signatures import is_signed
 from editpb.consents import check_consent
@@ -348,6 +348,7 @@ class LogVerifier:
         self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
         self.usage: dict[str, Usage] = {}
         self.consents: dict[str, Consent] = {}  # by peer: the last one
+        self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions and consents
         self.privacy = ""  # what the last commit says of differential privacy, in words
         self._attempts = 0  # the most that one of them counts
         self._config = self._schema_hash = ""
@@ -412,6 +413,24 @@ class LogVerifier:
             )
         return head.size
 
+    def check_cosigned(self, note: bytes) -> tuple[int, tuple[str, ...]]:
+        """Check a head of this log that members have cosigned; return its size, and who has signed it. Raises LogFault.
+
+        All entries are to be taken before: the keys of the members are those that they name.
+        """
+        size = self.check_head(note)
+        assert self.key is not None
+        members = [NoteKey.of_member(peer, key) for peer, known in self.keys.items() for key in known]
+        named = {(each.name, each.key_id) for each in (self.key, *members)}
+        try:
+            for name, key_id, _ in signatures_under(note):
+                if (name, key_id) not in named:
+                    raise ValueError(f"{name} has cosigned with a key that no entry names")
+            _, signed = open_note(note, [self.key, *members])
+        except ValueError as error:
+            raise LogFault(f"the cosigned head of {size} entries: {error}") from error
+        return size, tuple(sorted(each.name for each in signed if each != self.key))
+
     def _genesis(self, entry: _Entry) -> None:
         said = NoteKey.parse(entry["key"])
         if self.key is not None and said != self.key:
@@ -436,6 +455,7 @@ class LogVerifier:
         except RemoteProtocolError as error:
             raise ValueError(str(error)) from error
         self.consents[peer_id] = consent
+        self.keys.setdefault(peer_id, set()).add(key)
 
     def _commit(self, entry: _Entry) -> None:
         if entry["outer_step"] != self.outer_step + 1 or entry["before"] != self.digest:
@@ -447,6 +467,7 @@ class LogVerifier:
         contributed: dict[int, set[str]] = {}
         for peer, given in entry["contributions"].items():
             self._check_seen(peer, seen_heads(given))
+            self.keys.setdefault(peer, set()).add(base64.b64decode(given["key"], validate=True))
             merged = self._merged.setdefault(peer, {})
             for values in given["parts"]:
                 fragment, rank, number = values[:3]

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from edit.fragments.schema import Schema
+from edit.trust.checkpoints import ED25519_BYTES, MOST_DER_BYTES
+from edit.trust.merkle import HASH_BYTES
 from edit.trust.signatures import MOST_KEY_BYTES, SIGNATURE_BYTES
 from editpb import control_pb2 as cpb
 from editpb import limits as lim
@@ -77,6 +79,7 @@ def heartbeat_to_pb(beat: msg.Heartbeat) -> cpb.Heartbeat:
         serving=serving_to_pb(beat.serving) if beat.serving is not None else None,
         device=one_line(beat.device, lim.MAX_NAME_CHARS),
         metrics=beat.metrics,
+        cosigned=_cosigned_to_pb(beat.cosigned) if beat.cosigned is not None else None,
     )
 
 
@@ -98,7 +101,22 @@ def heartbeat_from_pb(message: cpb.Heartbeat) -> msg.Heartbeat:
         serving=serving_from_pb(message.serving) if message.HasField("serving") else None,
         device=check_text("device", message.device, lim.MAX_NAME_CHARS),
         metrics=lim.check_metrics(message.metrics),
+        cosigned=_cosigned_from_pb(message.cosigned) if message.HasField("cosigned") else None,
     )
+
+
+def _cosigned_to_pb(cosigned: msg.Cosignature) -> cpb.Cosignature:
+    head = cosigned.head
+    return cpb.Cosignature(size=head.size, root=head.root, log_signature=head.signature, signature=cosigned.signature)
+
+
+def _cosigned_from_pb(message: cpb.Cosignature) -> msg.Cosignature:
+    """Decode a cosignature; whether it is signed is not looked at."""
+    lengths = len(message.root), len(message.log_signature), len(message.signature)
+    if lengths[:2] != (HASH_BYTES, ED25519_BYTES) or not 0 < lengths[2] <= MOST_DER_BYTES:
+        fail(f"a cosignature has a root of {lengths[0]}, and signatures of {lengths[1]} and {lengths[2]} bytes")
+    size = within("cosigned.size", message.size, 1, lim.MAX_COUNT)
+    return msg.Cosignature(msg.SeenHead(size, message.root, message.log_signature), message.signature)
 
 
 def serving_to_pb(serving: msg.Serving) -> cpb.Serving:

@@ -59,8 +59,20 @@ class Serving(_message.Message):
     ticket: str
     def __init__(self, address: _Optional[str] = ..., ticket: _Optional[str] = ...) -> None: ...
 
+class Cosignature(_message.Message):
+    __slots__ = ("size", "root", "log_signature", "signature")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    LOG_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    root: bytes
+    log_signature: bytes
+    signature: bytes
+    def __init__(self, size: _Optional[int] = ..., root: _Optional[bytes] = ..., log_signature: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
 class Heartbeat(_message.Message):
-    __slots__ = ("state", "outer_step", "digest", "inner_steps", "round_inner_steps", "loss", "tokens_per_s", "step_s", "bytes_sent", "bytes_received", "serving", "device", "metrics")
+    __slots__ = ("state", "outer_step", "digest", "inner_steps", "round_inner_steps", "loss", "tokens_per_s", "step_s", "bytes_sent", "bytes_received", "serving", "device", "metrics", "cosigned")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +93,7 @@ class Heartbeat(_message.Message):
     SERVING_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    COSIGNED_FIELD_NUMBER: _ClassVar[int]
     state: PeerState
     outer_step: int
     digest: str
@@ -94,7 +107,8 @@ class Heartbeat(_message.Message):
     serving: Serving
     device: str
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, state: _Optional[_Union[PeerState, str]] = ..., outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., inner_steps: _Optional[int] = ..., round_inner_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., serving: _Optional[_Union[Serving, _Mapping]] = ..., device: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    cosigned: Cosignature
+    def __init__(self, state: _Optional[_Union[PeerState, str]] = ..., outer_step: _Optional[int] = ..., digest: _Optional[str] = ..., inner_steps: _Optional[int] = ..., round_inner_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., serving: _Optional[_Union[Serving, _Mapping]] = ..., device: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., cosigned: _Optional[_Union[Cosignature, _Mapping]] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ("reason",)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # torch, which commands that only read records need not load
 __all__ = [
     "PROTOCOL",
     "ContributionHeader",
+    "Cosignature",
     "Donor",
     "Expel",
     "FoundHeader",
@@ -131,6 +132,7 @@ class Heartbeat:
     serving: Serving | None = None  # the snapshot of `outer_step`; None: it serves none
     device: str = ""  # what it computes on, in words; empty: it does not say
     metrics: Mapping[str, float] = field(default_factory=dict)  # what else its user reports, by name; all finite
+    cosigned: Cosignature | None = None  # the newest head of the audit log that it has; None: none, or it does not cosign
 
     def as_json(self) -> dict[str, object]:
         """Return the values of a `peer` line of metrics.jsonl. `json_text` writes them: a loss that is not finite as null."""
@@ -209,6 +211,14 @@ class SeenHead:
     size: int  # entries, at least 1
     root: bytes  # 32 bytes
     signature: bytes  # Ed25519, 64 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cosignature:
+    """A head of the run's audit log that a peer vouches for with the key of its certificate."""
+
+    head: SeenHead
+    signature: bytes  # of the text of the head's checkpoint, ECDSA P-256 in DER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
@@ -20,16 +21,18 @@ from torch import nn
 
 from aggregator.services.data import DataService
 from aggregator.storage.audit_log import AuditLog
+from aggregator.storage.cosignatures import note_files
 from aggregator.storage.state_folder import StateFolder
 from edit import EditWorker, WorkerConfig
 from edit.errors import RefusedError
 from edit.records import Committed
 from edit.replica.ranks import Ranks
-from edit.trust.checkpoints import LogSigner, NoteKey, open_note, parse_checkpoint
+from edit.trust.checkpoints import Cosigner, LogSigner, NoteKey, open_note, parse_checkpoint, signature_of
 from editpb.audit_log import LogVerifier
+from editpb.control_messages import peer_message_to_pb
 from editpb.identity import Identity
 from editpb.invitation import Invitation
-from editpb.messages import LogReceipt, SeenHead
+from editpb.messages import Cosignature, Heartbeat, LogReceipt, PeerState, SeenHead
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.hub.kept_receipts import FAULT, KEY, verify_kept
@@ -39,11 +42,13 @@ from peers.carriers.io_thread import IoThread
 from peers.connection import connect
 from tests.integration.test_audit import AUDITED
 from tests.integration.test_readme import run
+from tests.integration.test_receipt_lies import contribute
 from tests.support import two_ranks
 from tests.support.fake_run import vectors
+from tests.support.keys import member_key
 from tests.support.learner import Learner
 from tests.support.running import Running, address, enter_together, running
-from tests.support.served import new_folder
+from tests.support.served import found_run, new_folder, served
 from tests.support.thread_ranks import at_every_rank
 
 EVERY = 2
@@ -256,6 +261,68 @@ def test_a_peer_of_two_ranks_checks_receipts_at_its_first_and_stops_at_both(tmp_
     assert heads == {(0, True), (1, False)}  # rank 0 has seen the log
 
 
+def cosigned(folder: StateFolder) -> dict[int, tuple[str, ...]]:
+    """By size, who has cosigned a head that is on the coordinator's disk; each note is verified with the log."""
+    log = log_of(folder)
+    paths = note_files(folder.path / "audit-log.cosigned").values()
+    return dict(log.check_cosigned(path.read_bytes()) for path in paths)
+
+
+def test_members_cosign_the_heads_that_they_have_seen_up_to_the_last_one(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    with running(folder) as here:
+        with members(folder, here, tmp_path) as two:
+            for _ in range(2):
+                exchange(two)
+        here.await_(lambda _: cosigned(folder).get(3) == ("a", "b"))  # also where they have said it on leaving only
+    note = (folder.path / "audit-log.cosigned" / "3.note").read_bytes()
+    with running(folder) as here:
+        with members(folder, here, tmp_path) as two:  # they say the last head again, which is no news
+            assert {one.collective._receipts.cosigned().head.size for one in two.values()} == {3}  # type: ignore[union-attr]
+            exchange(two)
+        here.await_(lambda _: cosigned(folder).get(4) == ("a", "b"))
+    assert (folder.path / "audit-log.cosigned" / "3.note").read_bytes() == note
+    said = run(["edit-coordinator", "audit", "verify", "--state", str(folder.path)])
+    assert "cosigned    4 entries, by 2 members: a, b" in said
+
+
+def test_nobody_cosigns_where_the_run_does_not_ask_for_it(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(50).replace("[audit]\n", "[audit]\ncosign = false\n"))
+    with running(folder) as here, members(folder, here, tmp_path) as two:
+        exchange(two)
+    assert cosigned(folder) == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("signature", "the signature of a under the head of 2 entries is not of its text"),
+        ("head", "a cosigns a head of the audit log that is not signed with its key"),
+    ],
+)
+def test_a_bad_cosignature_ends_the_stream_with_one_line(tmp_path: Path, wrong: str, why: str) -> None:
+    folder = new_folder(tmp_path / "run", toml=AUDITED)
+
+    async def scenario() -> None:
+        async with served(folder) as here, here.signing_peer("a") as (a, sign):
+            await found_run(a)
+            await contribute(a, sign, (await a.view(lambda v: v.round_id > 0)).round_id, 0)
+            await a.view(lambda v: v.outer_step == 1)
+            note = (folder.path / "audit-log.head").read_bytes()
+            text, _ = open_note(note, [NoteKey.parse(here.coordinator.run.log_key)])
+            head = parse_checkpoint(text)
+            root = bytes(32) if wrong == "head" else head.root
+            seen = SeenHead(head.size, root, signature_of(note, NoteKey.parse(here.coordinator.run.log_key)))
+            bad = Cosignature(seen, Cosigner(member_key()).sign(text))
+            beat = Heartbeat(state=PeerState.TRAINING, outer_step=1, cosigned=bad)
+            await a._call.write(peer_message_to_pb(beat))
+            assert await a._call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert why in await a._call.details()
+
+    asyncio.run(scenario())
+    assert cosigned(folder) == {}
+
+
 # ---- a coordinator that lies -----------------------------------------------------------------------------------------------
 
 
@@ -344,6 +411,7 @@ def test_a_forked_coordinator_is_found_by_both_sides_within_one_outer_step(tmp_p
         exchange(two)  # from here on the two have seen different logs
         sizes = {name: one.collective._receipts.head for name, one in two.items()}  # type: ignore[union-attr]
         assert sizes["a"].size == sizes["b"].size == 3 and sizes["a"].root != sizes["b"].root
+        vouched = {name: one.collective._receipts.cosigned() for name, one in two.items()}  # type: ignore[union-attr]
         for _ in range(EVERY):
             for one in two.values():
                 one.step()
@@ -354,6 +422,8 @@ def test_a_forked_coordinator_is_found_by_both_sides_within_one_outer_step(tmp_p
             evidence = json.loads((two[name].home / FAULT).read_text())
             assert parse_checkpoint(open_note(evidence["seen"]["note"], [NoteKey.parse(evidence["key"])])[0]).size == 3
             assert other in json.loads(evidence["came"]["entry"])["contributions"]
+            after = two[name].collective._receipts.cosigned()  # type: ignore[union-attr]
+            assert after == vouched[name]  # nothing of the other log is ever cosigned, nor anything after it
     with running(folder) as here, pytest.raises(RefusedError, match="did not fit, so this peer does not take part"):  # noqa: SIM117
         with members(folder, here, tmp_path, "a"):
             pass

@@ -38,6 +38,7 @@ from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Shard
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Progress, Snapshot
 from edit.replica.ranks import ALONE, Ranks
+from edit.trust.checkpoints import Cosigner
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.signatures import Signer
 from editpb.identity import Identity
@@ -291,7 +292,9 @@ class HubCollective:
             Mine(self.peer_id, Signer(self._site.key).public_key),
             self._refuse,
             self._site.masks.members if self._site.masks is not None else None,
+            Cosigner(self._site.key) if config.audit.cosign else None,
         )
+        self._report.cosigned = self._receipts.cosigned
 
     def _refuse(self, reason: str) -> None:
         """Loop's thread: this peer goes on no longer, and contributes nothing more."""

@@ -22,7 +22,7 @@ from edit.errors import ConfigError, EditError, EvictedError, RefusedError, Remo
 from edit.fragments.schema import Schema
 from editpb import control_pb2, control_pb2_grpc
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
-from editpb.messages import Consent, Expel, Goodbye, Heartbeat, Hello, SchemaRequest, View, Welcome
+from editpb.messages import Consent, Cosignature, Expel, Goodbye, Heartbeat, Hello, SchemaRequest, View, Welcome
 from editpb.transport.status import from_rpc, handshake_refusal
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.session import Session
@@ -82,6 +82,8 @@ class Report:
     traffic: Traffic  # of this rank
     server: SnapshotServer | None = None  # serves this peer's snapshots, if any
     other_ranks: Traffic = field(default_factory=Traffic)  # the replica's, as far as it is known here
+    # The newest head of the run's audit log that this peer vouches for; None: none.
+    cosigned: Callable[[], Cosignature | None] = lambda: None
 
     def say(self, heartbeat: Heartbeat) -> bool:
         """Say this from now on; return whether it is worth a heartbeat at once."""
@@ -91,7 +93,7 @@ class Report:
     def current(self) -> Heartbeat:
         """Return the heartbeat of this moment."""
         sent, received = self.traffic.sent + self.other_ranks.sent, self.traffic.received + self.other_ranks.received
-        heartbeat, server = self.heartbeat, self.server
+        heartbeat, server = dataclasses.replace(self.heartbeat, cosigned=self.cosigned()), self.server
         if server is None:
             return dataclasses.replace(heartbeat, bytes_sent=sent, bytes_received=received)
         serving = server.offer(heartbeat.outer_step) if heartbeat.digest else None
@@ -226,10 +228,15 @@ class Attendance:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             if self._parser.consent is not None and self._hello.rank == 0:
                 await call.write(peer_message_to_pb(self._parser.consent))
+            said: Cosignature | None = None
             while not self._leaving.is_set():
                 self._nudge.clear()
-                await call.write(peer_message_to_pb(self._report.current()))
+                heartbeat = self._report.current()
+                said = heartbeat.cosigned
+                await call.write(peer_message_to_pb(heartbeat))
                 await _first(self._nudge.wait(), self._leaving.wait(), within_s=self._session.heartbeat_s)
+            if (heartbeat := self._report.current()).cosigned != said:  # the run's last head came meanwhile
+                await call.write(peer_message_to_pb(heartbeat))
             await call.write(peer_message_to_pb(Goodbye(self._reason)))
             await call.done_writing()
             await asyncio.wait([asyncio.ensure_future(call.code())], timeout=GOODBYE_S)

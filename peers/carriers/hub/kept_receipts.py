@@ -61,6 +61,7 @@ class KeptReceipts:
 
     def __init__(self, path: Path, lines: list[bytes], head: Head, end: int) -> None:
         self.head = head
+        self.saved = head  # the last one that is on disk
         self._path, self._lines, self._end = path, lines, end
         self._pending: list[bytes] = []
         self._told = False
@@ -100,9 +101,11 @@ class KeptReceipts:
 
     async def save(self) -> None:
         """Bring what was taken to the disk; one call after the other. What the disk refuses is tried again with the next."""
-        pending, self._pending = self._pending, []
+        (pending, self._pending), head = (self._pending, []), self.head
         if pending and not await asyncio.to_thread(self._write, pending):
             self._pending = [*pending, *self._pending][-_MOST_KEPT:]
+        else:
+            self.saved = head
 
     def _write(self, pending: list[bytes]) -> bool:
         """Append these lines; return whether they are on disk."""

@@ -13,11 +13,11 @@ from typing import NoReturn
 
 from edit.durable_files import write_json
 from edit.errors import RefusedError, RemoteProtocolError, StorageError, TransportError
-from edit.trust.checkpoints import NoteKey
+from edit.trust.checkpoints import Cosigner, NoteKey, open_note
 from editpb import data_pb2
 from editpb.data_messages import receipt_from_pb
 from editpb.limits import one_line
-from editpb.messages import ContributionHeader, LogReceipt, SeenHead, UpdateManifest
+from editpb.messages import ContributionHeader, Cosignature, LogReceipt, SeenHead, UpdateManifest
 from editpb.receipts import Expected, Head, Mine, ReceiptFault, check_receipt
 from peers.carriers.hub.kept_receipts import FAULT, FORMAT, RECEIPTS, KeptReceipts, base64_text, pinned_key
 
@@ -38,8 +38,10 @@ class Receipts:
     members: Mapping[str, str] | None  # hashes of the keys of the members that are known, by name; None: of none
     failed: Callable[[str], object]  # told why the peer must not go on
     kept: KeptReceipts
+    cosigner: Cosigner | None = None  # None: this peer does not cosign
     position: tuple[int, str] = (-1, "")  # outer step and digest of theta, by the last snapshot or receipt
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _cosigned: Cosignature | None = None  # the last one
 
     @classmethod
     def open(
@@ -51,6 +53,7 @@ class Receipts:
         mine: Mine,
         failed: Callable[[str], object],
         members: Mapping[str, str] | None = None,
+        cosigner: Cosigner | None = None,
     ) -> Receipts:
         """Go on from what is kept in a peer's folder. log_key: as the coordinator says it.
 
@@ -62,7 +65,7 @@ class Receipts:
                 f"members; to take part all the same, move it and {home / RECEIPTS} away"
             )
         key = pinned_key(home, log_key, run_id)
-        return cls(home, key, run_id, schema_hash, mine, members, failed, KeptReceipts.open(home, key))
+        return cls(home, key, run_id, schema_hash, mine, members, failed, KeptReceipts.open(home, key), cosigner)
 
     @property
     def head(self) -> Head:
@@ -72,6 +75,20 @@ class Receipts:
     def seen(self) -> SeenHead | None:
         """Return what contributions carry."""
         return self.head.seen(self.key)
+
+    def cosigned(self) -> Cosignature | None:
+        """Return the newest head that this peer vouches for; None: it has none, or does not cosign.
+
+        Only what is on disk here is signed: after any restart the log is held to it, so no two heads that do not belong to one
+        log are ever signed.
+        """
+        head = self.kept.saved
+        if self.cosigner is None or (seen := head.seen(self.key)) is None:
+            return None
+        if self._cosigned is None or self._cosigned.head != seen:
+            text, _ = open_note(head.note, [self.key])
+            self._cosigned = Cosignature(seen, self.cosigner.sign(text))
+        return self._cosigned
 
     def at(self, outer_step: int, digest: str) -> None:
         """Note theta as a snapshot has it: the next receipt must begin with it."""

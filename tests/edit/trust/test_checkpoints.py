@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -13,11 +15,13 @@ from edit.trust.checkpoints import (
     MOST_NOTE_BYTES,
     MOST_SIGNATURES,
     Checkpoint,
+    Cosigner,
     LogSigner,
     NoteKey,
-    cosignature,
     open_note,
     parse_checkpoint,
+    signature_line,
+    signatures_under,
 )
 from edit.trust.merkle import EMPTY_ROOT, leaf_hash
 
@@ -35,6 +39,25 @@ PUBLISHED = [
         "x08go/ZJkuBS9UG/SffcvIAQxVBtiFupLLr8pAcElZInNIuGUgYN1FFYC2pZSNXgKvqfqdngotpRZb6KE6RyyBwJnAM=",
     ),
 ]
+# (name, type and public key, key id, text, signature) of two logs that sign with ECDSA P-256, type 0x02: Sigstore's Rekor, and
+# that of Android's Pixel 6, as note/note_verifier_test.go of github.com/transparency-dev/formats has them.
+_P256 = "AjBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IAB"  # what such keys begin with
+PUBLISHED_ECDSA = [
+    (
+        "rekor.sigstore.dev",
+        _P256 + "NhtmPtrWm3U1eQXBogSMdGvXwBcK5AW5i0hrZLOC96l+smGNM7nwZ4QvFK/4sueRoVj//QP22Ni4Qt9DPfkWLc=",
+        "c0d23d6a",
+        "Rekor\n798034\nf+7CoKgXKE/tNys9TTXcr/ad6U/K3xvznmzew9y6SP0=\n",
+        "wNI9ajBEAiARInWIWyCdyG27CO6LPnPekyw20qO0YJfoaPaowGp/XgIgc+qEHS3+GKVClgqq20uDLet7MCoTURUCRdxwWBHHufk=",
+    ),
+    (
+        "pixel6_transparency_log",
+        _P256 + "N+4x0Jk1yTwvLFI9A4NDdGZcX0aiWVdWM5XJVy0M4VWD3AvyW5Q6Hs9A0mcDkpUoYgn+KKPNzFC0H3nN3q6JQ8=",
+        "91c16e30",
+        "DEFAULT\n10\nbsWRucJU5xJPHb5eBdOm6+DM+VelCZBuvtI3sHERJ9Y=\n",
+        "kcFuMDBFAiEAhqMAP8P6qf6QxtUJhzMhbN+MbZ9dwfUHzGQJmffJHtoCIGD0cNe47dHWBoPwYdgBCepB06/+g5O1FmYjXl06owL4",
+    ),
+]
 PEM = LogSigner.new_key()
 SIGNER = LogSigner("edit/run-1", PEM)
 ROOT = leaf_hash(b"entry")
@@ -50,6 +73,18 @@ def test_published_notes_verify(vkey: str, text: str, signature: str) -> None:
     key = NoteKey.parse(vkey)
     assert key.text() == vkey
     assert open_note(f"{text}\n— {key.name} {signature}\n", [key]) == (text, (key,))
+
+
+@pytest.mark.parametrize(("name", "public", "key_id", "text", "signature"), PUBLISHED_ECDSA)
+def test_published_checkpoints_of_p256_keys_verify(name: str, public: str, key_id: str, text: str, signature: str) -> None:
+    key, note = NoteKey.of_member(name, base64.b64decode(public)[1:]), f"{text}\n— {name} {signature}\n"
+    assert key.key_id.hex() == key_id
+    assert open_note(note, [key]) == (text, (key,)) and parse_checkpoint(text).text() == text
+    assert note == f"{text}\n" + "".join(signature_line(*each) for each in signatures_under(note))
+    for place in range(len(note)):
+        wrong = note[:place] + ("A" if note[place] != "A" else "B") + note[place + 1 :]
+        with pytest.raises(ValueError):
+            open_note(wrong, [key])
 
 
 @given(st.data())
@@ -76,10 +111,11 @@ def test_a_member_cosigns_with_the_key_of_its_certificate() -> None:
     private = serialization.load_pem_private_key(pem, None)
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     member = NoteKey.of_member("ana", private.public_key().public_bytes(serialization.Encoding.DER, form))
-    both = note + cosignature("ana", pem, text)
+    both = note + signature_line("ana", member.key_id, Cosigner(pem).sign(text))
     assert open_note(both, [SIGNER.key, member]) == (text, (SIGNER.key, member))
     assert open_note(both, [SIGNER.key]) == (text, (SIGNER.key,))  # of whom it does not know it says nothing
-    forged = note + cosignature("ana", pem, "another text\n")
+    assert [each[:2] for each in signatures_under(both)] == [(key.name, key.key_id) for key in (SIGNER.key, member)]
+    forged = note + signature_line("ana", member.key_id, Cosigner(pem).sign("another text\n"))
     with pytest.raises(ValueError, match="the signature of ana is not of this text"):
         open_note(forged, [SIGNER.key, member])
 
@@ -143,6 +179,8 @@ def test_a_key_of_another_kind_signs_no_log() -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         LogSigner("edit/r", b"nonsense")
     with pytest.raises(ConfigError, match="not ECDSA P-256"):
-        cosignature("ana", PEM, "text\n")
+        Cosigner(PEM)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Cosigner(b"nonsense")
     with pytest.raises(ConfigError, match="origin"):
         LogSigner("edit/a run", PEM)
