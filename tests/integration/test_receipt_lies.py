@@ -14,7 +14,7 @@ import pytest
 
 from edit.errors import ConfigError, FormatError, TransportError
 from edit.trust.canonical import canonical
-from edit.trust.checkpoints import LogSigner, NoteKey, signature_of
+from edit.trust.checkpoints import Cosigner, LogSigner, NoteKey, signature_of
 from edit.trust.merkle import MerkleTree, leaf_hash
 from edit.trust.signatures import key_hash
 from editpb import data_pb2
@@ -29,6 +29,7 @@ from peers.carriers.hub.receipts import Receipts
 from peers.cli import app
 from tests.integration.test_audit import AUDITED, delta
 from tests.support.encoded import encode
+from tests.support.keys import member_key
 from tests.support.served import SCHEMA, BarePeer, found_run, new_folder, served, small_chunks
 
 STEPS = 3
@@ -392,6 +393,22 @@ def test_what_the_disk_refuses_is_written_with_the_next(
     assert [record.message.count("No space left") for record in caplog.records] == [1]
     take(receipts, told, 2)
     assert verify_kept(tmp_path / "home").receipts == 3
+
+
+def test_a_head_is_cosigned_once_it_is_on_disk_and_again_after_a_restart(told: Told, tmp_path: Path) -> None:
+    home, failures, cosigner = tmp_path / "home", list[str](), Cosigner(member_key())
+    receipts = replace(opened(home, told, failures), cosigner=cosigner)
+    receipts.accept(told.manifests[0], receipt_to_pb(told.receipts[0]), receipts.head)
+    assert receipts.cosigned() is None
+    (home / "receipts.jsonl").mkdir()  # in the way
+    asyncio.run(receipts.save())
+    assert receipts.cosigned() is None
+    (home / "receipts.jsonl").rmdir()
+    take(receipts, told, 1)
+    said = receipts.cosigned()
+    assert said is not None and said.head.size == 3 and receipts.cosigned() is said
+    again = replace(opened(home, told, failures), cosigner=cosigner).cosigned()
+    assert again is not None and again.head == said.head
 
 
 def test_the_command_verifies_what_is_kept(told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

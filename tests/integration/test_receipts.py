@@ -35,6 +35,7 @@ from editpb.invitation import Invitation
 from editpb.messages import Cosignature, Heartbeat, LogReceipt, PeerState, SeenHead
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.control_stream import Attendance
 from peers.carriers.hub.kept_receipts import FAULT, KEY, verify_kept
 from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.hub.site import Site
@@ -284,6 +285,16 @@ def test_members_cosign_the_heads_that_they_have_seen_up_to_the_last_one(tmp_pat
     assert (folder.path / "audit-log.cosigned" / "3.note").read_bytes() == note
     said = run(["edit-coordinator", "audit", "verify", "--state", str(folder.path)])
     assert "cosigned    4 entries, by 2 members: a, b" in said
+
+
+def test_the_last_head_is_cosigned_on_leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seldom = "[membership]\nheartbeat_s = 600.0\nlease_s = 1200.0\n"
+    folder = new_folder(tmp_path / "run", toml=toml(50, more=seldom))
+    with running(folder) as here:
+        with members(folder, here, tmp_path) as two:
+            monkeypatch.setattr(Attendance, "nudge", lambda self: None)  # no heartbeat from here on
+            exchange(two)
+        here.await_(lambda _: cosigned(folder) == {2: ("a", "b")})
 
 
 def test_nobody_cosigns_where_the_run_does_not_ask_for_it(tmp_path: Path) -> None:
