@@ -21,6 +21,7 @@ from edit.errors import ConfigError, EditError
 from edit.plain_text import json_text, printable
 
 __all__ = [
+    "CALLED_AS",
     "EXIT_CODES",
     "SHORT_HELP",
     "exit_codes",
@@ -69,6 +70,9 @@ def with_version(app: typer.Typer, program: str) -> None:
         if log_format not in LOG_FORMATS:
             raise ConfigError(f"--log-format {log_format}: must be {' or '.join(LOG_FORMATS)}")
         os.environ[LOG_FORMAT] = log_format  # for `log_to_stderr`, also of the processes that this one starts
+
+
+CALLED_AS = "EDIT_CALLED_AS"  # in the environment of a process that a command has become: how its messages begin
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:

@@ -214,17 +214,18 @@ class History:
         most = max(16, min(_POINTS, _POINTS_IN_ALL // max(1, len(self._curves))))
         return tuple(line.curve(kind, peer_id, most) for (kind, peer_id), line in sorted(self._curves.items()))
 
-    def eta_s(self, outer_steps: int, stop_tokens: int, unix: float) -> float | None:
+    def eta_s(self, outer_steps: int, stop_tokens: int, unix: float, position: Callable[[int], int] = int) -> float | None:
         """Return the seconds until the run's end at the median pace of the last outer steps; None: not known yet.
 
-        The end is `outer_steps`, or `stop_tokens` (0: no bound), whichever comes first.
+        The end is `outer_steps`, or `stop_tokens` (0: no bound), whichever comes first. position: of an outer step in the run,
+        in what takes equally long each: inner steps, where H changes.
         """
         if len(self._paced) < 2:
             return None
         (begun, first, before), (last, step, tokens) = self._paced[0], self._paced[-1]
         pairs = zip(self._paced, list(self._paced)[1:], strict=False)
-        pace = statistics.median((b[0] - a[0]) / max(1, b[1] - a[1]) for a, b in pairs)
-        left = float(max(0, outer_steps - step))
+        pace = statistics.median((b[0] - a[0]) / max(1, position(b[1]) - position(a[1])) for a, b in pairs)
+        left = float(max(0, position(outer_steps) - position(step)))
         if stop_tokens and tokens > before:
-            left = min(left, max(0, stop_tokens - tokens) / (tokens - before) * (step - first))
+            left = min(left, max(0, stop_tokens - tokens) / (tokens - before) * (position(step) - position(first)))
         return max(0.0, left * pace - max(0.0, unix - last)) if last > begun else None

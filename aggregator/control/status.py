@@ -62,7 +62,7 @@ def run_status(
         if rounds_after
         else (*run.recent_rounds,),
         t=run.clock.unix(),
-        eta_s=run.history.eta_s(run.config.sync.outer_steps, run.config.sync.tokens, run.clock.unix()) if running else None,
+        eta_s=_eta_s(run) if running else None,
         curves=() if brief else run.history.curves(),
         events=run.history.events(events_after),
         settings=() if brief else run.settings,
@@ -70,6 +70,12 @@ def run_status(
         privacy=run.privacy.text if run.privacy is not None else "",
         epsilon=run.privacy.epsilon if run.privacy is not None else None,
     )
+
+
+def _eta_s(run: Run) -> float | None:
+    sync = run.config.sync
+    position = sync.inner_steps_before if sync.milestones else int
+    return run.history.eta_s(sync.outer_steps, sync.tokens, run.clock.unix(), position)
 
 
 def _waiting_for(run: Run, rounds: RoundRunner | None) -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from edit.command_line import loading, log_to_stderr, run_command
+from edit.command_line import CALLED_AS, loading, log_to_stderr, run_command
 
 _VERBS = (
     *(
@@ -84,4 +84,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    run_command("aggregator.swarm", main)
+    run_command(os.environ.pop(CALLED_AS, "aggregator.swarm"), main)

@@ -264,6 +264,9 @@ def _square(gram: Gram, i: int, j: int) -> float:
 
 
 def _cosine(gram: Gram, i: int, j: int) -> float:
+    """Return the cosine of two rows; 0 where the length of one cannot be told in fp32, so that it is like no other."""
+    if min(gram[i][i], gram[j][j]) < _LEAST_SQUARE:
+        return 0.0
     lengths = math.sqrt(max(gram[i][i], 0.0)) * math.sqrt(max(gram[j][j], 0.0))
     return gram[i][j] / lengths if lengths > 0 else 0.0
 

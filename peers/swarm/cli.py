@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edit.command_line import SHORT_HELP, loading
+from edit.command_line import CALLED_AS, SHORT_HELP, loading
 from edit.errors import ConfigError
 from peers.command_options import AllowOption, DhtPeersOption, HomeOption, HoursOption, MaxMbitOption, log_lines, trains
 
@@ -478,7 +478,7 @@ def _operate(*words: object) -> None:
 
     sys.stdout.flush()
     line = command(*words)
-    os.execv(line[0], line)
+    os.execve(line[0], line, {**os.environ, CALLED_AS: "edit-peer swarm"})
 
 
 def _print_invitation(home: Path, name: str, hours: float, role: str = "peer") -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from aggregator.control.history import History, Line
 from aggregator.run_feed import Advised, MemberChanged, OrderGiven, PeerReported, RunEvent
+from edit.config.algorithm import SyncConfig
 from edit.records import FragmentCommit, PeerVerdict, Verdict
 from edit.rounds.deadlines import PeerPhase
 from editpb.messages import Heartbeat, PeerState
@@ -157,6 +158,15 @@ def test_the_end_is_told_from_the_usual_pace_whatever_a_pause_took() -> None:
     assert told.history.eta_s(10, 0, told.t + 4) == pytest.approx(46.0)
     assert told.history.eta_s(10, 0, told.t + 4000) == 0.0
     assert told.history.eta_s(10, 700, told.t) == pytest.approx(20.0)
+
+
+def test_where_h_changes_the_end_is_told_by_the_inner_steps_that_are_left() -> None:
+    told, sync = Told(), SyncConfig(every=10, milestones=((3, 40),), outer_steps=10)
+    for step in range(1, 4):
+        told.commit(step, verdict("a"), after_s=10.0)
+    assert told.history.eta_s(10, 0, told.t, sync.inner_steps_before) == pytest.approx(7 * 40.0)
+    told.commit(4, verdict("a"), after_s=40.0)
+    assert told.history.eta_s(10, 0, told.t, sync.inner_steps_before) == pytest.approx(6 * 40.0)
 
 
 def test_a_held_out_loss_that_a_peer_reports_is_its_curve_by_outer_step_and_is_shared_as_losses_are() -> None:

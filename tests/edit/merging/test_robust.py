@@ -146,6 +146,13 @@ def test_copies_share_one_weight_and_who_repeats_the_last_update_has_none() -> N
     assert copies(slightly, 4, 0, 1) == ([], []) and copies(slightly, 4, 4, 1) == ([[0, 1]], [])
 
 
+def test_a_row_too_short_to_be_measured_is_no_copy_of_another() -> None:
+    """Its squares are too small for fp32, its products with others are not: the cosine would come out above 1."""
+    inner = [[1.0, 1e-23, 0.3, 0.2], [1e-23, 1e-50, 0.0, 0.0], [0.3, 0.0, 1.0, 0.1], [0.2, 0.0, 0.1, 1.0]]
+    for outer_step in (0, 9):
+        assert copies(inner, 4, outer_step, 1) == ([], [])
+
+
 def test_chains_of_copies_are_one_group() -> None:
     angles = torch.tensor([0.0, 0.8, 0.4])  # the outer two are copies of the middle one, not of each other
     rows = torch.zeros(8, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -43,3 +44,9 @@ def test_a_host_that_fails_too_often_or_gives_up_ends_its_peer(
     finally:
         host.close()
     assert log.read_text() == "x" * starts, "it is not started again"
+
+
+def test_a_command_that_becomes_the_aggregators_says_its_own_name(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "peers", "swarm", "status", "--home", str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.partition(": ")[0]) == (2, "edit-peer swarm")
