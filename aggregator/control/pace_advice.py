@@ -6,15 +6,17 @@ functions are pure. `PaceAdvice` keeps the speed that sets the pace, and of whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from aggregator.control.membership import Member
+from edit.config.robust import RobustConfig
 from edit.config.run import RoundsConfig, RunConfig
+from edit.merging.robust import organisation
 
 _OF_TWO = 8.0
 _FASTER = 4.0  # a member claims to be so many times faster than was measured here at most: the measurement has waits in it
 
-__all__ = ["PaceAdvice", "dylu_steps", "fastest", "impossible", "too_slow"]
+__all__ = ["PaceAdvice", "dylu_steps", "fastest", "impossible", "too_slow", "unanchored"]
 
 
 class PaceAdvice:
@@ -93,6 +95,14 @@ def impossible(config: RoundsConfig, outer_step: int, members: int) -> str:
             have = f"{members} peers have" if members != 1 else "1 peer has"
             return f"rounds.{name} = {wanted}, but only {have} joined the run; invite more, or lower it in run.toml"
     return ""
+
+
+def unanchored(config: RobustConfig, members: Collection[str]) -> str:
+    """Return why every round comes to nothing with these peers, none of which is an anchor, or ''."""
+    if not config.anchored or {organisation(peer_id) for peer_id in members} & set(config.anchors):
+        return ""
+    named = ", ".join(config.anchors)
+    return f"robust.anchors names {named}, and no peer of theirs has joined: every outer step is rolled back without one"
 
 
 def too_slow(config: RunConfig, step_s: float, outer_step: int = 0) -> str:

@@ -20,7 +20,7 @@ from aggregator.control.attendance import Attendance, Attendances
 from aggregator.control.founding import Founding, Transfer
 from aggregator.control.history import History
 from aggregator.control.membership import MemberState
-from aggregator.control.pace_advice import PaceAdvice, impossible
+from aggregator.control.pace_advice import PaceAdvice, impossible, unanchored
 from aggregator.control.schemas import Schemas, builtin_schema
 from aggregator.control.shown_settings import settings_of
 from aggregator.control.views import founded_view, founding_view
@@ -403,8 +403,9 @@ class Run:
         if self._rounds is not None:  # before, peers are still to come
             if self._rounds.machine.ended and self.finished:
                 return self._rounds.machine.ended
-            joined = sum(one.role == "peer" and one.evicted is None for one in self.members.all())
-            reason = impossible(self.config.rounds, self._rounds.published.outer_step, joined)
+            joined = [one.peer_id for one in self.members.all() if one.role == "peer" and one.evicted is None]
+            reason = impossible(self.config.rounds, self._rounds.published.outer_step, len(joined))
+            reason = reason or unanchored(self.config.robust, joined)
             if reason and self.members.knows_all:  # elsewhere the status says what is waited for
                 return reason
             if reason := self._rounds.machine.held_back:

@@ -13,11 +13,12 @@ import grpc
 import pytest
 import torch
 
-from aggregator.control.pace_advice import dylu_steps, fastest, impossible, too_slow
+from aggregator.control.pace_advice import dylu_steps, fastest, impossible, too_slow, unanchored
 from aggregator.resources import Clock
 from aggregator.run_feed import RunEnded
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
+from edit.config.robust import RobustConfig
 from edit.config.run import RoundsConfig, RunConfig
 from edit.fragments.digest import digest
 from edit.records import Verdict
@@ -353,6 +354,12 @@ def test_start_peers_matter_before_the_first_outer_step_only() -> None:
     assert "start_peers = 3, but only 2 peers have joined" in impossible(config, 0, 2)
     assert impossible(config, 1, 2) == "" and impossible(config, 0, 3) == ""
     assert impossible(RoundsConfig(merging="arrivals", max_staleness=1, quorum=9), 0, 1) == ""
+
+
+def test_a_run_none_of_whose_anchors_has_joined_says_so() -> None:
+    config = RobustConfig(trust="anchors", anchors=("acme", "bell"))
+    assert "robust.anchors names acme, bell, and no peer of theirs has joined" in unanchored(config, ["acm.1", "x"])
+    assert unanchored(config, ["x", "bell.gpu1"]) == "" and unanchored(RobustConfig(), ["x"]) == ""
 
 
 def test_a_claimed_inner_step_above_the_ceiling_is_told_and_not_waited_for(
