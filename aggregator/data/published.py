@@ -8,8 +8,9 @@ Snapshots are cut chunk by chunk, because every member may read them, also one w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,7 +29,7 @@ from editpb.messages import LogReceipt, SnapshotManifest, SnapshotRequest, Updat
 from editpb.snapshot_cache import SnapshotCache
 from editpb.transport.sealing import new_key
 
-__all__ = ["MAX_PAST", "ComingUpdate", "CommittedState", "PublishedState"]
+__all__ = ["MAX_PAST", "ComingUpdate", "CommittedState", "PublishedState", "wanted_payloads"]
 
 MAX_PAST = 2  # past outer steps that readers may hold in memory
 CHUNK_BYTES = 1 << 18  # of a snapshot: as much as a reader that reads nothing holds in memory
@@ -232,22 +233,10 @@ class PublishedState:
     async def payloads(
         self, fragments: Iterable[tuple[int, EncodedTensor]], wanted: UpdateRequest, room: asyncio.Semaphore
     ) -> AsyncGenerator[tuple[int, EncodedTensor, int], None]:
-        """Yield (fragment_id, what of it is wanted, the first byte of that) in the order given, from wanted.offset on.
-
-        room: for a shard that is cut, until the next one is asked for. Close the generator when it is not read to its end.
-        """
-        skipped = wanted.offset
-        for fragment_id, payload in fragments:
-            if (size := _size_of(payload, fragment_id, wanted)) <= skipped:
-                skipped -= size
-                continue
-            shard = wanted.shards[fragment_id] if wanted.shards is not None else None
-            if shard is None or shard.is_whole:
-                yield fragment_id, payload, skipped
-            else:
-                async with room:
-                    yield fragment_id, await self._background.in_worker(codec(payload.codec).cut, payload, shard), skipped
-            skipped = 0
+        """Yield what `wanted_payloads` does, cut in the worker thread. Close the generator when it is not read to its end."""
+        async with contextlib.aclosing(wanted_payloads(fragments, wanted, room, self._background.in_worker)) as found:
+            async for each in found:
+                yield each
 
     async def describe_snapshot(self) -> SnapshotManifest:
         """Return what a snapshot of now holds. It is kept for a while, so that it can be fetched in several calls.
@@ -282,6 +271,34 @@ class PublishedState:
             wanted.offset,
             min(chunk_bytes, CHUNK_BYTES),
         )
+
+
+async def wanted_payloads(
+    fragments: Iterable[tuple[int, EncodedTensor]],
+    wanted: UpdateRequest,
+    room: asyncio.Semaphore,
+    in_worker: Callable[..., Awaitable[EncodedTensor]],
+) -> AsyncGenerator[tuple[int, EncodedTensor, int], None]:
+    """Yield (fragment_id, what of it is wanted, the first byte of that) in the order given, from wanted.offset on.
+
+    Close the generator when it is not read to its end.
+
+    Args:
+        room: for a shard that is cut, until the next one is asked for.
+        in_worker: runs a call in a thread.
+    """
+    skipped = wanted.offset
+    for fragment_id, payload in fragments:
+        if (size := _size_of(payload, fragment_id, wanted)) <= skipped:
+            skipped -= size
+            continue
+        shard = wanted.shards[fragment_id] if wanted.shards is not None else None
+        if shard is None or shard.is_whole:
+            yield fragment_id, payload, skipped
+        else:
+            async with room:
+                yield fragment_id, await in_worker(codec(payload.codec).cut, payload, shard), skipped
+        skipped = 0
 
 
 def _size_of(payload: EncodedTensor, fragment_id: int, wanted: UpdateRequest) -> int:

@@ -12,11 +12,10 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from aggregator.data.published import wanted_payloads
 from aggregator.services.readers import UpdateReaders, send
-from edit.codecs import codec
 from edit.errors import GoneError, RefusedError, RemoteProtocolError
 from edit.fragments.schema import Schema
-from edit.fragments.shards import Shard
 from edit.records import Commit
 from editpb import data_pb2 as dpb
 from editpb.data_messages import update_manifest_to_pb, update_request_from_pb
@@ -96,30 +95,21 @@ class TakenUpdates:
             wanted = dataclasses.replace(wanted, offset=0)
         elif wanted.digest != commit.digest:
             raise GoneError(f"the update to outer step {wanted.outer_step} is another one here than was begun")
-        skipped, left = wanted.offset, wanted.limit or MAX_COUNT
-        for one in commit.fragments:
-            if (payload := one.payload) is None:
-                continue
-            shard = (
-                wanted.shards[one.fragment_id] if wanted.shards is not None else Shard(self._schema.fragments[one.fragment_id])
-            )
-            of = codec(payload.codec)
-            size = memoryview(payload.data).nbytes if shard.is_whole else of.encoded_size(of.cut_numel(shard))
-            if size <= skipped:
-                skipped -= size
-                continue
-            async with contextlib.nullcontext() if shard.is_whole else room:
-                cut = payload if shard.is_whole else await self._do(of.cut, payload, shard)
-                data = memoryview(cut.data).cast("B")[: skipped + left]
-
-                def chunk_bytes() -> int:
-                    return min(self._readers.chunk_bytes, limit.chunk_bytes)
-
-                for frame in update_frames(one.fragment_id, data, start=skipped, chunk_bytes=chunk_bytes):
+        left = wanted.limit or MAX_COUNT
+        fragments = ((one.fragment_id, one.payload) for one in commit.fragments if one.payload is not None)
+        async with contextlib.aclosing(wanted_payloads(fragments, wanted, room, self._do)) as payloads:
+            async for fragment_id, payload, start in payloads:
+                data = memoryview(payload.data).cast("B")[: start + left]
+                frames = update_frames(
+                    fragment_id,
+                    data,
+                    start=start,
+                    chunk_bytes=lambda: min(self._readers.chunk_bytes, limit.chunk_bytes),
+                )
+                for frame in frames:
                     yield frame
-            left, skipped = left - (len(data) - skipped), 0
-            if left <= 0:
-                return
+                if (left := left - (len(data) - start)) <= 0:
+                    return
 
     async def _commit(self, outer_step: int) -> Commit:
         """Return the update to an outer step, once it is here. Raises GoneError."""

@@ -168,8 +168,8 @@ def chaos(
     reported is lost, the swarm advances while a quorum is there, and all end by themselves with the same state on disk.
 
     With --forked the run has an audit log. At the end a copy of the coordinator's folder is served as well, and half of the
-    peers are led to it, and back. Checks that each of them stops with exit code 3 and keeps the proof, nothing of theirs is
-    merged again, and the coordinator warns its operator.
+    peers are connected to it for a while. Checks that each of them stops with exit code 3 and keeps the proof, nothing of
+    theirs is merged again, and the coordinator warns its operator.
 
     Example: edit-lab chaos --seed 7 --minutes 5 --hostile 1
     """

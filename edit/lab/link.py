@@ -119,7 +119,7 @@ class Link:
         self._cut = True
         self._run(self._drop())
 
-    def lead(self, target: tuple[str, int]) -> None:
+    def route(self, target: tuple[str, int]) -> None:
         """Forward to another target from now on, and close every connection to the one before."""
         self._target = target
         self._run(self._drop())

@@ -1,10 +1,10 @@
-"""The last act of a chaos run with `--forked`: two coordinators serve one run, and both sides must find out.
+"""The end of a chaos run with `--forked`: two coordinators serve one run, and both sides must find out.
 
 The coordinator's folder is copied while it is down, and the copy is served, too: what a thief of the folder does, or an
-operator who puts back a backup while the old machine goes on. Half of the peers are led to the copy. Both coordinators go on
-from the same outer step, each with commits of its own. When each has merged all its peers once more, those of the copy are led
-back. What must hold: each of them stops by itself with exit code 3, with both heads of the audit log in its home, no
-contribution of theirs is merged again, and the coordinator warns its operator.
+operator who puts back a backup while the old machine goes on. Half of the peers are connected to the copy. Both coordinators
+go on from the same outer step, each with commits of its own. When each has merged all its peers once more, those of the copy
+are connected to the first coordinator again. What must hold: each of them stops by itself with exit code 3, with both heads of
+the audit log in its home, no contribution of theirs is merged again, and the coordinator warns its operator.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from edit.lab.chaos.testbed import COPY, Testbed
 from edit.lab.observer import Observer
 from edit.lab.processes import COORDINATOR
 from edit.lab.tail import JsonLines
+from peers.carriers.hub.kept_receipts import FAULT
 
 __all__ = ["Fork", "ForkResult"]
 
-FAULT = "receipt-fault.json"  # in the home of a peer: both heads
 _WARNING = "two of them serve this run"
 _STOPPED = 3  # the exit code of a peer that does not go on
 _POLL_S = 0.1
@@ -33,9 +33,11 @@ _POLL_S = 0.1
 class ForkResult:
     """What came of it."""
 
-    moved: tuple[str, ...]  # the peers that were led to the copy
+    moved: tuple[str, ...]  # the peers that were connected to the copy
     merged: dict[str, int] = field(default_factory=dict)  # outer steps that each side made while they were apart
-    found_after_s: dict[str, float] = field(default_factory=dict)  # by name, from when they were led back
+    found_after_s: dict[str, float] = field(
+        default_factory=dict
+    )  # by name, from when they were connected to the coordinator again
     found_after_steps: int | None = None  # outer steps that the coordinator made until all of them had found out
     ended: dict[str, int] = field(default_factory=dict)  # exit codes of those that were moved
 
@@ -62,25 +64,25 @@ class Fork:
         self.result = ForkResult(moved)
 
     def run(self) -> ForkResult:
-        """Fork the coordinator, lead the peers back, and wait until they and it have found out."""
+        """Fork the coordinator, connect the peers to the first again, and wait until they and it have found out."""
         moved, bounds = self._sides[COPY], self._options.bounds
-        self._say(f"two coordinators serve the run now; {', '.join(moved)} are led to the copy")
+        self._say(f"two coordinators serve the run now; {', '.join(moved)} are connected to the copy")
         since = self._unix()
         self._testbed.fork()
         self._lines = {side: JsonLines(self._testbed.metrics(side)) for side in self._sides}
         for name in self._options.peer_ids:
             if name in moved:
-                self._testbed.lead(name, COPY)
+                self._testbed.route(name, COPY)
             self._testbed.start(name)
         self._until(lambda: all(self._all_in(side, since) for side in self._sides), self._options.begin_s, "both sides go on")
         self.result.merged = {
             side: sum(commit.t > since for commit in history.commits) for side, history in self._history.items()
         }
-        self._say(f"{', '.join(moved)} are led back to the coordinator")
+        self._say(f"{', '.join(moved)} are connected to the coordinator again")
         back = self._unix()
         at = self._history[COORDINATOR].commits[-1].outer_step
         for name in moved:
-            self._testbed.lead(name, COORDINATOR)
+            self._testbed.route(name, COORDINATOR)
         self._until(lambda: len(self.result.found_after_s) == len(moved) + 1, bounds.return_s, "both sides find the fork", back)
         self.result.found_after_steps = self._history[COORDINATOR].commits[-1].outer_step - at
         self._say(f"found after {max(self.result.found_after_s.values()):.1f} s, {self.result.found_after_steps} outer steps")

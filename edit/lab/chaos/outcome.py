@@ -117,7 +117,7 @@ def _fork(values: dict[str, Any]) -> str:
     found = values["found_after_s"]
     return (
         f"found by {', '.join(found) or 'nobody'}; {max(found.values(), default=0.0):.1f} s, "
-        f"{values['found_after_steps']} outer steps after the peers were led back"
+        f"{values['found_after_steps']} outer steps after the peers came back"
     )
 
 

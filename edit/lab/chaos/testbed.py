@@ -99,9 +99,9 @@ class Testbed:
             self.start(name)
             self._wait_until_served(name)
 
-    def lead(self, name: str, coordinator: str) -> None:
+    def route(self, name: str, coordinator: str) -> None:
         """Let the link of this peer end at that coordinator, COORDINATOR or COPY, from now on."""
-        self._links[name].lead(address_of(self._state(coordinator)))
+        self._links[name].route(address_of(self._state(coordinator)))
 
     def _state(self, coordinator: str) -> Path:
         return self.folder.state if coordinator == COORDINATOR else self._options.out / COPY
