@@ -116,10 +116,9 @@ class Peer:
 
 
 @pytest.fixture
-def torchao() -> Any:
-    logging.disable()  # it warns of libraries for other hardware
-    yield pytest.importorskip("torchao", reason="the extra lowbit is not installed")
-    logging.disable(logging.NOTSET)
+def torchao(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # it warns of libraries for other hardware
+    return pytest.importorskip("torchao", reason="the extra lowbit is not installed")
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
