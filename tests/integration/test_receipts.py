@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from aggregator.control.status import run_status
 from aggregator.services.data import DataService
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.cosignatures import note_files
@@ -351,14 +352,17 @@ def test_a_coordinator_with_an_old_copy_of_its_folder_is_found(tmp_path: Path) -
         exchange(two)
     shutil.rmtree(folder.path)
     shutil.move(tmp_path / "copy", folder.path)
-    with (
-        running(folder) as here,
-        pytest.raises(
-            RefusedError, match="has seen 3 entries of the audit log, which has 2: the coordinator goes on from an old"
-        ),
-        members(folder, here, tmp_path) as two,
-    ):
+    why = "the log has 2 entries now, this peer has seen 3: entries were removed"
+    with running(folder) as here, pytest.raises(RefusedError, match=why), members(folder, here, tmp_path) as two:
         exchange(two)
+    for one in two.values():
+        evidence = json.loads((one.home / FAULT).read_text())
+        key = NoteKey.parse(evidence["key"])
+        heads = [evidence["seen"]["note"], evidence["came"]["checkpoint"]]
+        assert [parse_checkpoint(open_note(note, [key])[0]).size for note in heads] == [3, 2] and one.fault == why
+    assert [warning.partition(":")[0] for warning in sorted(run_status(here.run).warnings)] == [
+        f"{name} has seen 3 entries of the audit log, which has 2" for name in sorted(two)
+    ]
 
 
 class Forked:

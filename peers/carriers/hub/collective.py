@@ -47,7 +47,7 @@ from editpb.receipts import Mine
 from editpb.signed_contributions import ContributionSigner, config_digest, signs
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report
-from peers.carriers.hub.data_calls import DataCalls
+from peers.carriers.hub.data_calls import DataCalls, once
 from peers.carriers.hub.downlink import Downlink
 from peers.carriers.hub.masking import MaskingCalls, MaskingSession, ReadyRound, masked
 from peers.carriers.hub.receipts import Receipts
@@ -253,18 +253,6 @@ class HubCollective:
                 fragments_due, fragments=len(schema.fragments), groups=config.sync.groups, pattern=config.sync.pattern
             )
             self._follow_masks()  # there may be no other news of this round
-        uplink = Uplink(
-            self._io,
-            self._session,
-            self._data,
-            self._identity,
-            schema,
-            rank=self._ranks.rank,
-            attempt=started_ms * ATTEMPTS,
-            stage=self._stage,
-            sign=self._signer(config) if signs(config) else None,
-            delivered=self._delivered,
-        )
         downlink = Downlink(
             self._io,
             self._data,
@@ -276,6 +264,19 @@ class HubCollective:
             wanted=self._online,
             attending=lambda: self._session.view is not None,
             receipts=self._receipts,
+        )
+        uplink = Uplink(
+            self._io,
+            self._session,
+            self._data,
+            self._identity,
+            schema,
+            rank=self._ranks.rank,
+            attempt=started_ms * ATTEMPTS,
+            stage=self._stage,
+            sign=self._signer(config) if signs(config) else None,
+            delivered=self._delivered,
+            refused=downlink.compare_logs,
         )
         self._links = uplink, downlink
 
@@ -363,9 +364,9 @@ class HubCollective:
                 self._agreement.decide(lambda: self._session.view)
 
     async def _fetch_ahead(self) -> tuple[Schema, Snapshot]:
-        manifest = await self._data.describe(None, _once)
+        manifest = await self._data.describe(None, once)
         shards = [Shard(fragment) for fragment in manifest.schema.fragments]
-        return manifest.schema, await self._data.snapshot(manifest, shards, _once)
+        return manifest.schema, await self._data.snapshot(manifest, shards, once)
 
     def _take_prefetched(self, schema: Schema) -> Snapshot | None:
         """Return what `prefetch` has begun, once it is here; None: nothing was begun, or it came to nothing."""
@@ -676,11 +677,6 @@ async def _arrived(coming: concurrent.futures.Future[tuple[Schema, Snapshot]], s
         _log.info("the snapshot that was fetched ahead: %s", error)
         return None
     return snapshot if theirs.schema_hash == schema.schema_hash else None
-
-
-def _once() -> bool:
-    """What is fetched ahead is not tried again."""
-    return False
 
 
 def read_configuration(

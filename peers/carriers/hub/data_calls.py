@@ -53,7 +53,7 @@ from peers.carriers.hub.range_calls import read_in_ranges
 from peers.carriers.hub.snapshot_donors import Donors, Patience
 from peers.carriers.run_connection import Origin, Traffic
 
-__all__ = ["STALL_S", "DataCalls", "StallTimeout", "Wanted"]
+__all__ = ["STALL_S", "DataCalls", "StallTimeout", "Wanted", "once"]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
 DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
@@ -72,6 +72,11 @@ _UpdatePart: TypeAlias = data_pb2.UpdatePart | ReceivedChunk
 _UpdateCall: TypeAlias = grpc.aio.UnaryStreamCall[data_pb2.UpdateRequest, _UpdatePart]
 _SnapshotCall: TypeAlias = grpc.aio.UnaryStreamCall[data_pb2.SnapshotRequest, tensors_pb2.Chunk]
 Wanted = Callable[[], bool]
+
+
+def once() -> bool:
+    """No further try is wanted (`Wanted`)."""
+    return False
 
 
 class DataCalls:

@@ -22,7 +22,7 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Committed, EncodedTensor, RolledBack, Snapshot, Update
 from peers.carriers.hub.assemblies import UpdateAssembly
-from peers.carriers.hub.data_calls import DataCalls, Wanted
+from peers.carriers.hub.data_calls import DataCalls, Wanted, once
 from peers.carriers.hub.receipts import Receipts
 from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
@@ -149,6 +149,7 @@ class Downlink:
         self._wanted = wanted
         self._attending = attending
         self._receipts = receipts
+        self._comparing, self._compared = asyncio.Lock(), False
         self._downloads: dict[int, _Download] = {}  # by outer step, until `forget`; on the loop's thread
         self._tasks: set[asyncio.Task[None]] = set()  # of downloads, also of those that nobody asks for any more
 
@@ -206,6 +207,27 @@ class Downlink:
             for task in self._tasks:
                 task.cancel()
 
+    async def compare_logs(self) -> None:
+        """Hold the coordinator's audit log to what this peer has seen of it, by the receipt of the newest commit.
+
+        A coordinator that goes on from an old copy of its folder, or beside another one, refuses contributions that name heads
+        which it does not know. Its own head comes with the receipt, which keeps both (`Receipts.fault`). Where there is no
+        receipt to be had, only the refusal is known.
+        """
+        async with self._comparing:
+            if self._receipts is None or self._compared:
+                return
+            try:
+                newest = (await self._data.describe(self._schema, once)).outer_step
+                if not newest:
+                    return
+                nothing = [Shard(fragment, ()) for fragment in self._schema.fragments]
+                assembly = UpdateAssembly(self._schema, newest, self._due(newest), nothing, receipts=self._receipts)
+                await self._data.update(assembly, once, lambda: None)
+            except EditError as error:
+                _log.info("the audit log of the coordinator that refuses: %s", error)
+            self._compared = True
+
     async def _update(self, outer_step: int) -> Committed:
         download = self._download(outer_step)
         if self._sync.mode != "forward":
@@ -226,11 +248,10 @@ class Downlink:
 
     def _download(self, outer_step: int, round_id: int = 0) -> _Download:
         if outer_step not in self._downloads:
-            due = fragments_due(outer_step - 1, len(self._schema.fragments), self._sync.groups, self._sync.pattern)
             assembly = UpdateAssembly(
                 self._schema,
                 outer_step,
-                due,
+                self._due(outer_step),
                 self._shards,
                 round_id=round_id,
                 choice=self._choice,
@@ -244,6 +265,10 @@ class Downlink:
             transfer = partial(self._data.update, assembly, wanted)
             self._downloads[outer_step] = _Download(assembly, transfer, self._start_task)
         return self._downloads[outer_step]
+
+    def _due(self, outer_step: int) -> tuple[int, ...]:
+        """Return the fragments that the update to `outer_step` is of."""
+        return fragments_due(outer_step - 1, len(self._schema.fragments), self._sync.groups, self._sync.pattern)
 
     def _start_task(self, transfer: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._io.start(transfer)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -104,6 +104,7 @@ class Uplink:
         stage: applied to each contribution once its round is known.
         sign: applied to each header; None: the run's contributions are not signed.
         delivered: told of each shard of which the coordinator has said that all of it is there.
+        refused: awaited when the coordinator refuses a contribution for good, before this peer goes on no longer.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Uplink:
         stage: Stage = as_it_is,
         sign: Sign | None = None,
         delivered: Callable[[ContributionHeader], object] = lambda header: None,
+        refused: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._io = io
         self._session = session
@@ -127,7 +129,7 @@ class Uplink:
         self._schema = schema
         self._rank = rank
         self._number = attempt
-        self._stage, self._sign, self._delivered = stage, sign, delivered
+        self._stage, self._sign, self._delivered, self._before_leaving = stage, sign, delivered, refused
         self.position = 0  # the outer step that the caller last asked about
         self._attempt: _Attempt | None = None
         self._last_round = 0
@@ -301,6 +303,8 @@ class Uplink:
             self._delivered(header)
         except EditError as error:
             reached = await self._step_of_refusal(error, wanted) if carries else None
+            if isinstance(error, RefusedError) and self._before_leaving is not None:
+                await self._before_leaving()
             self._io.change(partial(self._failed, attempt, header, error, reached))
 
     def _prepare(self, attempt: _Attempt, round_id: int, contribution: Contribution) -> tuple[ContributionHeader, memoryview]:
