@@ -23,6 +23,7 @@ from editpb.data_messages import snapshot_request_to_pb
 from editpb.identity import Identity
 from editpb.messages import Serving, SnapshotRequest
 from editpb.snapshot_cache import KEPT_S
+from editpb.transport.channel_options import Options, channel_options
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.data_calls import DataCalls
 from peers.carriers.hub.snapshot_server import MAX_PAST, MAX_READERS, SnapshotServer
@@ -325,8 +326,13 @@ def test_readers_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(scenario())
 
 
-def test_readers_that_take_nothing_are_let_go(tmp_path: Path) -> None:
-    """More than fits into all buffers on the way: the server waits for them, but not for ever."""
+def test_readers_that_take_nothing_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waits for them, but not for ever. Who comes back is told. Their windows are small, and never grow."""
+
+    def small_windows(address: str, **options: str) -> Options:
+        return (*channel_options(address, **options), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
+
+    monkeypatch.setattr("peers.carriers.hub.channels.channel_options", small_windows)
 
     async def scenario() -> None:
         async with alone(tmp_path / "run", stall_s=0.3) as (run, server), calling(run, server, "b") as channel:
@@ -343,5 +349,13 @@ def test_readers_that_take_nothing_are_let_go(tmp_path: Path) -> None:
                         got = await ask(channel, **wanted)
             assert got == theta(0, LARGE)[0].numpy().tobytes()
             assert not any(call.done() for call in idle), "their bytes are still on the way"
+            async with asyncio.timeout(30):  # one of them at least has been let go; now they read on
+                for call in idle:
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        while await call.read() is not grpc.aio.EOF:
+                            pass
+                ends = {(await call.code(), await call.details()) for call in idle}
+            told = (grpc.StatusCode.UNAVAILABLE, "nothing was read for 0.3 s; ask again")
+            assert told in ends and ends <= {told, (grpc.StatusCode.OK, "")}
 
     asyncio.run(scenario())

@@ -167,8 +167,8 @@ class SnapshotServer:
         try:
             async with asyncio.timeout(self._stall_s):
                 await context.write(chunk)
-        except TimeoutError:  # a status would wait behind the bytes that are not read; the connection's age ends the call
-            raise asyncio.CancelledError(f"nothing was read for {self._stall_s:g} s") from None
+        except TimeoutError:  # the status waits behind the bytes that are not read, until the connection's age ends the call
+            raise TransportError(f"nothing was read for {self._stall_s:g} s; ask again") from None
 
     def _wanted(self, request: data_pb2.SnapshotRequest) -> SnapshotRequest:
         if self._held is None:
