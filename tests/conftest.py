@@ -17,12 +17,33 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is first imported
 
+PROCESSES = (
+    "tests/aggregator/swarm/test_discovery.py",
+    "tests/edit/lab/bench/test_links.py",
+    "tests/edit/lab/bench/test_measured_run.py",
+    "tests/edit/lab/bench/test_rivals.py",
+    "tests/edit/lab/chaos/test_chaos_real.py",
+    "tests/edit/lab/chaos/test_chaos_swarm_real.py",
+    "tests/edit/lab/demo/test_demo_real.py",
+    "tests/edit/test_bits.py",
+    "tests/examples/",
+    "tests/processes/",
+)
+"""Files and folders whose tests start real programs, and wait for them; `make test-processes` runs these."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
     """The workers of a run of all tests are forked with their imports done."""
     if config.args == config.getini("testpaths"):
         importlib.import_module("tests.support.forked_workers").fork_workers(config, len(specs))
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark the tests of PROCESSES."""
+    for item in items:
+        if item.nodeid.startswith(PROCESSES):
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.hookimpl(wrapper=True)

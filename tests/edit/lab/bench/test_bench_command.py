@@ -223,6 +223,7 @@ def test_what_is_wrong_is_one_line(arguments: list[str], said: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)  # eight processes, half of which import torch
 def test_a_tiny_exchange(tmp_path: Path) -> None:
     results, plot = tmp_path / "exchange.jsonl", tmp_path / "exchange.svg"
