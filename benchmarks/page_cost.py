@@ -13,6 +13,8 @@ are part of `--minutes`: another pair of phases is begun only where there is tim
 Chromium draws on the same machine, and whoever shares a core's caches with the coordinator adds to its CPU seconds. With
 `--no-browser` only what the coordinator itself does for a watcher is left.
 
+The coordinator's resident size is looked at as often as the page's; both are given for the first and the last tenth.
+
 At last further processes of the page are killed with SIGKILL at random moments, while rounds go on; the longest pause between
 two commits then is printed beside that of the phases without a page. One line of JSON is appended to
 benchmarks/results/page_cost.jsonl.
@@ -100,6 +102,11 @@ class Commits:
         return max((later - t for t, later in pairwise(found)), default=0.0)
 
 
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process, in nanoseconds: /proc counts hundredths of a second. Raises OSError for none."""
+    return time.clock_gettime(~pid << 3 | 2)  # CPUCLOCK_SCHED of a process, as clock_getcpuclockid(3) of Linux makes it
+
+
 def until(condition: Callable[[], object], what: str, within_s: float = WAIT_S, pause_s: float = 0.1) -> None:
     """Wait until something is so. Raises TransportError."""
     give_up = time.monotonic() + within_s
@@ -158,17 +165,18 @@ class Bench:
     processes: Supervisor
     commits: Commits
     link: Link
-    sizes: list[tuple[float, int]] = field(default_factory=list)  # of the page's process: seconds, bytes
+    sizes: dict[str, list[int]] = field(default_factory=lambda: {PAGE: [], COORDINATOR: []})  # resident bytes, by process
 
-    def sleep(self, seconds: float, began: float) -> None:
-        """Let time pass, and look at the page's size meanwhile."""
+    def sleep(self, seconds: float) -> None:
+        """Let time pass, and look at sizes meanwhile."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(LOOK_S, left))
-            if (size := procfs.resident_bytes(self.processes.pid(PAGE))) is not None:
-                self.sizes.append((time.monotonic() - began, size))
+            for name, sizes in self.sizes.items():
+                if (size := procfs.resident_bytes(self.processes.pid(name))) is not None:
+                    sizes.append(size)
 
-    def phase(self, *, open_: bool, seconds: float, began: float) -> dict[str, Any]:
+    def phase(self, *, open_: bool, seconds: float) -> dict[str, Any]:
         """Measure one phase."""
         if open_:
             heard = self.link.carried_bytes[1]
@@ -176,17 +184,17 @@ class Bench:
             until(lambda: self.link.carried_bytes[1] > heard + 10_000, "the page to hear of the run", HEARD_S)
         else:
             self.link.cut()
-        self.sleep(SETTLE_S, began)
+        self.sleep(SETTLE_S)
         pid, page = self.processes.pid(COORDINATOR), self.processes.pid(PAGE)
-        first, begin, unix = self.commits.next(), procfs.cpu_s(pid), time.time()
-        page_s, since = procfs.cpu_s(page), time.monotonic()
-        self.sleep(seconds, began)
-        last, end = self.commits.next(), procfs.cpu_s(pid)
+        first, begin, unix = self.commits.next(), cpu_s(pid), time.time()
+        page_s, since = cpu_s(page), time.monotonic()
+        self.sleep(seconds)
+        last, end = self.commits.next(), cpu_s(pid)
         return {
             "open": open_,
             "rounds": last - first,
             "cpu_ms_per_round": 1e3 * (end - begin) / (last - first),
-            "page_cpu_percent": 100 * (procfs.cpu_s(page) - page_s) / (time.monotonic() - since),
+            "page_cpu_percent": 100 * (cpu_s(page) - page_s) / (time.monotonic() - since),
             "longest_pause_s": self.commits.longest_pause_s(unix, time.time()),
         }
 
@@ -253,14 +261,13 @@ def main() -> None:
         until(lambda: bench.commits.look() >= 10, "the first ten commits")
         address = open_page(bench, PAGE, bench.folder / "observer")
         opened.enter_context(opened_by_a_browser(chromium, address) if chromium else opened_by_a_client(address))
-        bench.commits.aborted, began, longest = 0, time.monotonic(), 0.0
+        bench.commits.aborted, longest = 0, 0.0
         while not phases or time.monotonic() + longest + KILL_S * asked.kills <= end:
             pair = time.monotonic()
             for open_ in chance.sample((False, True), 2):
-                phases.append(bench.phase(open_=open_, seconds=asked.phase, began=began))
-                print(
-                    f"pair {(len(phases) + 1) // 2}: {one_line(phases[-1])}, page {bench.sizes[-1][1] / 1e6:.1f} MB", flush=True
-                )
+                phases.append(bench.phase(open_=open_, seconds=asked.phase))
+                sizes = ", ".join(f"{name} {of[-1] / 1e6:.1f} MB" for name, of in bench.sizes.items())
+                print(f"pair {(len(phases) + 1) // 2}: {one_line(phases[-1])}, {sizes}", flush=True)
             longest = max(longest, time.monotonic() - pair)
         bench.link.repair()
         enrol(bench.folder / "state", "another", bench.folder / "another")
@@ -285,12 +292,17 @@ def one_line(phase: dict[str, Any]) -> str:
     return f"{what} {phase['cpu_ms_per_round']:.2f} ms of the coordinator's CPU per round, {phase['rounds']} rounds"
 
 
+def megabytes(name: str, sizes: list[int]) -> dict[str, float]:
+    """Return the mean of the first and the last tenth of a process's sizes, and the largest."""
+    part = max(1, len(sizes) // 10)
+    of = {"first_tenth": statistics.fmean(sizes[:part]), "last_tenth": statistics.fmean(sizes[-part:]), "peak": max(sizes)}
+    return {f"{name}_mb_{key}": round(size / 1e6, 1) for key, size in of.items()}
+
+
 def summary(phases: list[dict[str, Any]], bench: Bench, asked: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of all phases."""
     costs = {open_: [each["cpu_ms_per_round"] for each in phases if each["open"] is open_] for open_ in (True, False)}
     percents = [100 * (a / b - 1) for a, b in zip(costs[True], costs[False], strict=True)]
-    sizes = [size / 1e6 for _, size in bench.sizes]
-    part = max(1, len(sizes) // 10)
     return {
         "peers": asked.peers,
         "pace_s": asked.pace,
@@ -303,9 +315,7 @@ def summary(phases: list[dict[str, Any]], bench: Bench, asked: argparse.Namespac
         "open_more_percent_stderr": round(statistics.stdev(percents) / len(percents) ** 0.5, 2) if len(percents) > 1 else None,
         "closed_spread_percent": round(100 * (max(costs[False]) / min(costs[False]) - 1), 1),
         "page_cpu_percent": round(statistics.fmean(each["page_cpu_percent"] for each in phases if each["open"]), 1),
-        "page_mb_first_tenth": round(statistics.fmean(sizes[:part]), 1),
-        "page_mb_last_tenth": round(statistics.fmean(sizes[-part:]), 1),
-        "page_mb_peak": round(max(sizes), 1),
+        **{key: value for name, sizes in bench.sizes.items() for key, value in megabytes(name, sizes).items()},
         "rounds": sum(each["rounds"] for each in phases),
         "aborted": bench.commits.aborted,
         "kills": asked.kills,
