@@ -52,10 +52,10 @@ from edit.lab.tail import JsonLines
 
 RESULTS = Path(__file__).parent / "results" / "page_cost.jsonl"
 PAGE = "page"
-WAIT_S = 120.0  # for whatever has to happen next
+WAIT_S = 600.0  # for whatever has to happen next, also on a busy machine
 KILL_S = 8.0  # that starting and killing a process of the page takes, at first sight
 LEAST_PAIRS = 8  # that the length of a phase is chosen for, where there is none given
-HEARD_S = 30.0  # until the page has found the run again
+HEARD_S = 120.0  # until the page has found the run again
 SETTLE_S = 3.0
 LOOK_S = 5.0  # between two looks at the page's size
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
