@@ -8,10 +8,14 @@ certificate, which a browser has open (headless Chromium; where there is none, a
 the coordinator through a link. In phases of equal length, in random order within each pair, the link carries or is cut: then
 nobody watches. A phase is measured from a commit to a commit, once the page has heard of the run again, or has lost it. The
 same process serves the page all the time; its resident size is looked at every few seconds. Starting, settling and the kills
-are part of `--minutes`: another pair of phases is begun only where there is time for it, after at least one.
+are part of `--minutes`: another pair of phases is begun only where there is time for it, after at least one. What counts is the
+median of the pairs, and between which of them it lies with a probability of 95 % (the order statistics of the sign test): where
+others use the machine, too, single phases are far off. `--read LOG` says that again of what another call has printed.
 
 Chromium draws on the same machine, and whoever shares a core's caches with the coordinator adds to its CPU seconds. With
-`--no-browser` only what the coordinator itself does for a watcher is left.
+`--no-browser` only what the coordinator itself does for a watcher is left. `--every 0.2` has no page either: this process watches with
+the observer's certificate, and is told how the run stands ten times as often as a page, so that what it costs is ten times as large
+beside what others do to the figures. `page_percent` is what a page costs by that.
 
 The coordinator's resident size is looked at as often as the page's; both are given for the first and the last tenth.
 
@@ -23,10 +27,15 @@ benchmarks/results/page_cost.jsonl.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import http.client
+import itertools
 import json
+import math
+import os
 import random
+import re
 import shutil
 import statistics
 import tempfile
@@ -49,6 +58,10 @@ from edit.lab.link import Link, LinkShape
 from edit.lab.processes import COORDINATOR, Programs, Supervisor, terminated_as_interrupt
 from edit.lab.run_toml import Settings, to_toml
 from edit.lab.tail import JsonLines
+from edit.web.feed import Feed
+from edit.web.serve import EVERY_S
+from peers.identity.peer_folder import PeerFolder
+from peers.watching import statuses
 
 RESULTS = Path(__file__).parent / "results" / "page_cost.jsonl"
 PAGE = "page"
@@ -157,6 +170,24 @@ def opened_by_a_client(address: str) -> Iterator[None]:
     reader.join(5.0)
 
 
+@contextmanager
+def watched_from_here(home: Path, every_s: float) -> Iterator[None]:
+    """Watch in a thread of this process."""
+    feed, turn = Feed(lambda: statuses(PeerFolder(home), turn, every_s), lambda _: asyncio.sleep(0.5)), itertools.count()
+
+    async def follow() -> None:
+        following, seen = asyncio.ensure_future(feed.follow()), 0
+        while not feed.closed:
+            seen = await feed.newer(seen)
+        following.cancel()
+
+    watcher = threading.Thread(target=lambda: asyncio.run(follow()), daemon=True)
+    watcher.start()
+    yield
+    feed.closed = True
+    watcher.join(5.0)
+
+
 @dataclass
 class Bench:
     """One run with its peers and its page."""
@@ -165,7 +196,7 @@ class Bench:
     processes: Supervisor
     commits: Commits
     link: Link
-    sizes: dict[str, list[int]] = field(default_factory=lambda: {PAGE: [], COORDINATOR: []})  # resident bytes, by process
+    sizes: dict[str, list[int]]  # resident bytes, by process
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, and look at sizes meanwhile."""
@@ -185,7 +216,7 @@ class Bench:
         else:
             self.link.cut()
         self.sleep(SETTLE_S)
-        pid, page = self.processes.pid(COORDINATOR), self.processes.pid(PAGE)
+        pid, page = self.processes.pid(COORDINATOR), self.processes.pid(PAGE) if PAGE in self.sizes else os.getpid()
         first, begin, unix = self.commits.next(), cpu_s(pid), time.time()
         page_s, since = cpu_s(page), time.monotonic()
         self.sleep(seconds)
@@ -218,7 +249,7 @@ def start(folder: Path, peers: int, pace_s: float, throttle: float, opened: Exit
     port = int(run.bound()["listen"].rpartition(":")[2])
     link = opened.enter_context(Link(("127.0.0.1", port), LinkShape()))
     lead_through(folder / "observer", link.port)
-    return Bench(folder, processes, Commits(JsonLines(state / "metrics.jsonl")), link)
+    return Bench(folder, processes, Commits(JsonLines(state / "metrics.jsonl")), link, {COORDINATOR: []})
 
 
 def open_page(bench: Bench, name: str, home: Path) -> str:
@@ -248,19 +279,31 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the order of phases and the moments of the kills")
     parser.add_argument("--no-browser", action="store_true", help="a client that reads the stream, also where Chromium is")
+    parser.add_argument("--every", type=float, help="no page: watch from here, and be told so often, in seconds; 0.2 at least")
     parser.add_argument("--label", default="", help="is written beside the figures")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--read", type=Path, help="measure nothing: print the figures of the phases in this text")
     asked = parser.parse_args()
+    if asked.read is not None:
+        phases = [found for line in asked.read.read_text().splitlines() if (found := phase_of(line)) is not None]
+        print(json.dumps(compared(phases), indent=2))
+        return
     begins, chance, end = circumstances(asked.label), random.Random(asked.seed), time.monotonic() + 60 * asked.minutes
+    if asked.every is not None:
+        asked.kills = 0
     asked.kills = min(10, max(3, round(asked.minutes / 3))) if asked.kills is None else asked.kills
     asked.phase = min(60.0, max(10.0, 60 * asked.minutes / (3 * LEAST_PAIRS))) if asked.phase is None else asked.phase
     chromium = None if asked.no_browser else shutil.which("chromium") or shutil.which("google-chrome")
-    phases: list[dict[str, Any]] = []
+    phases = []
     with terminated_as_interrupt(), tempfile.TemporaryDirectory(prefix="page-cost-") as scratch, ExitStack() as opened:
         bench = start(Path(scratch), asked.peers, asked.pace, asked.throttle, opened)
         until(lambda: bench.commits.look() >= 10, "the first ten commits")
-        address = open_page(bench, PAGE, bench.folder / "observer")
-        opened.enter_context(opened_by_a_browser(chromium, address) if chromium else opened_by_a_client(address))
+        if asked.every is None:
+            address = open_page(bench, PAGE, bench.folder / "observer")
+            opened.enter_context(opened_by_a_browser(chromium, address) if chromium else opened_by_a_client(address))
+            bench.sizes[PAGE] = []
+        else:
+            opened.enter_context(watched_from_here(bench.folder / "observer", asked.every))
         bench.commits.aborted, longest = 0, 0.0
         while not phases or time.monotonic() + longest + KILL_S * asked.kills <= end:
             pair = time.monotonic()
@@ -299,24 +342,53 @@ def megabytes(name: str, sizes: list[int]) -> dict[str, float]:
     return {f"{name}_mb_{key}": round(size / 1e6, 1) for key, size in of.items()}
 
 
+PHASE = re.compile(r"pair \d+: (open  |closed) ([0-9.]+) ms of the coordinator's CPU per round, (\d+) rounds")
+
+
+def phase_of(line: str) -> dict[str, Any] | None:
+    """Return the phase of which this line was printed; None: it says something else."""
+    found = PHASE.match(line)
+    if found is None:
+        return None
+    return {"open": found[1] != "closed", "cpu_ms_per_round": float(found[2]), "rounds": int(found[3])}
+
+
+def compared(phases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the pairs of phases say of the coordinator's CPU. A phase without its other one does not count."""
+    costs = {open_: [each["cpu_ms_per_round"] for each in phases if each["open"] is open_] for open_ in (True, False)}
+    percents = sorted(100 * (a / b - 1) for a, b in zip(costs[True], costs[False], strict=False))
+    pairs = len(percents)
+    below, left = 0.5**pairs, 0  # the probability that at most `left` pairs are below the median
+    while below + math.comb(pairs, left + 1) * 0.5**pairs <= 0.025:
+        left += 1
+        below += math.comb(pairs, left) * 0.5**pairs
+    return {
+        "pairs": pairs,
+        "open_ms_per_round": round(statistics.median(costs[True]), 3),
+        "closed_ms_per_round": round(statistics.median(costs[False]), 3),
+        "open_more_percent_median": round(statistics.median(percents), 2),
+        "open_more_percent_95": [round(percents[left], 2), round(percents[-1 - left], 2)] if pairs > 5 else None,
+        "open_more_percent_mean": round(statistics.fmean(percents), 2),
+        "open_more_percent_stderr": round(statistics.stdev(percents) / pairs**0.5, 2) if pairs > 1 else None,
+        "closed_spread_percent": round(100 * (max(costs[False]) / min(costs[False]) - 1), 1),
+        "rounds": sum(each["rounds"] for each in phases),
+    }
+
+
 def summary(phases: list[dict[str, Any]], bench: Bench, asked: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of all phases."""
-    costs = {open_: [each["cpu_ms_per_round"] for each in phases if each["open"] is open_] for open_ in (True, False)}
-    percents = [100 * (a / b - 1) for a, b in zip(costs[True], costs[False], strict=True)]
+    found = compared(phases)
+    chromium = shutil.which("chromium") is not None and not asked.no_browser
+    viewer = f"Watch each {asked.every:g} s" if asked.every else "Chromium" if chromium else "a client of the stream"
     return {
         "peers": asked.peers,
         "pace_s": asked.pace,
         "phase_s": asked.phase,
-        "pairs": len(percents),
-        "viewer": "a client of the stream" if asked.no_browser or not shutil.which("chromium") else "Chromium",
-        "open_ms_per_round": round(statistics.median(costs[True]), 3),
-        "closed_ms_per_round": round(statistics.median(costs[False]), 3),
-        "open_more_percent": round(statistics.fmean(percents), 2),
-        "open_more_percent_stderr": round(statistics.stdev(percents) / len(percents) ** 0.5, 2) if len(percents) > 1 else None,
-        "closed_spread_percent": round(100 * (max(costs[False]) / min(costs[False]) - 1), 1),
+        **found,
+        "viewer": viewer,
+        **({"page_percent": round(asked.every / EVERY_S * found["open_more_percent_median"], 2)} if asked.every else {}),
         "page_cpu_percent": round(statistics.fmean(each["page_cpu_percent"] for each in phases if each["open"]), 1),
         **{key: value for name, sizes in bench.sizes.items() for key, value in megabytes(name, sizes).items()},
-        "rounds": sum(each["rounds"] for each in phases),
         "aborted": bench.commits.aborted,
         "kills": asked.kills,
         "longest_pause_closed_s": round(max(each["longest_pause_s"] for each in phases if not each["open"]), 3),
