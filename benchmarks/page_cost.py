@@ -13,9 +13,9 @@ median of the pairs, and between which of them it lies with a probability of 95 
 others use the machine, too, single phases are far off. `--read LOG` says that again of what another call has printed.
 
 Chromium draws on the same machine, and whoever shares a core's caches with the coordinator adds to its CPU seconds. With
-`--no-browser` only what the coordinator itself does for a watcher is left. `--every 0.2` has no page either: this process watches with
-the observer's certificate, and is told how the run stands ten times as often as a page, so that what it costs is ten times as large
-beside what others do to the figures. `page_percent` is what a page costs by that.
+`--no-browser` only what the coordinator itself does for a watcher is left. `--every 0.2` has no page either: this process
+watches with the observer's certificate, and is told how the run stands ten times as often as a page, so that what it costs is
+ten times as large beside what others do to the figures. `page_percent` is what a page costs by that.
 
 The coordinator's resident size is looked at as often as the page's; both are given for the first and the last tenth.
 
