@@ -95,7 +95,7 @@ async def measure(folder: Path, asked: argparse.Namespace, profile: cProfile.Pro
         streams = []
         for i in range(asked.watchers):
             caller: Any = Caller(at.certificate(f"o{i}", "observer")[1])
-            streams.append(control.statuses(1.0, caller))
+            streams.append(control.statuses(1.0, caller, curves_kept=True))
         begun = time.process_time()
         first = [(await anext(stream)).SerializeToString() for stream in streams]
         first_s, sizes, spent = time.process_time() - begun, list[int](), {True: 0.0, False: 0.0}  # with watchers, and without

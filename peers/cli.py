@@ -38,6 +38,7 @@ from peers.command_options import (
     trains,
 )
 from peers.swarm.cli import app as swarm
+from peers.swarm.cli import operate
 
 if TYPE_CHECKING:
     from peers.training.options import PeerOptions
@@ -244,14 +245,18 @@ def web(
 ) -> None:
     """Show the run as a page in the browser, with the certificate of an observer or any other member.
 
-    On loopback it prints a link that opens the page once; elsewhere a browser needs a member's certificate.
-    Needs: pip install 'edit-localsgd[web]'
+    On loopback it prints a link that opens the page once; elsewhere a browser needs a member's certificate. In the
+    folder of a swarm it is `edit-peer swarm web`. Needs: pip install 'edit-localsgd[web]'
 
     Example: edit-peer web --home observer
     """
     check_installed()
+    from peers.identity.peer_folder import PeerFolder
     from peers.page import serve_members_page
 
+    if PeerFolder(home).of_swarm():
+        tls = [word for name, path in (("--certificate", certificate), ("--key", key)) if path for word in (name, path)]
+        operate("web", home, "--listen", listen, *tls)
     serve_members_page(home, listen=listen, certificate=certificate, key=key, say=typer.echo)
 
 
@@ -259,9 +264,11 @@ def web(
 def status(
     home: HomeOption = Path("edit-peer"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
-    rounds: Annotated[int, typer.Option(help="How many of the last rounds to show.", min=0, max=200)] = 8,
+    rounds: Annotated[int | None, typer.Option(help="How many of the last rounds to show. Default: 8.", min=0, max=200)] = None,
 ) -> None:
     """Show the run, from anywhere, with the certificate of an observer, an operator or any other member.
+
+    In the folder of a swarm it is `edit-peer swarm status`, which shows no rounds.
 
     Example: edit-peer status --home observer
     """
@@ -269,18 +276,22 @@ def status(
     from peers.identity.peer_folder import PeerFolder
     from peers.watching import read_status
 
+    if PeerFolder(home).of_swarm():
+        if rounds is not None:
+            raise ConfigError("--rounds: the status of a swarm shows no rounds; see them with: edit-peer watch")
+        operate("status", home, *(["--json"] if as_json else []))
     run = asyncio.run(read_status(PeerFolder(home)))
     if as_json:
         typer.echo(json_text(run.as_json(), indent=2))
     else:
-        print_status(Console(), run, rounds)
+        print_status(Console(), run, 8 if rounds is None else rounds)
 
 
 @app.command()
 def watch(home: HomeOption = Path("edit-peer")) -> None:
     """Show the run as it goes on, from anywhere, as `edit-coordinator watch` does, with the certificate of any member.
 
-    Ending it does nothing to the run.
+    Ending it does nothing to the run. In the folder of a swarm it is `edit-peer swarm watch`.
 
     Example: edit-peer watch --home observer
     """
@@ -289,7 +300,36 @@ def watch(home: HomeOption = Path("edit-peer")) -> None:
     from peers.watching import statuses
 
     folder, turn = PeerFolder(home), itertools.count()
+    if folder.of_swarm():
+        operate("watch", home)
     asyncio.run(show(lambda: statuses(folder, turn), Console(), time.time))
+
+
+@app.command()
+def report(
+    home: HomeOption = Path("edit-peer"),
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Write the page of the run, as `web` shows it, to one file, from anywhere, with the certificate of any member.
+
+    In the folder of a swarm it is `edit-peer swarm report`. Needs: pip install 'edit-localsgd[web]'
+
+    Example: edit-peer report --home observer --out report.html
+    """
+    check_installed()
+    from edit.web.page import render_page
+    from peers.identity.peer_folder import PeerFolder
+    from peers.watching import read_status
+
+    folder = PeerFolder(home)
+    if folder.of_swarm():
+        operate("report", home, "--out", out)
+    told = asyncio.run(read_status(folder))
+    try:
+        out.write_text(render_page(told), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    typer.echo(f"{out}: {told.phase}, outer step {told.outer_step} of {told.outer_steps}")
 
 
 @app.command()

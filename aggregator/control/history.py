@@ -9,6 +9,7 @@ import logging
 import math
 import statistics
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -48,29 +49,39 @@ class Line:
 
     def __init__(self, most: int = _POINTS) -> None:
         self._most, self._every, self._count = most, 1, 0
-        self._x, self._t, self._y = array("d"), array("d"), array("d")
+        self._x, self._t, self._y, self._numbers = array("d"), array("d"), array("d"), array("Q")
         self._last = (0.0, 0.0, 0.0)
+        self._thinned = 0  # the number of the point with which points were dropped last
 
-    def add(self, x: float, t: float, y: float) -> None:
-        """Add a point; what is not finite is left out."""
+    def add(self, x: float, t: float, y: float, number: int = 0) -> None:
+        """Add a point; what is not finite is left out. number: of the point among those of all lines, ascending."""
         if not (math.isfinite(x) and math.isfinite(y)):
             return
         self._last = (x, t, y)
         if self._count % self._every == 0:
             for values, value in zip((self._x, self._t, self._y), self._last, strict=True):
                 values.append(value)
+            self._numbers.append(number)
             if len(self._x) >= self._most:
                 self._x, self._t, self._y = self._x[::2], self._t[::2], self._y[::2]
+                self._numbers = self._numbers[::2]
                 self._every *= 2
+                self._thinned = number
         self._count += 1
 
-    def curve(self, kind: str, peer_id: str, most: int = _POINTS) -> Curve:
-        """Return at most so many of its points, the newest among them."""
-        step = max(1, math.ceil(len(self._x) / max(1, most - 1)))
-        x, t, y = (tuple(values[::step]) for values in (self._x, self._t, self._y))
-        if self._count and t[-1] != self._last[1]:
+    def curve(self, kind: str, peer_id: str, most: int = _POINTS, after: int = 0) -> Curve:
+        """Return at most so many of its points, the newest among them.
+
+        after: the number of the last point that was added before it was told with the same `most`: of the points that it had
+        then and still has, only the count is told, as `Curve.kept`. 0: it was not told.
+        """
+        had = bisect_right(self._numbers, after) if after and self._thinned <= after else 0
+        step, before = (max(1, math.ceil(count / max(1, most - 1))) for count in (len(self._x), had))
+        kept = math.ceil(had / step) if step == before else 0
+        x, t, y = (tuple(values[kept * step :: step]) for values in (self._x, self._t, self._y))
+        if self._count and self._t[(len(self._t) - 1) // step * step] != self._last[1]:
             x, t, y = ((*values, last) for values, last in zip((x, t, y), self._last, strict=True))
-        return Curve(kind=kind, peer_id=peer_id, x=x, t=t, y=y)
+        return Curve(kind=kind, peer_id=peer_id, x=x, t=t, y=y, kept=kept)
 
 
 class History:
@@ -99,6 +110,7 @@ class History:
         self._bytes_before = (0, 0)  # of earlier starts
         self.committed = self.aborted = 0  # rounds
         self.points = 0  # that were added to curves: as long as it is the same, no curve has changed
+        self._most, self._narrowed = _POINTS, 0  # how many points of each curve are told; what `points` was when that changed
 
     def begin_with(self, earlier: History) -> None:
         """Take the curves, events and verdicts of earlier starts; before any event of this one.
@@ -108,6 +120,7 @@ class History:
         self._events, self._numbered = earlier._events, earlier._numbered
         self._curves, self._steps, self._trained = earlier._curves, earlier._steps, earlier._trained
         self._evaluated, self._verdicts, self._bytes_before = earlier._evaluated, earlier._verdicts, earlier.traffic
+        self.points = earlier.points
 
     def on_event(self, event: RunEvent, unix: float) -> None:
         """Take an event of the run's feed."""
@@ -117,12 +130,12 @@ class History:
                 steps = self._steps.setdefault(peer_id, Steps()).update(heartbeat.inner_steps)
                 if steps > self._trained.get(peer_id, 0):
                     self._trained[peer_id] = steps
-                    self._line("loss", peer_id).add(steps, unix, heartbeat.loss)
+                    self._add("loss", peer_id, steps, unix, heartbeat.loss)
                 held_out, step = heartbeat.metrics.get(HELD_OUT), heartbeat.outer_step
                 committed = self._paced[-1][1] if self._paced else 0
                 if held_out is not None and self._evaluated.get(peer_id, 0) < step <= committed:  # above that it cannot be
                     self._evaluated[peer_id] = step
-                    self._line(HELD_OUT, peer_id).add(step, unix, held_out)
+                    self._add(HELD_OUT, peer_id, step, unix, held_out)
             case RoundReport():
                 self._round(event, unix)
             case MemberChanged(peer_id, "training" | "exchanging", live=True) if peer_id in self._away:
@@ -164,21 +177,21 @@ class History:
         bytes_in, bytes_out = (sum(each) for each in zip(self._bytes_before, self._bytes, strict=True))
         for kind, value in {**of_run, "bytes_in": bytes_in, "bytes_out": bytes_out}.items():
             if value is not None:
-                self._line(kind, "").add(step, unix, value)
+                self._add(kind, "", step, unix, value)
         for peer in peers:
             self._verdicts[peer.peer_id] = peer
             if peer.fragments:
-                self._line("norm", peer.peer_id).add(step, unix, peer.norm)
+                self._add("norm", peer.peer_id, step, unix, peer.norm)
             if peer.verdict not in (Verdict.OK.value, "absent", "carried"):
                 where = "" if peer.rejected == peer.fragments else f" in {peer.rejected} of {peer.fragments} fragments"
                 text = f"outer step {step}: {peer.peer_id} has weight 0{where}: {peer.reason}"
                 self._note(unix, "rejected", peer.peer_id, text, "info" if peer.verdict == Verdict.IDLE.value else "bad")
         self._paced.append((unix, step, self._tokens()))
 
-    def _line(self, kind: str, peer_id: str) -> Line:
-        """Return the curve that a point is about to be added to."""
+    def _add(self, kind: str, peer_id: str, x: float, t: float, y: float) -> None:
+        """Add a point to a curve."""
         self.points += 1
-        return self._curves.setdefault((kind, peer_id), Line())
+        self._curves.setdefault((kind, peer_id), Line()).add(x, t, y, self.points)
 
     def _share(self, peer_id: str, unix: float) -> None:
         """Count the time since the last report as spent in what the peer does now."""
@@ -209,10 +222,16 @@ class History:
         """Return the last events whose number is above `after`."""
         return tuple(event for event in self._events if event.number > after) if after else tuple(self._events)
 
-    def curves(self) -> tuple[Curve, ...]:
-        """Return all curves, with fewer points of each where there are many peers."""
+    def curves(self, after: int = 0) -> tuple[Curve, ...]:
+        """Return all curves, with fewer points of each where there are many peers.
+
+        after: what `points` was when they were told before: only the points since then, as `Line.curve` says. 0: they were not.
+        """
         most = max(16, min(_POINTS, _POINTS_IN_ALL // max(1, len(self._curves))))
-        return tuple(line.curve(kind, peer_id, most) for (kind, peer_id), line in sorted(self._curves.items()))
+        if most != self._most:
+            self._most, self._narrowed = most, self.points
+        after = after if after >= self._narrowed else 0
+        return tuple(line.curve(kind, peer_id, most, after) for (kind, peer_id), line in sorted(self._curves.items()))
 
     def eta_s(self, outer_steps: int, stop_tokens: int, unix: float, position: Callable[[int], int] = int) -> float | None:
         """Return the seconds until the run's end at the median pace of the last outer steps; None: not known yet.

@@ -170,11 +170,12 @@ class ControlService:
         """Send how the run stands, again and again, until the caller ends it. Who reads nothing for long is cut off."""
         async with abort_on_error(context):
             with self._watchers.place(self._authorizer.authorize(context, *_WATCHERS)):
-                await send(context.write, self.statuses(request.every_s, context))
+                await send(context.write, self.statuses(request.every_s, context, curves_kept=request.curves_kept))
 
-    def statuses(self, every_s: float, context: Context) -> AsyncGenerator[cpb.StatusReply, None]:
+    def statuses(self, every_s: float, context: Context, *, curves_kept: bool = False) -> AsyncGenerator[cpb.StatusReply, None]:
         """Return the messages of Watch, which authorize the caller again before each of them."""
-        return self._watchers.statuses(every_s, partial(self._authorizer.authorize, context, *_WATCHERS))
+        authorize = partial(self._authorizer.authorize, context, *_WATCHERS)
+        return self._watchers.statuses(every_s, authorize, curves_kept=curves_kept)
 
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
         """Shut a member out for good."""

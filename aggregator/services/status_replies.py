@@ -30,6 +30,10 @@ class Seen:
     round_id: int = 0
     event: int = 0  # its number
     outer_step: int = 0
+    points: int = 0  # as `History.points` was when curves were sent
+
+
+_Asked = tuple[str | None, Seen | None, bool, bool]  # who sees it, what was seen before, brief or not, curves kept or not
 
 
 class StatusReplies:
@@ -44,35 +48,44 @@ class StatusReplies:
         self._peak = -math.inf, 0  # when the size of the process was asked for, and what it was
         self._rounds: dict[int, bytes] = {}  # the last ones, each as a StatusReply that has only this round
         self._rounds_bytes = 0
-        self._read: dict[bool, tuple[float, RunStatus]] = {}  # brief or not: when, and what was read
-        self._made: dict[bool, dict[tuple[str | None, Seen | None], cpb.StatusReply]] = {True: {}, False: {}}
+        self._read: tuple[float, RunStatus | None] = -math.inf, None  # when, and what was read, without curves
+        self._made: dict[_Asked, tuple[cpb.StatusReply, Seen]] = {}  # of that, and what has been seen with it
 
     def now(self, identity: Identity, rounds_after: int = 0, *, brief: bool = False) -> cpb.StatusReply:
         """Return how the run stands this moment, as this member may see it. brief: without curves and settings."""
         status = run_status(self._run, rounds_after, brief=brief)
         return self.reply(self._shown(status, self._audience(identity)))
 
-    def watched(self, identity: Identity, seen: Seen | None, *, brief: bool = False) -> tuple[cpb.StatusReply, Seen]:
+    def watched(
+        self, identity: Identity, seen: Seen | None, *, brief: bool = False, curves_kept: bool = False
+    ) -> tuple[cpb.StatusReply, Seen]:
         """Return a message for a watcher, and what it has seen then.
 
         Args:
             seen: before; None: nothing, and the message is whole.
             brief: without curves.
+            curves_kept: of curves, only the points since then.
         """
         now = asyncio.get_running_loop().time()
-        at, status = self._read.get(brief, (-math.inf, None))
+        at, status = self._read
         if status is None or now - at >= _FRESH_S:
             if now - self._peak[0] >= _PEAK_S:
                 self._peak = now, peak_memory_bytes()
-            status = run_status(self._run, brief=brief, peak_bytes=self._peak[1])
-            self._read[brief] = now, status
-            self._made[brief].clear()
-        made, audience = self._made[brief], self._audience(identity)
-        if (reply := made.get((audience, seen))) is None:
-            reply = self.reply(self._shown(status if seen is None else _since(status, seen), audience))
-            if not audience and len(made) < _KEPT_REPLIES:  # what one peer alone may see, nobody else asks for
-                made[audience, seen] = reply
-        return reply, _seen(status, seen or Seen())
+            status = run_status(self._run, brief=True, peak_bytes=self._peak[1])
+            self._read = now, status
+            self._made.clear()
+        audience, history = self._audience(identity), self._run.history
+        asked = audience, seen, brief, curves_kept
+        if (made := self._made.get(asked)) is None:
+            before = seen or Seen()
+            told = _since(status, seen) if seen is not None else replace(status, settings=self._run.settings)
+            if not brief:
+                told = replace(told, curves=history.curves(before.points if curves_kept else 0))
+            reply = self.reply(self._shown(told, audience))
+            made = reply, _seen(status, before, history.points if reply.curves else before.points)
+            if not audience and len(self._made) < _KEPT_REPLIES:  # what one peer alone may see, nobody else asks for
+                self._made[asked] = made
+        return made
 
     def reply(self, status: RunStatus, most: int = MOST_BYTES) -> cpb.StatusReply:
         """Return the status as a message of at most so many bytes: without old rounds, then without curves, if it is larger."""
@@ -116,13 +129,13 @@ def _since(status: RunStatus, seen: Seen) -> RunStatus:
         status,
         rounds=status.rounds[bisect_right(status.rounds, seen.round_id, key=lambda each: each.round_id) :],
         events=status.events[bisect_right(status.events, seen.event, key=lambda each: each.number) :],
-        settings=(),
     )
 
 
-def _seen(status: RunStatus, before: Seen) -> Seen:
+def _seen(status: RunStatus, before: Seen, points: int) -> Seen:
     return Seen(
         status.rounds[-1].round_id if status.rounds else before.round_id,
         status.events[-1].number if status.events else before.event,
         status.outer_step,
+        points,
     )

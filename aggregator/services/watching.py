@@ -54,8 +54,14 @@ class Watchers:
             self._of_member -= Counter((peer_id,))  # drops what is 0
             self._others -= counts
 
-    async def statuses(self, every_s: float, authorize: Callable[[], Identity]) -> AsyncGenerator[cpb.StatusReply, None]:
-        """Yield messages for ever. authorize: says who watches, each time; what it raises ends them.
+    async def statuses(
+        self, every_s: float, authorize: Callable[[], Identity], *, curves_kept: bool = False
+    ) -> AsyncGenerator[cpb.StatusReply, None]:
+        """Yield messages for ever.
+
+        Args:
+            authorize: says who watches, each time; what it raises ends them.
+            curves_kept: later messages bring only the new points of curves.
 
         Raises RemoteProtocolError for a number of seconds that is none.
         """
@@ -64,13 +70,13 @@ class Watchers:
         pause = min(MOST_EVERY_S, max(LEAST_EVERY_S, every_s or EVERY_S))
         time, history = asyncio.get_running_loop().time, self._run.history
         seen: Seen | None = None  # what was sent before, and when curves were
-        drawn, points = -math.inf, -1
+        drawn = -math.inf
         while True:
             identity = authorize()
-            brief = seen is not None and (time() - drawn < CURVES_S or seen.outer_step == 0 or points == history.points)
+            brief = seen is not None and (time() - drawn < CURVES_S or seen.outer_step == 0 or seen.points == history.points)
             if not brief:
-                drawn, points = time(), history.points
-            reply, seen = self._replies.watched(identity, seen, brief=brief)
+                drawn = time()
+            reply, seen = self._replies.watched(identity, seen, brief=brief, curves_kept=curves_kept)
             yield reply
             await asyncio.sleep(until_tick(time(), pause))
 

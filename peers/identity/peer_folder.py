@@ -58,6 +58,10 @@ class PeerFolder:
         """Return the owner of this folder, or None before an invitation was redeemed. Raises ConfigError when it is damaged."""
         return self._read_identity()[0] if self._has_identity() else None
 
+    def of_swarm(self) -> bool:
+        """Return whether its run is a swarm; False before an invitation was redeemed. Raises ConfigError as `identity`."""
+        return self._has_identity() and not self._read_identity()[1]
+
     def load(self, now: float | None = None, *, swarm: bool = False) -> Enrolment:
         """Load everything and check that it fits together. now: unix seconds; if given, the certificate must be valid then.
 

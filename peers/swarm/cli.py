@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from peers.swarm.membership import Place
     from peers.training.options import PeerOptions
 
-__all__ = ["app"]
+__all__ = ["app", "operate"]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -268,7 +268,7 @@ def status(
 
     Example: edit-peer swarm status --home a
     """
-    _operate("status", home, *(["--json"] if as_json else []))
+    operate("status", home, *(["--json"] if as_json else []))
 
 
 @app.command()
@@ -279,7 +279,7 @@ def watch(home: HomeOption = Path("edit-peer")) -> None:
 
     Example: edit-peer swarm watch --home a
     """
-    _operate("watch", home)
+    operate("watch", home)
 
 
 @app.command()
@@ -294,7 +294,7 @@ def report(
 
     Example: edit-peer swarm report --home a --beside another-run --out report.html
     """
-    _operate("report", home, "--out", out, *_beside(beside))
+    operate("report", home, "--out", out, *_beside(beside))
 
 
 @app.command()
@@ -316,7 +316,7 @@ def export(
 
     Example: edit-peer swarm export --home a --out model.safetensors
     """
-    _operate("export", home, "--out", out, "--format", form, *(["--averaged"] if averaged else []))
+    operate("export", home, "--out", out, "--format", form, *(["--averaged"] if averaged else []))
 
 
 @app.command()
@@ -337,7 +337,7 @@ def web(
     Example: edit-peer swarm web --home a
     """
     more = [word for name, path in (("--certificate", certificate), ("--key", key)) if path for word in (name, path)]
-    _operate("web", home, "--listen", listen, *more, *_beside(beside))
+    operate("web", home, "--listen", listen, *more, *_beside(beside))
 
 
 @app.command()
@@ -350,7 +350,7 @@ def evict(
 
     Example: edit-peer swarm evict university-b --home a --reason "key lost"
     """
-    _operate("evict", home, name, "--reason", reason)
+    operate("evict", home, name, "--reason", reason)
 
 
 @app.command()
@@ -359,7 +359,7 @@ def pause(home: HomeOption = Path("edit-peer")) -> None:
 
     Example: edit-peer swarm pause --home a
     """
-    _operate("pause", home)
+    operate("pause", home)
 
 
 @app.command()
@@ -370,7 +370,7 @@ def resume(home: HomeOption = Path("edit-peer")) -> None:
 
     Example: edit-peer swarm resume --home a
     """
-    _operate("resume", home)
+    operate("resume", home)
 
 
 @app.command()
@@ -381,7 +381,7 @@ def drain(home: HomeOption = Path("edit-peer")) -> None:
 
     Example: edit-peer swarm drain --home a
     """
-    _operate("drain", home)
+    operate("drain", home)
 
 
 @app.command()
@@ -395,7 +395,7 @@ def share_authority(
 
     Example: edit-peer swarm share-authority university-b --home a
     """
-    _operate("share-authority", home, name)
+    operate("share-authority", home, name)
 
 
 @app.command()
@@ -407,7 +407,7 @@ def new_authority(home: HomeOption = Path("edit-peer")) -> None:
 
     Example: edit-peer swarm new-authority --home a
     """
-    _operate("new-authority", home)
+    operate("new-authority", home)
 
 
 @app.command()
@@ -418,7 +418,7 @@ def leave(home: HomeOption = Path("edit-peer")) -> None:
 
     Example: edit-peer swarm leave --home c
     """
-    _operate("leave", home)
+    operate("leave", home)
 
 
 @app.command()
@@ -430,7 +430,7 @@ def make_relay(
 
     Example: edit-peer swarm make-relay relay --home a
     """
-    _operate("make-relay", home, folder)
+    operate("make-relay", home, folder)
 
 
 @app.command()
@@ -444,7 +444,7 @@ def relay(
 
     Example: edit-peer swarm relay relay --listen 0.0.0.0:7700
     """
-    _operate("relay", folder, "--listen", listen)
+    operate("relay", folder, "--listen", listen)
 
 
 @app.command()
@@ -456,7 +456,7 @@ def recover(
 
     Example: edit-peer swarm recover --home b
     """
-    _operate("recover", home, *(["--yes"] if yes else []))
+    operate("recover", home, *(["--yes"] if yes else []))
 
 
 @app.command()
@@ -465,14 +465,14 @@ def rejoin(home: HomeOption = Path("edit-peer")) -> None:
 
     Example: edit-peer swarm rejoin --home c
     """
-    _operate("rejoin", home)
+    operate("rejoin", home)
 
 
 def _beside(paths: list[Path] | None) -> list[object]:
     return [word for path in paths or () for word in ("--beside", path)]
 
 
-def _operate(*words: object) -> None:
+def operate(*words: object) -> NoReturn:
     """Become the aggregator's command, which prints, asks and exits as it does."""
     from peers.swarm.aggregator_process import command
 

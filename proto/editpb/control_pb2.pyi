@@ -343,18 +343,20 @@ class RoundStatus(_message.Message):
     def __init__(self, round_id: _Optional[int] = ..., outer_step: _Optional[int] = ..., committed: bool = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[FragmentVerdicts, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., digest: _Optional[str] = ..., carried: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ..., every: _Optional[int] = ..., batch: _Optional[int] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ...) -> None: ...
 
 class Curve(_message.Message):
-    __slots__ = ("kind", "peer_id", "x", "t", "y")
+    __slots__ = ("kind", "peer_id", "x", "t", "y", "kept")
     KIND_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     X_FIELD_NUMBER: _ClassVar[int]
     T_FIELD_NUMBER: _ClassVar[int]
     Y_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     kind: str
     peer_id: str
     x: _containers.RepeatedScalarFieldContainer[float]
     t: _containers.RepeatedScalarFieldContainer[float]
     y: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, kind: _Optional[str] = ..., peer_id: _Optional[str] = ..., x: _Optional[_Iterable[float]] = ..., t: _Optional[_Iterable[float]] = ..., y: _Optional[_Iterable[float]] = ...) -> None: ...
+    kept: int
+    def __init__(self, kind: _Optional[str] = ..., peer_id: _Optional[str] = ..., x: _Optional[_Iterable[float]] = ..., t: _Optional[_Iterable[float]] = ..., y: _Optional[_Iterable[float]] = ..., kept: _Optional[int] = ...) -> None: ...
 
 class StatusEvent(_message.Message):
     __slots__ = ("number", "t", "kind", "peer_id", "text", "tone")
@@ -391,10 +393,12 @@ class StatusRequest(_message.Message):
     def __init__(self, rounds_after: _Optional[int] = ..., brief: bool = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("every_s",)
+    __slots__ = ("every_s", "curves_kept")
     EVERY_S_FIELD_NUMBER: _ClassVar[int]
+    CURVES_KEPT_FIELD_NUMBER: _ClassVar[int]
     every_s: float
-    def __init__(self, every_s: _Optional[float] = ...) -> None: ...
+    curves_kept: bool
+    def __init__(self, every_s: _Optional[float] = ..., curves_kept: bool = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings", "t", "eta_s", "curves", "events", "settings", "masks", "privacy", "epsilon")

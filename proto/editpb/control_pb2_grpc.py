@@ -90,8 +90,8 @@ class ControlServicer(object):
 
     def Watch(self, request, context):
         """For peers, observers and operators: the status, then again and again what has changed. The first message is whole. Later ones
-        bring the rounds and events since the one before, curves only where there is news of them, and no settings. Who reads slowly
-        gets fewer messages.
+        bring the rounds and events since the one before, the new points of curves where there are any, and no settings. Who reads
+        slowly gets fewer messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

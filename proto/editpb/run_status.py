@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 KEPT_ROUNDS, KEPT_EVENTS = 200, 500  # that a status shows
+_KEPT_POINTS = 1024  # of a curve, whatever an aggregator says
 _WORST = (
     Verdict.NONFINITE,
     Verdict.REJECTED,
@@ -233,6 +234,17 @@ class Curve:
     x: tuple[float, ...] = ()
     t: tuple[float, ...] = ()  # seconds since 1970
     y: tuple[float, ...] = ()  # finite
+    kept: int = 0  # in a message that is news: so many of the points that were told before stay, and these come after them
+
+    def after(self, before: Curve | None) -> Curve:
+        """Return the whole curve of which this is the news. before: as it was."""
+        if not self.kept or before is None:
+            return self if not self.kept else replace(self, kept=0)
+        x, t, y = (
+            (*old[: self.kept], *new)[-_KEPT_POINTS:]
+            for old, new in ((before.x, self.x), (before.t, self.t), (before.y, self.y))
+        )
+        return Curve(kind=self.kind, peer_id=self.peer_id, x=x, t=t, y=y)
 
     def as_json(self) -> dict[str, object]:
         """Return one entry of `curves`."""
@@ -451,13 +463,14 @@ class RunStatus:
         return cls(**plain, **found, council=council)
 
     def updated(self, news: RunStatus) -> RunStatus:
-        """Return the later status that a message of Watch leads to: it has only the rounds and events since this one."""
+        """Return the later status that a message of Watch leads to: it has only what is new since this one."""
         of_this = news.run_id == self.run_id
+        curves = {(one.kind, one.peer_id): one for one in self.curves} if of_this and news.curves else {}
         return replace(
             news,
             rounds=((*self.rounds, *news.rounds) if of_this else news.rounds)[-KEPT_ROUNDS:],
             events=((*self.events, *news.events) if of_this else news.events)[-KEPT_EVENTS:],
-            curves=news.curves or self.curves,
+            curves=tuple(one.after(curves.get((one.kind, one.peer_id))) for one in news.curves) or self.curves,
             settings=news.settings or self.settings,
         )
 

@@ -42,7 +42,9 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
         warnings=status.warnings,
         t=status.t,
         eta_s=-1.0 if status.eta_s is None else status.eta_s,
-        curves=[cpb.Curve(kind=one.kind, peer_id=one.peer_id, x=one.x, t=one.t, y=one.y) for one in status.curves],
+        curves=[
+            cpb.Curve(kind=one.kind, peer_id=one.peer_id, x=one.x, t=one.t, y=one.y, kept=one.kept) for one in status.curves
+        ],
         events=[cpb.StatusEvent(**one.as_json()) for one in status.events],  # type: ignore[arg-type]
         settings=[cpb.Setting(name=one.name, value=one.value, default=one.default) for one in status.settings],
         masks=status.masks,
@@ -93,7 +95,7 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
 def _curve_from_pb(row: cpb.Curve) -> Curve:
     if not len(row.x) == len(row.t) == len(row.y):
         fail(f"curve {row.kind[:32]!r}: {len(row.x)}, {len(row.t)} and {len(row.y)} values")
-    return Curve(kind=row.kind, peer_id=row.peer_id, x=tuple(row.x), t=tuple(row.t), y=tuple(row.y))
+    return Curve(kind=row.kind, peer_id=row.peer_id, x=tuple(row.x), t=tuple(row.t), y=tuple(row.y), kept=row.kept)
 
 
 def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from edit.durable_files import write_json
 from edit.errors import EvictedError, RefusedError, TransportError
+from editpb.run_status import RunStatus
 from peers import cli
+from peers.identity.peer_folder import FORMAT, PeerFolder
+from tests.support.statuses import busy_run
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -67,6 +71,68 @@ def test_python_m_peers_is_the_same_command(monkeypatch: pytest.MonkeyPatch, cap
         runpy.run_module("peers", run_name="__main__")
     assert not caught.value.code
     assert "alone" in capsys.readouterr().out
+
+
+def observe_a_swarm(home: Path) -> None:
+    """Write what says whose folder it is."""
+    values = {"run_id": "run-12345678", "peer_id": "eve", "role": "observer", "endpoints": []}
+    write_json(home / "identity.json", values, version=FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "becomes"),
+    [
+        (("status",), ("status", "HOME")),
+        (("status", "--json"), ("status", "HOME", "--json")),
+        (("watch",), ("watch", "HOME")),
+        (("report", "--out", "r.html"), ("report", "HOME", "--out", "r.html")),
+        (("web", "--listen", "127.0.0.1:7"), ("web", "HOME", "--listen", "127.0.0.1:7")),
+        (
+            ("web", "--certificate", "c.pem", "--key", "k.pem"),
+            ("web", "HOME", "--listen", "127.0.0.1:0", "--certificate", "c.pem", "--key", "k.pem"),
+        ),
+    ],
+)
+def test_who_looks_on_at_a_swarm_uses_the_same_commands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], becomes: tuple[str, ...]
+) -> None:
+    class Became(Exception):
+        """What `os.execve` would have made of this process."""
+
+    def become(path: str, line: list[str], environment: dict[str, str]) -> None:
+        raise Became(*line)
+
+    observe_a_swarm(tmp_path)
+    monkeypatch.setattr("os.execve", become)
+    with pytest.raises(Became) as became:
+        cli.app([*arguments, "--home", str(tmp_path)], standalone_mode=False)
+    assert became.value.args[1:] == ("-m", "aggregator.swarm", *(str(tmp_path) if word == "HOME" else word for word in becomes))
+
+
+def test_the_status_of_a_swarm_has_no_rounds_to_choose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    observe_a_swarm(tmp_path)
+    assert run(monkeypatch, "status", "--home", str(tmp_path), "--rounds", "3") == 2
+    assert "--rounds: the status of a swarm shows no rounds" in one_line(capsys)
+
+
+def test_a_report_is_the_runs_page_as_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async def told(folder: PeerFolder) -> RunStatus:
+        return busy_run()
+
+    monkeypatch.setattr("peers.watching.read_status", told)
+    out = tmp_path / "report.html"
+    assert run(monkeypatch, "report", "--home", str(tmp_path), "--out", str(out)) == 0
+    assert (
+        capsys.readouterr().out
+        == f"{out}: {busy_run().phase}, outer step {busy_run().outer_step} of {busy_run().outer_steps}\n"
+    )
+    assert busy_run().run_id in out.read_text()
+    assert run(monkeypatch, "report", "--home", str(tmp_path), "--out", str(tmp_path)) == 2
+    assert "cannot be written (Is a directory)" in one_line(capsys)
 
 
 def test_user_mistakes_are_one_line_and_exit_code_2(

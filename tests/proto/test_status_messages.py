@@ -170,6 +170,22 @@ def test_losses_of_others_are_shown_to_the_operator_or_where_the_run_shares_them
     assert "2.25" not in json_text(status.shown_to("observer", "eve", False).as_json())
 
 
+def test_the_news_of_a_curve_come_after_what_is_kept_of_it_and_cannot_grow_without_bound() -> None:
+    before = Curve(kind="loss", peer_id="a", x=(1.0, 2.0, 3.0), t=(1.0, 2.0, 3.0), y=(5.0, 6.0, 7.0))
+    status = dataclasses.replace(STATUS, curves=(before, Curve(kind="cosine", x=(1.0,), t=(1.0,), y=(0.5,))))
+    news = Curve(kind="loss", peer_id="a", x=(4.0,), t=(4.0,), y=(8.0,), kept=2)
+    (curve,) = status.updated(dataclasses.replace(STATUS, curves=(news,))).curves
+    assert (curve.x, curve.t, curve.y, curve.kept) == ((1.0, 2.0, 4.0), (1.0, 2.0, 4.0), (5.0, 6.0, 8.0), 0)
+    assert status.updated(dataclasses.replace(STATUS, curves=())).curves == status.curves
+    for other in (dataclasses.replace(status, run_id="another"), dataclasses.replace(status, curves=())):
+        assert other.updated(dataclasses.replace(STATUS, curves=(news,))).curves == (dataclasses.replace(news, kept=0),)
+    many = (1.0,) * 1000
+    lie = dataclasses.replace(STATUS, curves=(Curve(kind="loss", peer_id="a", x=many, t=many, y=many, kept=2**32 - 1),))
+    for _ in range(3):
+        status = status.updated(lie)
+    assert [len(each) for each in (status.curves[0].x, status.curves[0].t, status.curves[0].y)] == [1024] * 3
+
+
 def test_curves_whose_lists_differ_in_length_are_an_error_of_one_line() -> None:
     with pytest.raises(RemoteProtocolError, match="curve 'loss': 2, 0 and 1 values"):
         reply = status_to_pb(STATUS)

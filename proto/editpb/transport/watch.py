@@ -30,7 +30,7 @@ async def watch(stub: Any, who: str, every_s: float = 1.0) -> AsyncGenerator[Run
     Raises TransportError when it does not answer, or no longer; RefusedError, EvictedError, BusyError and RemoteProtocolError
     as the aggregator says.
     """
-    call = stub.Watch(pb.WatchRequest(every_s=every_s))
+    call = stub.Watch(pb.WatchRequest(every_s=every_s, curves_kept=True))
     status: RunStatus | None = None
     try:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -76,6 +77,26 @@ def test_a_line_keeps_its_first_and_newest_points_and_never_more_than_it_may() -
     line.add(1000, 0.0, math.nan)
     line.add(math.inf, 0.0, 1.0)
     assert line.curve("loss", "a").x[-1] == 999
+
+
+@pytest.mark.parametrize("peers", [2, 12])
+def test_who_is_told_only_new_points_has_the_same_curves(peers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aggregator.control.history._POINTS_IN_ALL", 1280)  # as many curves as 150 peers have are dear
+    chance, told, names = random.Random(7), Told(), [f"p{i}" for i in range(peers)]
+    have: dict[tuple[str, str], Curve] = {}
+    after = sent = 0
+    for step in range(1, 700):
+        present = names[: max(1, peers * min(step, 300) // 300)]  # they come one after the other
+        told.report(chance.choice(present), step, chance.choice([1.0, 2.0, math.nan]))
+        if step % 10 == 0:
+            told.commit(step, *(verdict(name) for name in present))
+        if chance.random() < 0.1:
+            news, whole = told.history.curves(after), told.history.curves()
+            have = {(one.kind, one.peer_id): one.after(have.get((one.kind, one.peer_id))) for one in news}
+            assert tuple(have.values()) == whole
+            after = told.history.points
+            sent += sum(len(one.x) for one in news) < sum(len(one.x) for one in whole) / 2
+    assert sent >= 20
 
 
 def test_a_killed_peers_loss_goes_on_where_it_was() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from aggregator.control.status import run_status
 from aggregator.run_feed import PeerReported
 from aggregator.services.status_replies import StatusReplies
 from aggregator.services.watching import (
@@ -270,6 +271,47 @@ def test_curves_come_only_where_they_have_changed(tmp_path: Path) -> None:
                 told.append(await waiting)
             assert [bool(each.curves) for each in told] == [True, False, True, False]
             await messages.aclose()
+
+    run_held(scenario())
+
+
+def test_who_says_so_gets_only_the_new_points_of_curves(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as at, at.peer("a") as a:
+            await found_run(a)
+            await commit(a, 0, at)
+            run = at.coordinator.run
+            replies = StatusReplies(run)
+            streams = [Watchers(run, replies).statuses(CURVES_S, lambda: OPERATOR, curves_kept=kept) for kept in (True, False)]
+            had = [status_from_pb(await anext(stream)) for stream in streams]
+            for step in (1, 2):
+                await commit(a, step, at)
+                waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+                await asyncio.sleep(0)
+                pass_time(CURVES_S)
+                news = [await each for each in waiting]
+                assert [{len(one.x) for one in each.curves} for each in news] == [{1}, {step + 1}]
+                had = [status.updated(status_from_pb(each)) for status, each in zip(had, news, strict=True)]
+                assert had[0].curves == had[1].curves == run.history.curves()
+            for stream in streams:
+                await stream.aclose()
+
+    run_held(scenario())
+
+
+def test_a_watcher_whose_curves_had_no_room_gets_them_whole_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as at, at.peer("a") as a:
+            await found_run(a)
+            await commit(a, 0, at)
+            replies = StatusReplies(at.coordinator.run)
+            reply = replies.reply
+            monkeypatch.setattr(replies, "reply", lambda status: reply(status, 100))
+            _, seen = replies.watched(OPERATOR, None, curves_kept=True)
+            monkeypatch.undo()
+            told, _ = replies.watched(OPERATOR, seen, curves_kept=True)
+            whole = reply(run_status(at.coordinator.run))
+            assert [(one.kept, len(one.x)) for one in told.curves] == [(0, 1)] * len(whole.curves)
 
     run_held(scenario())
 

@@ -20,16 +20,19 @@ from hypothesis import strategies as st
 from aggregator.security.authority import load_issuer
 from aggregator.security.certificates import key_pem, make_ca, new_key
 from aggregator.swarm import operate, relay, watching
+from aggregator.swarm.admission import invite
 from aggregator.swarm.host_folder import HostFolder, Settings
 from aggregator.swarm.process import settle
 from aggregator.swarm.relay import BACK, HELLO, MOST_UNDECIDED_FROM, READY, Relay, relay_context, relay_identity, server_name_of
 from aggregator.swarm.relayed import RelayedPort
-from aggregator.swarm.watching import SwarmWatch
+from aggregator.swarm.watching import SwarmWatch, begin_to_observe, whole_status
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, RefusedError, TransportError
 from editpb.identity import Identity
+from peers.identity.enrolment import join
 from tests.aggregator.swarm.test_host import step
-from tests.aggregator.swarm.test_operating import equip
+from tests.aggregator.swarm.test_operating import equip, in_thread
+from tests.aggregator.swarm.test_renewal import store
 from tests.aggregator.swarm.test_watching import first_that
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.loops import pass_time, run_held
@@ -163,6 +166,40 @@ def test_who_looks_on_sees_members_through_the_relay_and_since_when_it_does_not(
             assert {row.peer_id: row.state for row in told.council.members} == {"a": "leads", "b": "here"}
 
     scenario(tmp_path, body)
+
+
+def test_an_observer_is_enrolled_and_sees_the_run_through_the_relay_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the invitation that a member behind a relay makes: `join`, then status, watch and report of its folder."""
+    monkeypatch.setattr(Settings, "schemas", lambda self, config: ((range(len(SIZES)), schema_of(0)),))
+
+    async def run() -> None:
+        async with hosts(tmp_path) as swarm:
+            swarm.renews = swarm.closed = True
+            folder, home = store(swarm, "a", age_s=0.0, authority=True).path, swarm.path / "eye"
+            swarm.keys["a"] = (folder / "peer.key").read_bytes(), (folder / "peer.pem").read_bytes()
+            operate.make_relay(folder, swarm.path / "relay")
+            async with relayed(swarm) as one:
+                HostFolder(relay=one.listen).save(folder)
+                swarm.found("a")
+                await swarm.start("a", relay=one.listen)
+                await swarm.until(lambda: swarm.leader == "a" and swarm.running["a"].reachable, passes=1.0)
+                swarm.running["a"]._settings = Settings((swarm.path / "run" / "run.toml").read_bytes())
+                invitation = invite(folder, "eye", role="observer", hours=1, now=time.time())
+                assert invitation.swarm is not None and invitation.swarm.hosts == {"a": (one.listen,)}
+                await in_thread(join, invitation.encode(), home, time.time(), swarm=True, observes=True)
+                await in_thread(begin_to_observe, home, invitation.swarm.hosts)
+                await step(swarm, 1)
+                assert (await in_thread(operate.status, home)).leader == "a"
+                async with aclosing(SwarmWatch(home, every_s=0.0).statuses()) as statuses:
+                    told = await first_that(statuses, lambda status: status.rounds)
+                assert (told.outer_step, told.reason) == (1, "")
+                assert (await in_thread(whole_status, home)).outer_step == 1
+                assert HostFolder.load(home).seeds == {"a": (one.listen,)}
+                await swarm.stop("a")
+
+    run_held(run())
 
 
 def observer_behind(swarm: Hosts, one: Relay) -> Path:
