@@ -342,7 +342,11 @@ class Host:
         addresses: tuple[str, ...] = tuple(filter(None, (own,)))
         reachable, authority = bool(addresses), self._certified_by()
         member = self._member = Member(
-            incarnation=saved.incarnation, addresses=addresses, reachable=reachable, authority=authority
+            incarnation=saved.incarnation,
+            addresses=addresses,
+            reachable=reachable,
+            authority=authority,
+            relayed=bool(self._place.relay and not self._place.advertise),
         )
         states = [part.replica.state for part in self.parts]
         if not any(state.digest for state in states):

@@ -26,7 +26,7 @@ CPU seconds are user + system of all processes of the survivors, from the fault 
 step of all parts took before the fault, median. Late: contributions of survivors that were not part of the outer step that they
 were made for, because its round closed without them; they are part of the next one.
 
-Prints a table. Appends rows to benchmarks/results/swarm_faults.jsonl with --record.
+Prints a table. Appends each row to benchmarks/results/swarm_faults.jsonl with --record, as soon as it is there.
 """
 
 from __future__ import annotations
@@ -461,6 +461,8 @@ def faults(options: argparse.Namespace) -> list[Row]:
                 print(f"{how} of the {kind}: there is none now", flush=True)
                 continue
             rows.append({**row, **sizes(options)})
+            if options.record:  # at once: it may be stopped
+                append_lines(RESULTS, rows[-1:])
             print(
                 f"{row['how']:5}{row['kind']:7} next {row['next_s']:6.2f} s, second {row['second_s']:6.2f} s, "
                 f"exchange {row['exchange_s']:.2f} s, {row['cpu_s']:.1f} s of CPU, {row['missed']} contributions came late",
@@ -488,6 +490,8 @@ def starts(options: argparse.Namespace) -> list[Row]:
         rows.append(
             {**begins, "how": "start", "kind": "", "next_s": round(seconds, 3), "cpu_s": round(cpu, 3), **sizes(options)}
         )
+        if options.record:
+            append_lines(RESULTS, rows[-1:])
         print(f"formed in {seconds:.2f} s, {cpu:.1f} s of CPU", flush=True)
     return rows
 
@@ -540,10 +544,7 @@ def main() -> None:
     if options.member:
         train(options)
         return
-    rows = starts(options) if options.starts else faults(options)
-    table(rows)
-    if options.record:
-        append_lines(RESULTS, rows)
+    table(starts(options) if options.starts else faults(options))
 
 
 if __name__ == "__main__":

@@ -61,8 +61,9 @@ Owners
     So they do when so many voters Release an update that is none that those who are left are no quorum: it could never be a
     step, and who refuses it without a reason could as well have said nothing.
     Whom two others disagreed with owns and verifies nothing, if others can. Disputes are in the record, until one of the two is
-    evicted or enrolled anew; who did not verify in time (rule 13), only the leader knows that waited for it. Where loads differ
-    by two or more, one part moves to a voter that has been live for 5 leases.
+    evicted or enrolled anew; who did not verify in time (rule 13), only the leader knows that waited for it. Of those that can,
+    they get it first to whom others connect without a relay. To such a voter that has been live for 5 leases a part moves from
+    an owner behind a relay; and where loads differ by two or more, one part moves to a voter that has been live as long.
 12. An owner's update is held when its grant, its outer step and its base are those of the record and the state here; it
     replaces only what was held for an older grant. When it is on disk the leader hears of it: Accepted says what is held. See
     `edit.council.parts`.

@@ -56,8 +56,8 @@ __all__ = [
     "update_id",
 ]
 
-FORMAT = 5  # of the bytes of `Saved`; 5: of each name that was enrolled, whether it only looks on
-OLDER = (4,)  # formats that can be read
+FORMAT = 6  # of the bytes of `Saved`; 5: of each name that was enrolled, whether it only looks on; 6: who is relayed
+OLDER = (4, 5)  # formats that can be read
 MOST_COUNT = 2**62  # of a term, version, step, grant, incarnation or count of tokens
 MOST_VOTERS = 7
 MOST_MEMBERS = 1024
@@ -112,11 +112,13 @@ class Member:
     maddr: str = ""  # of its libp2p node
     reachable: bool = True  # whether it accepts connections; one that does not is neither leader nor owner
     authority: str = ""  # whose certificate it has: `Root.name`
+    relayed: bool = False  # whether others reach it through a relay; it owns parts where nobody can who is reached directly
 
     def __post_init__(self) -> None:
         check_count("incarnation", self.incarnation)
         _check(isinstance(self.addresses, tuple) and len(self.addresses) <= MOST_ADDRESSES, f"addresses {self.addresses!r:.80}")
-        _check(isinstance(self.reachable, bool), f"reachable = {self.reachable!r:.40}")
+        for field_name in ("reachable", "relayed"):
+            _check(isinstance(value := getattr(self, field_name), bool), f"{field_name} = {value!r:.40}")
         for text in (*self.addresses, self.maddr, self.authority):
             check_text(text)
 
@@ -338,6 +340,11 @@ class Record:
         reachable = {peer_id for peer_id, member in self.members.items() if member.reachable}
         return peer_of(name) in reachable or not any(peer_of(voter) in reachable for voter in self.voters)
 
+    @property
+    def direct(self) -> frozenset[str]:
+        """The peers to which others connect without a relay: they own parts before others do."""
+        return frozenset(peer_id for peer_id, member in self.members.items() if member.reachable and not member.relayed)
+
     def assigned(
         self,
         live: Set[str],
@@ -353,7 +360,7 @@ class Record:
             avoid: parts that change hands in any case, and the peers that should not get them if others can.
             distrusted: peers that own and verify nothing if others can. One of them verifies where nobody else does.
         """
-        parts = list(self.parts)
+        parts, direct = list(self.parts), self.direct
         for i, part in enumerate(parts):
             others = {*fit[i]} - {part.owner}
             served = part.owner in live and live >= {*part.verifiers}
@@ -361,11 +368,11 @@ class Record:
                 continue
             avoided, load = avoid.get(i, frozenset()), [other.owner for other in parts].count
             able = sorted(fit[i])
-            able.sort(key=lambda p: (p in avoided, p in distrusted, p != part.owner, load(p)))
+            able.sort(key=lambda p: (p in avoided, p in distrusted, p not in direct, p != part.owner, load(p)))
             if able:
                 owner, *others_able = able
                 most = self._verifiers_of({*others_able}, distrusted)
-                others_able.sort(key=lambda p: (p in distrusted, p in avoided))
+                others_able.sort(key=lambda p: (p in distrusted, p in avoided, p not in direct))
                 parts[i] = replace(part, owner=owner, grant=part.grant + 1, verifiers=tuple(others_able[:most]))
         return replace(self, parts=tuple(parts)) if tuple(parts) != self.parts else self
 
@@ -374,11 +381,21 @@ class Record:
         return min(self.verify, max(len(others - distrusted), 1 if others else 0))
 
     def balanced(self, fit: Sequence[Collection[str]]) -> Record:
-        """Return the record with one part moved from the owner of most to one of at least two fewer, if there is one."""
-        load = [part.owner for part in self.parts].count
-        moves = [(load(p.owner) - load(to), i, to) for i, p in enumerate(self.parts) for to in fit[i] if to not in p.verifiers]
-        gain, i, to = max(moves, default=(0, 0, ""))
-        return self.with_part(i, replace(self.parts[i], owner=to, grant=self.parts[i].grant + 1)) if gain >= 2 else self
+        """Return the record with one part moved, if there is a better owner for one.
+
+        From an owner that others reach through a relay it goes to one that they reach directly, and never back; else from the
+        owner of most to one of at least two fewer.
+        """
+        load, direct = [part.owner for part in self.parts].count, self.direct
+        moves = [
+            (to in direct and p.owner not in direct, load(p.owner) - load(to), i, to)
+            for i, p in enumerate(self.parts)
+            for to in fit[i]
+            if to not in p.verifiers and (to in direct or p.owner not in direct)
+        ]
+        nearer, gain, i, to = max(moves, default=(False, 0, 0, ""))
+        better = nearer or gain >= 2
+        return self.with_part(i, replace(self.parts[i], owner=to, grant=self.parts[i].grant + 1)) if better else self
 
     def with_part(self, i: int, part: Part) -> Record:
         """Return the record with another part `i`."""
@@ -392,7 +409,10 @@ class Record:
     def from_json(cls, values: object) -> Record:
         """Return what `as_json` wrote. Raises ValueError for anything else."""
         found = _strict(cls, values)
-        found["members"] = {peer_id: Member(**_strict(Member, each)) for peer_id, each in _mapping(found["members"]).items()}
+        found["members"] = {
+            peer_id: Member(**_strict(Member, {"relayed": False, **_mapping(each)}))  # formats 4 and 5 do not say
+            for peer_id, each in _mapping(found["members"]).items()
+        }
         found["parts"] = tuple(Part(**_strict(Part, each)) for each in found["parts"])
         found["enrolled"] = {
             peer_id: Enrolled(**_strict(Enrolled, {"observer": False, **_mapping(each)}))  # format 4 does not say

@@ -192,6 +192,7 @@ def message_to_pb(word: Word) -> pb.CouncilMessage:
                 maddr=member.maddr,
                 reachable=member.reachable,
                 authority=member.authority,
+                relayed=member.relayed,
             )
             return kinds(hello=kinds.Hello(stamp=_stamp(stamp), member=there))
         case News(record):
@@ -429,6 +430,7 @@ def _hello(message: pb.CouncilMessage) -> Hello:
         maddr=there.maddr,
         reachable=there.reachable,
         authority=there.authority,
+        relayed=there.relayed,
     )
     return Hello(_stamp_from(hello.stamp), member)
 

@@ -58,18 +58,20 @@ class Introduction(_message.Message):
 class CouncilMessage(_message.Message):
     __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering", "claim", "state_asked", "state_digest", "stall")
     class Member(_message.Message):
-        __slots__ = ("incarnation", "addresses", "maddr", "reachable", "authority")
+        __slots__ = ("incarnation", "addresses", "maddr", "reachable", "authority", "relayed")
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
         ADDRESSES_FIELD_NUMBER: _ClassVar[int]
         MADDR_FIELD_NUMBER: _ClassVar[int]
         REACHABLE_FIELD_NUMBER: _ClassVar[int]
         AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+        RELAYED_FIELD_NUMBER: _ClassVar[int]
         incarnation: int
         addresses: _containers.RepeatedScalarFieldContainer[str]
         maddr: str
         reachable: bool
         authority: str
-        def __init__(self, incarnation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., maddr: _Optional[str] = ..., reachable: bool = ..., authority: _Optional[str] = ...) -> None: ...
+        relayed: bool
+        def __init__(self, incarnation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., maddr: _Optional[str] = ..., reachable: bool = ..., authority: _Optional[str] = ..., relayed: bool = ...) -> None: ...
     class Hello(_message.Message):
         __slots__ = ("stamp", "member")
         STAMP_FIELD_NUMBER: _ClassVar[int]

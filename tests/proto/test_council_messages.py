@@ -41,7 +41,7 @@ RECORD = Record(
     lineage=1,
     term=2,
     version=3,
-    members={"a": Member(incarnation=1, addresses=("h:1", "[::1]:2"), maddr="m", reachable=False, authority="5")},
+    members={"a": Member(incarnation=1, addresses=("h:1", "[::1]:2"), maddr="m", reachable=False, authority="5", relayed=True)},
     voters=("a#1",),
     parts=(Part(owner="a", grant=1, outer_step=0, digest="0" * 64, verifiers=("a",)),),
     evicted={"b": "it lies"},

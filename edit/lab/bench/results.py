@@ -64,14 +64,24 @@ def _kernels() -> str:
     return re.split(r"[,(]", kernels.load().removeprefix("kernels: "))[0].strip()
 
 
-def _commit() -> str:
-    """Return the commit of this checkout, with -dirty when files were changed since; nothing outside a checkout."""
-    command = ("git", "describe", "--always", "--dirty", "--exclude=*")
+def _commit(folder: Path = Path(__file__).parent) -> str:
+    """Return the commit of this checkout, with -dirty when files were changed since; nothing outside a checkout.
+
+    What measurements have appended to benchmarks/results is no change: else each row would make those after it dirty.
+    """
+    others = (":(top)", ":(top,exclude)benchmarks/results")
+    commit = _git(folder, "describe", "--always", "--exclude=*")
+    return (
+        f"{commit}-dirty" if commit and _git(folder, "status", "--porcelain", "--untracked-files=no", "--", *others) else commit
+    )
+
+
+def _git(folder: Path, *words: str) -> str:
+    """Return what git prints; nothing if it fails."""
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return subprocess.run(("git", *words), cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return done.stdout.strip()
 
 
 def append_lines(path: Path, rows: Sequence[Row]) -> None:

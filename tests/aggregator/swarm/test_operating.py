@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from aggregator.swarm import operate
 from aggregator.swarm.commands import print_report
@@ -24,8 +25,9 @@ from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from edit.plain_text import json_text
 from editpb.messages import Expel
-from tests.support.council.hosts import SIZES, Hosts, hosts
+from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.loops import run_held
+from tests.support.served import TOML
 
 ONES = [torch.ones(size) for size in SIZES]
 
@@ -419,6 +421,38 @@ def test_the_verbs_and_their_exit_codes(tmp_path: Path, monkeypatch: pytest.Monk
             assert (ended.value.code or 0) == code and said in out.out + out.err, (words, out)
 
     scenario(tmp_path, body, "a")
+
+
+def test_the_average_that_a_swarm_keeps_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from aggregator.swarm import __main__ as program
+
+    toml = TOML + '[average]\nkind = "ema"\ndecay = 0.5\n'
+
+    async def body() -> None:
+        async with hosts(tmp_path, toml=toml) as swarm:
+            await swarm.grow("a", "b")
+            for outer_step in (1, 2):
+                await swarm.contribute(0, ONES)
+                await swarm.until(lambda: swarm.steps() == {"a": outer_step, "b": outer_step})  # noqa: B023
+            outer = swarm.running["b"].parts[0].replica.outer
+            folder, out = equip(swarm, "b"), tmp_path / "model.safetensors"
+            settings = toml.format(start=1, quorum=1).replace("[server]", "[swarm]\nparts = 1")
+            (folder / "run.toml").write_text("\n".join(line for line in settings.splitlines() if "listen" not in line))
+            (folder / "schema.json").write_text(schema_of(0).to_json())
+            for options, expected, said in (
+                (["--averaged"], outer.averaged, "outer step 2, their average (ema 0.5)"),
+                ([], outer.theta, "outer step 2, digest"),
+            ):
+                words = ["aggregator.swarm", "export", str(folder), "--out", str(out), *options]
+                monkeypatch.setattr("sys.argv", words)
+                with pytest.raises(SystemExit) as ended:
+                    await in_thread(run_command, "aggregator.swarm", program.main)
+                assert not ended.value.code and said in capsys.readouterr().out
+                written = load_file(out)
+                for fragment, right in zip(schema_of(0).fragments, expected, strict=True):
+                    assert torch.equal(written[fragment.tensors[0].name], right)
+
+    run_held(body())
 
 
 @pytest.mark.parametrize(

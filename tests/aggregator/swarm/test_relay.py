@@ -121,6 +121,7 @@ def test_members_that_nobody_can_dial_train_vote_and_follow_each_other_as_owners
         await grow(swarm, one, "abc")
         assert one.members == {"a", "b", "c"}
         assert all(member.reachable and member.addresses == (one.listen,) for member in swarm.record.members.values())
+        assert all(member.relayed for member in swarm.record.members.values())
         await step(swarm, 1)
         owner = swarm.record.parts[0].owner
         await swarm.stop(owner)

@@ -8,7 +8,7 @@ import pytest
 
 from edit.council import events as ev
 from edit.council.machine import Role
-from edit.council.record import PartState
+from edit.council.record import Member, PartState
 from edit.errors import LocalProtocolError
 from tests.support.council.table import LEASE_S, VERIFY_S, Table, start_digest, update
 
@@ -461,6 +461,22 @@ def test_loads_are_evened_out_when_members_are_steady() -> None:
     assert [part.owner for part in table.record.parts] == ["a"] * 6
     table.run(5 * LEASE_S)
     assert sorted(part.owner for part in table.record.parts) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_parts_go_to_a_steady_member_that_is_reached_directly_and_to_others_while_it_is_away() -> None:
+    members = {peer_id: Member(incarnation=1, relayed=peer_id != "c") for peer_id in "abc"}
+    table = Table("abc", owners="aa", members=members)
+    table.elect("a")
+    table.run(3 * LEASE_S)
+    assert [part.owner for part in table.record.parts] == ["a", "a"], "not before it has been there for a while"
+    table.run(4 * LEASE_S)
+    assert [part.owner for part in table.record.parts] == ["c", "c"]
+    grants = [part.grant for part in table.record.parts]
+    table.run(4 * LEASE_S)
+    assert [part.grant for part in table.record.parts] == grants, "and stay"
+    table.kill("c")
+    table.run(2 * LEASE_S)
+    assert sorted(part.owner for part in table.record.parts) == ["a", "b"]
 
 
 def test_an_update_of_another_kind_of_base_is_not_counted() -> None:

@@ -177,12 +177,17 @@ def test_saved_bytes_and_back() -> None:
     assert Saved.decode(Saved(incarnation=7).encode(), "council.json") == Saved(incarnation=7)
 
 
-def test_bytes_of_a_member_that_knew_no_observers_are_read() -> None:
+@pytest.mark.parametrize("format_", [4, 5])
+def test_bytes_of_a_member_that_knew_no_observers_or_no_relays_are_read(format_: int) -> None:
     saved = Saved(incarnation=7, term=4, record=record(enrolled={"a": Enrolled("0" * 32, "ab" * 32)}))
     values = json.loads(saved.encode())
-    del values["record"]["enrolled"]["a"]["observer"], values["format"], values["check"]
+    del values["format"], values["check"]
+    for member in values["record"]["members"].values():
+        del member["relayed"]
+    if format_ == 4:
+        del values["record"]["enrolled"]["a"]["observer"]
     written = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-    older = json.dumps({"format": 4, "check": blake3(written).hexdigest(), **values}).encode()
+    older = json.dumps({"format": format_, "check": blake3(written).hexdigest(), **values}).encode()
     assert Saved.decode(older, "council.json") == saved
 
 
@@ -271,6 +276,17 @@ def test_loads_are_balanced_one_part_at_a_time() -> None:
     found = record(owners="aaa")
     once = found.balanced([{"b"}] * 3)
     assert sorted(owners_of(once)) == ["a", "a", "b"] and once.balanced([{"a", "b"}] * 3) is once
+
+
+def test_who_is_reached_directly_gets_a_part_before_who_is_reached_through_a_relay() -> None:
+    members = {peer_id: Member(incarnation=1, addresses=("host:1",), relayed=peer_id != "c") for peer_id in "abc"}
+    found, fit = record(owners="aab", members=members), [{"a", "b", "c"}] * 3
+    assert found.assigned({"a", "b", "c"}, fit, {}) is found, "what has a live owner stays"
+    assert owners_of(found.assigned({"b", "c"}, [{"b", "c"}] * 3, {})) == "ccb"
+    moved = [owners_of(found := found.balanced(fit)) for _ in range(4)]
+    assert [owners.count("c") for owners in moved] == [1, 2, 3, 3], "one at a time, and none goes back, whatever the loads are"
+    verified = record(owners="cc", verify=1, members=members | {"d": members["c"]}).assigned({*"abcd"}, [{*"abcd"}] * 2, {})
+    assert {part.verifiers for part in verified.parts} == {("d",)}, "it gets the contributions, too"
 
 
 # -- recover ---------------------------------------------------------------------------------------------------------------

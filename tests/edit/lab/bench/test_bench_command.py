@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from edit.errors import ConfigError
-from edit.lab.bench import codecs, exchange, links
+from edit.lab.bench import codecs, exchange, links, results
 from edit.lab.bench.codecs import CodecOptions, row_of
 from edit.lab.bench.results import append_lines, circumstances, figure_note
 from edit.lab.bench.rivals.environments import Environments
@@ -172,6 +173,24 @@ def test_rows_are_appended_with_their_circumstances(tmp_path: Path) -> None:
     assert (first["label"], second) == ("a try", {"seconds": 1.0})
     assert {"date", "time", "machine", "load_before", "commit"} < set(first)
     assert first["kernels"].split()[0] in ("torch", "numba")
+
+
+def test_a_commit_is_dirty_when_something_else_than_results_was_changed(tmp_path: Path) -> None:
+    """Rows that a measurement has appended say nothing against the code that made them."""
+    code, rows = tmp_path / "edit" / "code.py", tmp_path / "benchmarks" / "results" / "rows.jsonl"
+    for file in (code, rows):
+        file.parent.mkdir(parents=True)
+        file.write_text("first\n", encoding="utf-8")
+    named = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (("init", "-q"), ("add", "."), (*named, "commit", "-q", "-m", "first")):
+        subprocess.run(("git", *words), cwd=tmp_path, check=True)
+    commit = results._commit(code.parent)
+    assert commit and "dirty" not in commit
+    append_lines(rows, [{"s": 1.0}])
+    assert results._commit(code.parent) == commit
+    code.write_text("second\n", encoding="utf-8")
+    assert results._commit(code.parent) == f"{commit}-dirty"
+    assert results._commit(Path("/")) == ""
 
 
 def test_codecs_are_measured_and_printed_as_json() -> None:
