@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from cryptography.hazmat.primitives.serialization import Encoding
 from rich.console import Console
 from rich.table import Table
 
 from aggregator.audit_verification import entries_of, verified_log
+from aggregator.storage.configurations import authorities_of
 from aggregator.storage.cosignatures import note_files
 from aggregator.storage.log_key import open_log_key
-from aggregator.storage.state_folder import AUDIT_COSIGNED, AUDIT_HEAD, AUDIT_KEY, AUDIT_LOG, StateFolder
+from aggregator.storage.state_folder import AUDIT_COSIGNED, AUDIT_HEAD, AUDIT_KEY, AUDIT_LOG, AUTHORITY, StateFolder
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
@@ -73,6 +75,9 @@ def verify(
         count = f"{len(members)} member{'s' * (len(members) > 1)}"
         typer.echo(f"cosigned    {size} entries, by {count}: {', '.join(map(printable, members))}")
     typer.echo(f"key         {log.key.text()}{'' if key else ' (named by the log itself)'}")
+    for change in log.changes:
+        by = f", approved by {', '.join(map(printable, change.approvers))}" if change.approvers else ""
+        typer.echo(f"changed     to configuration {change.number}, sha256:{change.config_digest}, in entry {change.entry}{by}")
     if log.privacy:
         typer.echo(f"privacy     {printable(log.privacy)}")
     if log.continued:
@@ -183,6 +188,8 @@ def export(
         _checked(log, path, note)
     lines = b"".join(line + b"\n" for line in itertools.islice(entries_of(state / AUDIT_LOG), signed))
     files = [(AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")]
+    if authorities := authorities_of(state):
+        files.append((AUTHORITY, b"".join(each.public_bytes(Encoding.PEM) for each in authorities)))
     if provenance:
         files += _provenance(state, log.run_id, log.key, lines, head, of or [])
     copied = _of_replay(state, step) if step is not None else []
@@ -271,7 +278,7 @@ def _verified(state: Path, key: str, sample: int | None = None) -> tuple[LogVeri
         raise ConfigError(f"{path}: the run keeps no audit log; it does with audit.enabled = true in run.toml")
     try:
         head = (state / AUDIT_HEAD).read_bytes()  # first: entries may come meanwhile
-        log = verified_log(entries_of(path), known, sample=sample)
+        log = verified_log(entries_of(path), known, sample=sample, authorities=authorities_of(state))
         signed = log.check_head(head)
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
@@ -318,5 +325,6 @@ def _said(log: LogVerifier, signed: int) -> dict[str, object]:
         "root": log.tree.root(signed).hex(),
         "key": log.key.text() if log.key is not None else "",
         "continued": log.continued,
+        "changes": [change._asdict() for change in log.changes],
         **({"privacy": log.privacy} if log.privacy else {}),
     }

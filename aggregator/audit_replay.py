@@ -25,6 +25,7 @@ from blake3 import blake3
 
 from aggregator.audit_verification import entries_of
 from aggregator.data.contributions import Contributions
+from aggregator.storage.configurations import configurations_of
 from aggregator.storage.kept_contributions import Kept, load_kept
 from aggregator.storage.state_folder import AUDIT_LOG, StateFolder
 from aggregator.storage.store import read_outer
@@ -64,7 +65,7 @@ def replay_step(state: Path, outer_step: int, signed: int) -> Replayed:
     """
     folder = StateFolder(state)
     entry = _entry_of(state / AUDIT_LOG, outer_step, signed)
-    config = folder.config()
+    config = configurations_of(folder).config
     if (digest := config_digest(config)) != entry["config_digest"]:
         raise ConfigError(
             f"{folder.run_toml}: outer step {outer_step} was committed under another configuration "

@@ -9,10 +9,12 @@ import multiprocessing
 import os
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from types import TracebackType
+
+from cryptography.x509 import Certificate
 
 from edit.trust.canonical import MOST_LINE_BYTES
 from edit.trust.checkpoints import NoteKey
@@ -35,7 +37,12 @@ def entries_of(path: Path) -> Iterator[bytes]:
 
 
 def verified_log(
-    lines: Iterable[bytes], key: NoteKey | None = None, *, sample: int | None = None, processes: int | None = None
+    lines: Iterable[bytes],
+    key: NoteKey | None = None,
+    *,
+    sample: int | None = None,
+    processes: int | None = None,
+    authorities: Collection[Certificate] = (),
 ) -> LogVerifier:
     """Return the verifier after all entries. Raises LogFault.
 
@@ -43,8 +50,9 @@ def verified_log(
         key: of the log; None: what the log itself says.
         sample: verify the signatures of so many commits, drawn at random; None: of all.
         processes: that verify signatures; None: one for each core that this process may use.
+        authorities: as for `LogVerifier`.
     """
-    log = LogVerifier(key, signatures=False)
+    log = LogVerifier(key, signatures=False, authorities=authorities)
     if sample is not None:
         drawn = _drawn(log, lines, sample)
         log.verified = sum(verify_signatures(signed, [(index, line)]) for signed, index, line in drawn)

@@ -9,6 +9,7 @@ RankLost             the stream of a rank other than 0 broke; without it the rep
 PeerReported         a heartbeat came; at most one a second per stream
 ResyncChanged        a peer's digest began to differ from the run's, or agrees again
 Consented            a peer's site consents to the configuration
+Approved             an approver approves the configuration that waits for approvals, and the audit log has it
 RunFounded           the founder's parameters are on disk
 RoundChanged         the phase or the open round is another one
 ContributionRefused  a contribution that was taken is dropped, with the reason
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Advised",
+    "Approved",
     "CertificateRenewed",
     "Consented",
     "ContributionRefused",
@@ -204,6 +206,15 @@ class Consented:
 
 
 @dataclass(frozen=True, slots=True)
+class Approved:
+    """digest: of the configuration; standing: what is still waited for, in words."""
+
+    approver: str
+    digest: str
+    standing: str
+
+
+@dataclass(frozen=True, slots=True)
 class Advised:
     """peer_id: the member that is too slow; empty: it concerns the run."""
 
@@ -229,6 +240,7 @@ RunEvent = (
     | RunEnded
     | OrderGiven
     | Consented
+    | Approved
     | Advised
 )
 Subscriber = Callable[[RunEvent, float], None]  # the event, and when it was published (unix seconds)
@@ -331,6 +343,8 @@ def _line(event: RunEvent) -> tuple[int, str] | None:
         case Consented(peer_id, policy):
             by = f" under a policy of its own, sha256:{policy}" if policy else ""
             return logging.INFO, f"{peer_id}: its site consents to the configuration{by}"
+        case Approved(approver, digest, standing):
+            return logging.INFO, f"{approver} approves configuration sha256:{digest}; {standing}"
         case RankLost(peer_id, reason):
             return logging.INFO, f"{peer_id}: lost to the round ({reason})"
         case ResyncChanged(peer_id, reason):

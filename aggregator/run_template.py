@@ -76,6 +76,10 @@ enabled = true                  # false: a plain mean of all contributions that 
 #keep_contributions = 0         # Outer steps whose contributions are kept, for `edit-coordinator audit replay`.
 #cosign = true                  # Peers sign the heads of the log that they have seen, too.
 
+[governance]                    # A changed configuration counts only with approvals, and peers check that: docs/site-policy.md.
+#approvers = []                 # Members that approve changes, by name, or as `edit-peer fingerprint` prints name and key.
+#needed = 0                     # How many of them a change needs.
+
 [secagg]                        # Secure aggregation: only the sum of contributions is seen; docs/secure-aggregation.md.
 #enabled = false                # true: peers mask their contributions; set rounds.quorum to min_peers or more.
 #bits = 16                      # Of a masked element: 8, 16 or 32.

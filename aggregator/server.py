@@ -7,10 +7,11 @@ import json
 import logging
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -31,9 +32,11 @@ from aggregator.services.call_limit import CallLimit
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
 from aggregator.services.enrolment import EnrolmentService, RenewalService
+from aggregator.services.governance import GovernanceService
 from aggregator.services.masking import MaskingService
 from aggregator.silent_connections import SWEEP_S, SilentConnections
 from aggregator.storage.audit_log import AuditLog
+from aggregator.storage.configurations import configurations_of
 from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.journal import Disk
 from aggregator.storage.kept_contributions import KeptContributions
@@ -55,7 +58,7 @@ from edit.heaps import limit_heaps, map_large_blocks
 from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
 from edit.trackers.choose import NO_TRACKERS, TrackerChoice
-from editpb import control_pb2_grpc, enrolment_pb2_grpc, masking_pb2_grpc
+from editpb import control_pb2_grpc, enrolment_pb2_grpc, governance_pb2_grpc, masking_pb2_grpc
 from editpb.invitation import check_dht_peers, endpoint_of
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
@@ -67,7 +70,7 @@ if TYPE_CHECKING:
     from aggregator.swarm.discovery import Discovery
     from edit.config.run import RunConfig
 
-__all__ = ["Coordinator", "serve_run"]
+__all__ = ["Coordinator", "serve_changes", "serve_run"]
 
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
@@ -122,7 +125,8 @@ class Coordinator:
 
         Raises ConfigError, StorageError.
         """
-        config = folder.config()
+        configurations = configurations_of(folder)
+        config = configurations.config
         _check_still_private(folder, config)
         plugins.admit(config, plugins.pinned(config), AGREED)
         clock = clock or Clock()
@@ -152,7 +156,14 @@ class Coordinator:
             clock=clock,
         )
         first_round_id = folder.first_round_id()
-        run = Run(folder.run_id, config, resources, first_round_id=first_round_id, aggregator=folder.aggregator)
+        run = Run(
+            folder.run_id,
+            config,
+            resources,
+            first_round_id=first_round_id,
+            aggregator=folder.aggregator,
+            configurations=configurations if authority else None,
+        )
         past = Past.read(folder.metrics, PAST_BYTES)
         run.begin_with(past.history, past.rounds)
         authorizer = Authorizer(folder.run_id, run.members, clock.unix)
@@ -172,6 +183,9 @@ class Coordinator:
         add_data_servicer(DataService(run, authorizer), coordinator._main)
         if config.secagg.enabled:
             masking_pb2_grpc.add_MaskingServicer_to_server(MaskingService(run, authorizer), coordinator._main)
+        if authority:
+            service_of_changes = GovernanceService(run, authorizer)
+            governance_pb2_grpc.add_GovernanceServicer_to_server(service_of_changes, coordinator._main)
         if authority and enrol:
             service = EnrolmentService(authority, clock.unix, coordinator.endpoints, feed)
             enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)
@@ -199,6 +213,8 @@ class Coordinator:
             await self.metrics_page.start()
             _log.info("metrics on http://%s/metrics", self.metrics_page.listen)
         await self.run.start()
+        if self.run.governance:
+            _log.warning("serving on under configuration %d: %s", self.run.told(0)[0], self.run.governance)
         key, certificate, authority = (self.folder.path / name for name in ("server.key", "server.pem", "ca.pem"))
         mutual = ServerCertificate(key, certificate, authority).credentials()
         server_only = ServerCertificate(key, certificate, None).credentials()
@@ -252,13 +268,20 @@ class Coordinator:
         """Set `stop` once the run has finished and nobody needs its last outer step from here any more."""
         farewell, run = Farewell(), self.run
         while True:
-            attending, missing = any(True for _ in run.attendances), run.not_left() if run.finished else ()
+            finished = run.finished and not run.governance  # a change that waits for approvals may let it go on
+            attending, missing = any(True for _ in run.attendances), run.not_left() if finished else ()
             now = run.clock.monotonic()
             knows_all = run.members.knows_all
-            if why := farewell.over(now, finished=run.finished, attending=attending, missing=missing, knows_all=knows_all):
+            if why := farewell.over(now, finished=finished, attending=attending, missing=missing, knows_all=knows_all):
                 break
             await asyncio.sleep(_FAREWELL_S)
         _log.info("the run has finished; %s; `edit-coordinator export` writes the model", why)
+        stop.set()
+
+    async def end_with_the_approvals(self, stop: asyncio.Event) -> None:
+        """Set `stop` once the configuration that waited has its approvals: the next `open` serves it."""
+        await self.run.approved.wait()
+        _log.info("%s: the run goes on under it; peers that train are to be started again", self.run.governance)
         stop.set()
 
     async def _keep_certificates(self) -> None:
@@ -356,9 +379,9 @@ async def serve_run(
     limit_heaps()
     map_large_blocks()
     raise_file_limit()
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, asked.set)
     _log.info(kernels.load())
     with ExitStack() as at_last:
         trackers = at_last.enter_context(_trackers(folder, choice))
@@ -366,15 +389,43 @@ async def serve_run(
         subscribers = [Tracking(trackers).on_event] if trackers else []
         if (told := at_last.enter_context(service)) is not None:
             subscribers.append(RoundSpans(told, folder.run_id, folder.aggregator).on_event)
-        coordinator = Coordinator.open(folder, accept_rollback=accept_rollback, subscribers=subscribers)
-        await _serve(coordinator, stop, threads=threads, keep_serving=keep_serving, dht_peers=dht_peers)
+        open_it = partial(Coordinator.open, folder, accept_rollback=accept_rollback, subscribers=subscribers)
+        await serve_changes(open_it, asked, threads=threads, keep_serving=keep_serving, dht_peers=dht_peers)
+
+
+async def serve_changes(
+    open_it: Callable[[], Coordinator],
+    asked: asyncio.Event,
+    *,
+    threads: int = 1,
+    keep_serving: bool = False,
+    dht_peers: tuple[str, ...] = (),
+) -> None:
+    """Serve a run, and once a changed configuration has its approvals serve it under that. asked: set when it is to stop.
+
+    open_it: as `Coordinator.open`, each time.
+    """
+    approved = True
+    while approved and not asked.is_set():
+        coordinator = open_it()
+        await _serve(coordinator, asked, threads=threads, keep_serving=keep_serving, dht_peers=dht_peers)
+        approved = coordinator.run.approved.is_set()
 
 
 async def _serve(
-    coordinator: Coordinator, stop: asyncio.Event, *, threads: int, keep_serving: bool, dht_peers: tuple[str, ...]
+    coordinator: Coordinator, asked: asyncio.Event, *, threads: int, keep_serving: bool, dht_peers: tuple[str, ...]
 ) -> None:
+    """Serve until the process is asked to stop, the run has finished, or a changed configuration has its approvals."""
     said: Discovery | None = None
+    stop = asyncio.Event()
+
+    async def pass_on() -> None:
+        await asked.wait()
+        stop.set()
+
     try:
+        coordinator.background.spawn(pass_on())
+        coordinator.background.spawn(coordinator.end_with_the_approvals(stop))
         await coordinator.background.in_worker(torch.set_num_threads, threads)  # OpenMP counts for each thread that computes
         await coordinator.start()
         if dht_peers:
@@ -382,7 +433,7 @@ async def _serve(
         if not keep_serving:
             coordinator.background.spawn(coordinator.end_with_the_run(stop))
         await coordinator.background.watch(stop)
-        if not coordinator.run.finished:
+        if not coordinator.run.finished and not coordinator.run.approved.is_set():
             _log.info("stopping; the same command continues the run")
     finally:
         if said is not None:

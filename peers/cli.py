@@ -19,7 +19,7 @@ from edit.command_line import SHORT_HELP, exit_codes, loading, run_command, with
 from edit.config.overrides import options_of
 from edit.config.plugins import is_entry
 from edit.errors import ConfigError
-from edit.plain_text import json_text
+from edit.plain_text import json_text, printable
 from edit.web import check_installed
 from peers.command_options import (
     AllowOption,
@@ -180,6 +180,40 @@ def consent(
             raise ConfigError(f"stdin is not a terminal, so nobody can be asked; consent with: --accept {terms.digest}")
         typer.confirm(f"\nWhat leaves this site: edit-peer explain --home {home}\nDo you consent?", abort=True)
     consent_to(terms)
+
+
+@app.command()
+def approve(
+    digest: Annotated[
+        str | None,
+        typer.Argument(help="Approve the configuration with this digest (sha256:...) without being asked."),
+    ] = None,
+    home: HomeOption = Path("edit-peer"),
+) -> None:
+    """Show the changed configuration that waits for approvals, and approve it, as one of the run's governance.approvers.
+
+    Any member may be one: a peer, an observer, an operator. The command shows what differs from the configuration in force, and
+    signs with the key in --home. A run needs governance.needed approvals before a change counts; the approval is in its audit
+    log when the command ends (docs/site-policy.md). Exit code 1: you did not approve.
+
+    Example: edit-peer approve --home observer
+    """
+    from peers.approve import approve as send
+    from peers.approve import ask_change
+
+    change = ask_change(home, time.time())
+    typer.echo("\n".join(map(printable, change.lines())))
+    if digest is not None and digest != change.digest:
+        raise ConfigError(f"{digest}: {f'the configuration that waits is {change.digest}' if change.digest else 'none waits'}")
+    if not change.digest:
+        return
+    if digest is None and change.is_approver:
+        if not sys.stdin.isatty():
+            raise ConfigError(
+                f"stdin is not a terminal, so nobody can be asked; approve with: edit-peer approve {change.digest}"
+            )
+        typer.confirm("\nDo you approve?", abort=True)
+    typer.echo(printable(send(change)))
 
 
 @audit.command()

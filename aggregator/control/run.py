@@ -29,6 +29,7 @@ from aggregator.data.round_runner import RoundRunner
 from aggregator.resources import Resources
 from aggregator.run_feed import (
     Advised,
+    Approved,
     Consented,
     MemberChanged,
     MemberEnrolled,
@@ -42,20 +43,33 @@ from aggregator.run_feed import (
     StepCommitted,
 )
 from aggregator.storage.audit_log import AuditLog
+from aggregator.storage.configurations import Configurations
 from aggregator.storage.cosignatures import Cosignatures
 from aggregator.storage.high_water import Mark
 from aggregator.storage.privacy_budget import PrivacyBudget
 from edit.config.run import RunConfig
-from edit.errors import RefusedError, StaleError, StorageError, TransportError
+from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageError, TransportError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from edit.merging.private import noise_line
 from edit.rounds import events
 from edit.rounds.deadlines import PeerPhase
 from edit.rounds.events import Phase
+from editpb.approvals import approval_key, governance_of
 from editpb.consents import check_consent
 from editpb.limits import one_line
-from editpb.messages import Consent, Cosignature, FoundHeader, Heartbeat, PeerState, View
+from editpb.messages import (
+    Approval,
+    ConfigChange,
+    Configuration,
+    Consent,
+    Cosignature,
+    FoundHeader,
+    Heartbeat,
+    PeerState,
+    Proposal,
+    View,
+)
 from editpb.run_status import KEPT_ROUNDS, Setting
 from editpb.signed_contributions import config_digest
 
@@ -78,6 +92,7 @@ class Run:
         aggregator: which of the run's aggregators this is; 0 is the coordinator.
         awaited: the peers that the first round waits for, and for how many seconds.
         outer: the state that the run goes on from; None: what the store recovers, or the founder brings.
+        configurations: those of the run, of which `config` is the one in force; None: nobody counts them.
 
     Raises ConfigError when there are more aggregators than fragments.
     """
@@ -92,8 +107,11 @@ class Run:
         aggregator: int = 0,
         awaited: tuple[Collection[str], float] = ((), 0.0),
         outer: OuterState | None = None,
+        configurations: Configurations | None = None,
     ) -> None:
         self.run_id, self.config = run_id, config
+        self._configurations = configurations
+        self.approved = asyncio.Event()  # set: the configuration that waited has its approvals, and the next start serves it
         self.members, self.clock, self.feed = resources.members, resources.clock, resources.feed
         self.attendances = Attendances(config.membership, resources.feed, resources.clock.monotonic)
         self.founding = Founding(
@@ -309,6 +327,48 @@ class Run:
             await self._resources.background.in_worker(audit.consent, peer_id, consent)
         except StorageError as error:
             _log.error("%s; it is tried again before the next commit", error)
+
+    # ---- the configuration ---------------------------------------------------------------------------------------------
+
+    def told(self, known: int) -> tuple[int, tuple[ConfigChange, ...]]:
+        """Return the configuration's number, 0 where nobody counts, and the changes since the one that a peer knows."""
+        if (configurations := self._configurations) is None:
+            return 0, ()
+        return configurations.in_force.number, configurations.since(known)
+
+    @property
+    def governance(self) -> str:
+        """Say for whose approvals a changed configuration waits; '': none does."""
+        return self._configurations.text if self._configurations is not None else ""
+
+    def proposal(self, known: int) -> Proposal:
+        """Return what waits for approvals. known: as for `told`."""
+        if self._configurations is None:
+            return Proposal(Configuration(1, self.config.to_json()))
+        return self._configurations.proposal(known)
+
+    async def approve(self, peer_id: str, public_key: bytes, approval: Approval) -> str:
+        """Take an approval; return in words what is still waited for. It is in the audit log when this returns.
+
+        public_key: of the caller's certificate, DER. Raises RefusedError for who is no approver, StaleError where another
+        configuration waits or none, RemoteProtocolError for an approval that does not count, StorageError.
+        """
+        configurations, audit = self._configurations, self._resources.store.audit
+        if configurations is None or audit is None:
+            raise StaleError("no configuration waits for approvals: this run has no governance.approvers")
+        if approval_key(approval) != public_key:
+            raise RemoteProtocolError("an approval is signed with another key than the certificate's")
+        if configurations.proposed is not None and peer_id not in (names := governance_of(configurations.in_force.text).names):
+            raise RefusedError(f"{peer_id} is no approver of this run (governance.approvers: {', '.join(names)})")
+        name = configurations.check(approval)
+        await self._resources.background.in_worker(audit.approve, name, approval)
+        if name not in configurations.approvals:
+            configurations.approvals[name] = approval
+            self.feed.publish(Approved(name, approval.config_digest, configurations.text))
+            if not configurations.missing:
+                self.approved.set()
+            self._show_change()
+        return configurations.text
 
     def cosigned(self, peer_id: str, public_key: bytes, cosigned: Cosignature) -> None:
         """Take a head of the audit log that a member vouches for. Raises RemoteProtocolError where it has not signed it.

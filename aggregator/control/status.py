@@ -69,6 +69,7 @@ def run_status(
         masks=_masks(rounds),
         privacy=run.privacy.text if run.privacy is not None else "",
         epsilon=run.privacy.epsilon if run.privacy is not None else None,
+        governance=run.governance,
     )
 
 

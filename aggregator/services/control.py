@@ -74,7 +74,7 @@ class ControlService:
             except (EvictedError, RefusedError) as error:
                 yield _expel(error)
                 return
-            yield coordinator_message_to_pb(self._welcome(identity))
+            yield coordinator_message_to_pb(self._welcome(identity, hello))
             if attendance is not None:
                 certified = certified_key(self._authorizer.certificate(context))
                 async for message in self._converse(attendance, messages, certified):
@@ -93,8 +93,9 @@ class ControlService:
         self._run.check_run_id(hello.run_id)
         return hello
 
-    def _welcome(self, identity: Identity) -> Welcome:
+    def _welcome(self, identity: Identity, hello: Hello) -> Welcome:
         run = self._run
+        configuration, changes = run.told(hello.configuration)
         outer_step = run.rounds.published.outer_step if run.founded else 0
         return Welcome(
             run_id=run.run_id,
@@ -103,6 +104,8 @@ class ControlService:
             outer_step=outer_step,
             first_round_id=run.first_round_id,
             log_key=run.log_key,
+            configuration=configuration,
+            changes=changes,
         )
 
     async def _converse(

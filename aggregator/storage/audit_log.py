@@ -33,9 +33,17 @@ from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.trust.canonical import parse_canonical
 from edit.trust.checkpoints import Checkpoint, LogSigner, NoteKey, open_note, parse_checkpoint
 from edit.trust.merkle import MerkleTree, leaf_hash
-from editpb.audit_log import commit_entry, config_entry, consent_entry, continued_entry, entry_line, genesis_entry
+from editpb.audit_log import (
+    approval_entry,
+    commit_entry,
+    config_entry,
+    consent_entry,
+    continued_entry,
+    entry_line,
+    genesis_entry,
+)
 from editpb.limits import MAX_ENTRY_BYTES, MAX_SEEN_PROOFS
-from editpb.messages import Consent, ContributionHeader, Cosignature, LogReceipt, SeenHead
+from editpb.messages import Approval, Consent, ContributionHeader, Cosignature, LogReceipt, SeenHead
 from editpb.signed_contributions import config_digest
 
 __all__ = ["AuditLog"]
@@ -75,6 +83,7 @@ class AuditLog:
         self._last = "", 0, ""  # configuration, outer step and digest by the last entry
         self._consents: set[tuple[str, str, str]] = set()  # peer, configuration and policy of those in the log
         self._early: list[tuple[str, Consent]] = []  # those that are still to be said
+        self._approvals: set[tuple[str, str, int]] = set()  # approver, configuration and its number of those in the log
         self._signed = 0  # entries that the head on disk stands for
         # What the event loop reads, replaced and never changed: that head; the entries of the last commits, by outer step.
         self._shown = (0, "")
@@ -278,6 +287,18 @@ class AuditLog:
         if len(self._tree):
             self._say_consents()
 
+    def approve(self, approver: str, approval: Approval) -> None:
+        """Append an approval of a change of the configuration, unless the log has it; it is on disk when this returns.
+
+        Raises StorageError: whether it will be in the log is open, and it is to be said again.
+        """
+        named = approver, approval.config_digest, approval.number
+        if named in self._approvals:
+            self.flush()
+            return
+        self._approvals.add(named)
+        self._say(approval_entry(approver, approval))
+
     def _say_consents(self) -> None:
         self.flush()
         while self._early:
@@ -323,6 +344,7 @@ class AuditLog:
                         break
                     self._took(line[:-1])
                     self._consents |= _consent_in(line)
+                    self._approvals |= _approval_in(line)
                     self._tree.append(leaf_hash(line[:-1]))
                     self._end += len(line)
             os.ftruncate(self._descriptor, self._end)
@@ -399,6 +421,15 @@ def _consent_in(line: bytes) -> set[tuple[str, str, str]]:
     return {(str(entry["peer"]), str(entry["config_digest"]), str(entry["policy_digest"]))} if "peer" in entry else set()
 
 
+def _approval_in(line: bytes) -> set[tuple[str, str, int]]:
+    """Return approver, configuration and its number of an approval's entry; of no other. The entry was read before."""
+    if b'"kind":"approval"' not in line:
+        return set()
+    entry = json.loads(line)
+    is_one = entry["kind"] == "approval"
+    return {(str(entry["approver"]), str(entry["config_digest"]), int(entry["number"]))} if is_one else set()
+
+
 def _seen_sizes(entry: Mapping[str, Any]) -> frozenset[int]:
     """Return the sizes of the heads that the contributions of a commit name."""
     return frozenset(int(head[0]) for given in entry["contributions"].values() for head in given.get("seen", ()))
@@ -432,6 +463,8 @@ def _position(line: bytes, before: tuple[str, int, str]) -> _Position:
                 return _Position((entry["config_digest"], outer_step, digest))
             case "consent":
                 return _Position(before, keys=frozenset({(str(entry["peer"]), str(entry["key"]))}))
+            case "approval":
+                return _Position(before)
             case _:
                 return _Position((config, entry["outer_step"], entry["digest"]))
     except (KeyError, TypeError, AttributeError) as error:

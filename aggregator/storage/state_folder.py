@@ -19,11 +19,12 @@ from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json
 
-__all__ = ["AUDIT_COSIGNED", "AUDIT_HEAD", "AUDIT_KEY", "AUDIT_LOG", "StateFolder", "address_of", "lock_folder"]
+__all__ = ["AUDIT_COSIGNED", "AUDIT_HEAD", "AUDIT_KEY", "AUDIT_LOG", "AUTHORITY", "StateFolder", "address_of", "lock_folder"]
 
 AUDIT_LOG, AUDIT_HEAD = "audit-log.jsonl", "audit-log.head"
 AUDIT_COSIGNED = "audit-log.cosigned"  # a folder: the heads that members have cosigned
 AUDIT_KEY = "audit-log.key"  # the log's public key, where it was exported
+AUTHORITY = "ca.pem"  # the certificate of the run's authority
 
 FORMAT = 1  # of run.json
 ROUNDS_PER_START = 10**10  # round ids of one start; a year of aborted rounds does not use them up

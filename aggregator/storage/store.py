@@ -24,6 +24,7 @@ from torch import Tensor
 from aggregator.storage import checkpoint
 from aggregator.storage import published_updates as updates
 from aggregator.storage.audit_log import AuditLog
+from aggregator.storage.configurations import configurations_of
 from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay, replay_segments
 from aggregator.storage.kept_contributions import KeptContributions
 from aggregator.storage.pending_injection import Injections
@@ -304,7 +305,7 @@ class Store:
 
 def load_outer(folder: StateFolder) -> OuterState:
     """Read the outer state of the last commit; change nothing. Raises ConfigError when the run has none yet, StorageError."""
-    found = read_outer(folder.outer, folder.config(), folder.run_id)
+    found = read_outer(folder.outer, configurations_of(folder).config, folder.run_id)
     if found is None:
         raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
     return found

@@ -28,6 +28,7 @@ from edit.config.auto import choose_outer
 from edit.config.average import AverageConfig
 from edit.config.codec import CODECS, CodecConfig, CodecSpec, FragmentCodec
 from edit.config.gaussian import gaussian_epsilon, gaussian_multiplier
+from edit.config.governance import GovernanceConfig
 from edit.config.overrides import with_settings
 from edit.config.plugins import check_pins, is_entry
 from edit.config.privacy import PrivacyConfig
@@ -47,6 +48,7 @@ __all__ = [
     "CodecSpec",
     "FragmentCodec",
     "GossipConfig",
+    "GovernanceConfig",
     "InnerConfig",
     "MembershipConfig",
     "ModelConfig",
@@ -306,6 +308,7 @@ class RunConfig:
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    governance: GovernanceConfig = field(default_factory=GovernanceConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     secagg: SecaggConfig = field(default_factory=SecaggConfig)
     aggregators: AggregatorsConfig = field(default_factory=AggregatorsConfig)
@@ -322,6 +325,7 @@ class RunConfig:
         rule = 'must be none with outer.algorithm = "gossip": there are no outer parameters that all peers share'
         require(self.outer.algorithm == "mean" or self.average.kind == "none", "average.kind", self.average.kind, rule)
         self._check_audit()
+        self._check_governance()
         self._check_secagg()
         self._check_privacy()
         rule = "must be false with [swarm]: there is no coordinator that asks for it; policy.toml of each site may"
@@ -365,6 +369,20 @@ class RunConfig:
             product = "storage.checkpoint_every x (storage.keep_checkpoints - 1)"
             rule = f"must be at most {most} ({product}): a replay begins at a checkpoint"
             require(kept <= most, "audit.keep_contributions", kept, rule)
+
+    def _check_governance(self) -> None:
+        """Raise ConfigError where nobody keeps the approvals."""
+        if not self.governance.enabled:
+            return
+        who = self.governance.approvers
+        rule = "must be empty with [swarm]: there is no coordinator that keeps an audit log, in which approvals stand"
+        require(self.swarm is None, "governance.approvers", who, rule)
+        rule = (
+            "must be empty with aggregators.addresses: there is no audit log of several aggregators, in which approvals stand"
+        )
+        require(not self.aggregators.addresses, "governance.approvers", who, rule)
+        rule = "needs audit.enabled = true: approvals are entries of the audit log"
+        require(self.audit.enabled, "governance.approvers", who, rule)
 
     def _check_secagg(self) -> None:
         """Raise ConfigError where contributions cannot be masked."""
@@ -579,6 +597,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("", "audit", dataclasses.asdict(AuditConfig())),
     ("audit", "keep_contributions", 0),
     ("audit", "cosign", True),
+    ("", "governance", dataclasses.asdict(GovernanceConfig())),
     ("", "privacy", dataclasses.asdict(PrivacyConfig())),
     ("", "secagg", dataclasses.asdict(SecaggConfig())),
     ("outer", "options", {}),

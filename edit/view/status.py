@@ -69,7 +69,7 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
         console.print(_words(masked), soft_wrap=True)
     if run.waiting_for:
         console.print(_words(f"waiting for {run.waiting_for}"), soft_wrap=True)
-    for line in (run.reason, *run.warnings):
+    for line in (run.reason, run.governance, *run.warnings):
         if line:
             console.print(_words(line, "yellow"), soft_wrap=True)
 

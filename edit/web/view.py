@@ -164,7 +164,16 @@ def overview(status: RunStatus, problem: str = "") -> Overview:
         headline=words or printable(status.phase),
         waiting_for=printable(status.waiting_for),
         notes=tuple(
-            printable(note) for note in (*problems, status.reason, *_masks(status), *_privacy(status), *status.warnings) if note
+            printable(note)
+            for note in (
+                *problems,
+                status.reason,
+                status.governance,
+                *_masks(status),
+                *_privacy(status),
+                *status.warnings,
+            )
+            if note
         ),
         outer_step=min(status.outer_step, status.outer_steps),
         outer_steps=max(1, status.outer_steps),

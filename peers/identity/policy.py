@@ -98,6 +98,8 @@ class Require:
     members: str = ""
     # Whether the run must keep an audit log (`audit.enabled`).
     audit: bool = False
+    # Whether changes of the run's configuration must need approvals (`governance.approvers`).
+    governance: bool = False
     # `example` or `organisation`: the run must have that level of differential privacy; empty: it need not.
     privacy: str = ""
     # The largest epsilon (`privacy.epsilon_max`) that the run may have; 0: any. Needs privacy.
@@ -331,6 +333,8 @@ class SitePolicy:
             yield f"require.min_peers = {wanted.min_peers}: the run has rounds.quorum = {config.rounds.quorum}"
         if wanted.audit and not config.audit.enabled:
             yield "require.audit = true: the run has audit.enabled = false"
+        if wanted.governance and not config.governance.enabled:
+            yield "require.governance = true: the run has no governance.approvers"
         if wanted.privacy and privacy.level != wanted.privacy:
             yield f'require.privacy = "{wanted.privacy}": the run has privacy.level = "{privacy.level}"'
         if wanted.epsilon_max and privacy.epsilon_max > wanted.epsilon_max:

@@ -96,7 +96,7 @@ class _Regional:
     ) -> None:
         self._io, self._upper, self._lower, self._memory, self._clock = io, upper, lower, memory, clock
         self._parser, self._allowed, self._site = ConfigParser(), allowed, site
-        self._above = ConfigParser(site.check)
+        self._above = ConfigParser(site.check, site.configuration)
         self.above = Channels(upper.endpoints, upper.credentials, limit)
         self.below = Channels(lower.endpoints, lower.credentials)
         self._below = RunBelow(io, self.below.to(lower.endpoints), lower.run_id)

@@ -7,6 +7,7 @@ before it (RFC 6962), its `kind` and the `time` (unix seconds) by the coordinato
     config     the configuration is another one from here on
     continued  the log goes on from this outer step: commits between were not logged, or were lost
     consent    a peer's site consents to this configuration, signed with the peer's key
+    approval   an approver approves a change of this configuration to another one, signed with the approver's key
     commit     one outer step: what was contributed, with signatures, the verdicts, and the digests before and after it
 """
 
@@ -22,26 +23,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blake3 import blake3
 
 from edit.config.run import RunConfig
-from edit.errors import EditError, RemoteProtocolError
+from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signatures_under
 from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
 from edit.trust.signatures import is_signed
+from editpb.approvals import ApprovalRules
 from editpb.consents import check_consent
-from editpb.messages import Consent, ContributionHeader, DataStatement, SeenHead
+from editpb.messages import Approval, ConfigChange, Configuration, Consent, ContributionHeader, DataStatement, SeenHead
 from editpb.signed_contributions import boxes_digest, config_digest, contribution_statement
 
 if TYPE_CHECKING:  # torch, which whoever verifies need not load
+    from cryptography.x509 import Certificate
+
     from edit.merging.injection import Injected
     from edit.merging.outer_state import MergeRecord, Staged
     from edit.records import PeerVerdict
 
 __all__ = [
     "DAMAGE",
+    "Changed",
     "LogFault",
     "LogVerifier",
     "Signed",
     "Usage",
+    "approval_entry",
+    "approval_in",
     "commit_entry",
     "config_entry",
     "continued_entry",
@@ -118,6 +125,26 @@ def consent_entry(peer_id: str, consent: Consent) -> _Entry:
         "signature": base64.b64encode(consent.signature).decode(),
         **({"data": asdict(consent.data)} if consent.data else {}),
     }
+
+
+def approval_entry(approver: str, approval: Approval) -> _Entry:
+    """Return the entry of an approval of a change of the configuration of the entries before."""
+    return {
+        "kind": "approval",
+        "approver": approver,
+        "config_digest": approval.config_digest,
+        "before_digest": approval.before_digest,
+        "number": approval.number,
+        "certificate": _text(approval.certificate),
+        "signature": _text(approval.signature),
+    }
+
+
+def approval_in(entry: Mapping[str, Any]) -> Approval:
+    """Return the approval of an entry. Raises what DAMAGE has."""
+    certificate, signature = (base64.b64decode(str(entry[name]), validate=True) for name in ("certificate", "signature"))
+    digests = str(entry["config_digest"]), str(entry["before_digest"])
+    return Approval(*digests, int(entry["number"]), certificate, signature)
 
 
 def _config(config: RunConfig) -> _Entry:
@@ -237,6 +264,15 @@ class Usage:
     verdicts: Counter[str] = field(default_factory=Counter)  # by verdict: fragments
 
 
+class Changed(NamedTuple):
+    """A change of the configuration."""
+
+    entry: int  # of the log
+    number: int  # of the configuration that it led to
+    config_digest: str  # likewise
+    approvers: tuple[str, ...]  # empty: it needed nobody's approval
+
+
 class Signed(NamedTuple):
     """What the signatures of an entry are of, beside what stands in it."""
 
@@ -339,10 +375,13 @@ class LogVerifier:
             not that this is the log of the run.
         signatures: verify the signatures of contributions, too, which takes nearly all of the time. False: whoever
             calls may leave them to other processes (`verify_signatures`).
+        authorities: of the run: who approves a change must have a certificate of one. Empty: any certificate counts.
     """
 
-    def __init__(self, key: NoteKey | None = None, *, signatures: bool = True) -> None:
-        self.key, self._signatures = key, signatures
+    def __init__(
+        self, key: NoteKey | None = None, *, signatures: bool = True, authorities: Collection[Certificate] = ()
+    ) -> None:
+        self.key, self._signatures, self._authorities = key, signatures, authorities
         self.tree = MerkleTree()
         self.run_id, self.outer_step, self.digest, self.commits, self.verified = "", 0, "", 0, 0
         self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
@@ -350,6 +389,9 @@ class LogVerifier:
         self.consents: dict[str, Consent] = {}  # by peer: the last one
         self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions and consents
         self.privacy = ""  # what the last commit says of differential privacy, in words
+        self.changes: list[Changed] = []  # of the configuration
+        self.configuration = Configuration(0, "")  # the present one
+        self._approvals: list[tuple[str, Approval]] = []  # of changes of the present configuration: approver and approval
         self._attempts = 0  # the most that one of them counts
         self._config = self._schema_hash = ""
         self._merged: dict[str, dict[tuple[int, int], int]] = {}  # by peer: fragment, rank -> round of what was merged last
@@ -377,6 +419,8 @@ class LogVerifier:
                     self._commit(entry)
                 case "consent":
                     self._take_consent(entry)
+                case "approval":
+                    self._take_approval(entry)
                 case kind:
                     raise ValueError(f"is of an unknown kind {kind!r}; a later version wrote it")
         except LogFault:
@@ -443,6 +487,31 @@ class LogVerifier:
         self._config = str(entry["config_digest"])
         if hashlib.sha256(str(entry["config"]).encode()).hexdigest() != self._config:
             raise ValueError("config_digest is not that of the configuration")
+        before, after = self.configuration, Configuration(self.configuration.number + 1, str(entry["config"]))
+        if before.number:
+            given = tuple(each for _, each in self._approvals if each.config_digest == after.digest)
+            try:
+                names = self._rules.check_change(before, ConfigChange(after, given))
+            except (RefusedError, ConfigError) as error:
+                raise ValueError(str(error)) from error
+            self.changes.append(Changed(len(self.tree), after.number, after.digest, tuple(sorted(names))))
+        self.configuration, self._approvals = after, []
+
+    @property
+    def _rules(self) -> ApprovalRules:
+        return ApprovalRules(self.run_id, self._authorities)
+
+    def _take_approval(self, entry: _Entry) -> None:
+        approval = approval_in(entry)
+        try:
+            name = self._rules.check(approval, self.configuration, approval.config_digest)
+        except (RemoteProtocolError, ConfigError) as error:
+            raise ValueError(str(error)) from error
+        if name != entry["approver"]:
+            raise ValueError(f"is said to be the approval of {entry['approver']}, and is that of {name}")
+        if any((name, approval.config_digest) == (other, each.config_digest) for other, each in self._approvals):
+            raise ValueError(f"{name} approves sha256:{approval.config_digest} twice")
+        self._approvals.append((name, approval))
 
     def _take_consent(self, entry: _Entry) -> None:
         key, signature = (base64.b64decode(str(entry[name]), validate=True) for name in ("key", "signature"))

@@ -12,6 +12,7 @@ from edit.trust.signatures import MOST_KEY_BYTES, SIGNATURE_BYTES
 from editpb import control_pb2 as cpb
 from editpb import limits as lim
 from editpb import messages as msg
+from editpb.governance_messages import change_to_pb, changes_from_pb
 from editpb.invitation import is_endpoint
 from editpb.limits import check_digest, check_id, check_text, fail, one_line, within
 from editpb.tensor_messages import schema_to_pb
@@ -46,6 +47,7 @@ def hello_to_pb(hello: msg.Hello) -> cpb.Hello:
         software=one_line(hello.software),
         rank=hello.rank,
         ranks=hello.ranks,
+        configuration=hello.configuration,
     )
 
 
@@ -60,6 +62,7 @@ def hello_from_pb(message: cpb.Hello) -> msg.Hello:
         software=check_text("software", message.software),
         rank=within("rank", message.rank, 0, ranks - 1),
         ranks=ranks,
+        configuration=within("configuration", message.configuration, 0, lim.MAX_COUNT),
     )
 
 
@@ -207,6 +210,8 @@ def welcome_to_pb(welcome: msg.Welcome) -> cpb.Welcome:
         outer_step=welcome.outer_step,
         first_round_id=welcome.first_round_id,
         log_key=welcome.log_key,
+        configuration=welcome.configuration,
+        changes=map(change_to_pb, welcome.changes),
     )
 
 
@@ -219,6 +224,8 @@ def welcome_from_pb(message: cpb.Welcome) -> msg.Welcome:
         outer_step=within("outer_step", message.outer_step, 0, lim.MAX_STEP),
         first_round_id=within("first_round_id", message.first_round_id, 0, lim.MAX_COUNT),
         log_key=check_text("log_key", message.log_key, lim.MAX_LOG_KEY_CHARS),
+        configuration=within("configuration", message.configuration, 0, lim.MAX_COUNT),
+        changes=changes_from_pb(message.changes),
     )
 
 

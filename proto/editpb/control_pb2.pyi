@@ -1,3 +1,4 @@
+from editpb import governance_pb2 as _governance_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -36,20 +37,22 @@ RUN_PHASE_PAUSED: RunPhase
 RUN_PHASE_FINISHED: RunPhase
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "run_id", "software", "rank", "ranks", "schema_hash")
+    __slots__ = ("protocol", "run_id", "software", "rank", "ranks", "schema_hash", "configuration")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     run_id: str
     software: str
     rank: int
     ranks: int
     schema_hash: str
-    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., software: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., schema_hash: _Optional[str] = ...) -> None: ...
+    configuration: int
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., software: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ..., schema_hash: _Optional[str] = ..., configuration: _Optional[int] = ...) -> None: ...
 
 class Serving(_message.Message):
     __slots__ = ("address", "ticket")
@@ -149,20 +152,24 @@ class Consent(_message.Message):
     def __init__(self, config_digest: _Optional[str] = ..., policy_digest: _Optional[str] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., data_statement: _Optional[str] = ..., data_manifest: _Optional[str] = ..., data_licence: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "peer_id", "config_json", "outer_step", "first_round_id", "log_key")
+    __slots__ = ("run_id", "peer_id", "config_json", "outer_step", "first_round_id", "log_key", "configuration", "changes")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     LOG_KEY_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     peer_id: str
     config_json: str
     outer_step: int
     first_round_id: int
     log_key: str
-    def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., outer_step: _Optional[int] = ..., first_round_id: _Optional[int] = ..., log_key: _Optional[str] = ...) -> None: ...
+    configuration: int
+    changes: _containers.RepeatedCompositeFieldContainer[_governance_pb2.ConfigChange]
+    def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., config_json: _Optional[str] = ..., outer_step: _Optional[int] = ..., first_round_id: _Optional[int] = ..., log_key: _Optional[str] = ..., configuration: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[_governance_pb2.ConfigChange, _Mapping]]] = ...) -> None: ...
 
 class View(_message.Message):
     __slots__ = ("sequence", "phase", "outer_step", "round_id", "digest", "oldest_update", "last_round_id", "last_committed", "last_reason", "resync", "found", "reason", "inner_steps", "draining", "ahead_bytes", "waiting_for")
@@ -401,7 +408,7 @@ class WatchRequest(_message.Message):
     def __init__(self, every_s: _Optional[float] = ..., curves_kept: bool = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings", "t", "eta_s", "curves", "events", "settings", "masks", "privacy", "epsilon")
+    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings", "t", "eta_s", "curves", "events", "settings", "masks", "privacy", "epsilon", "governance")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -424,6 +431,7 @@ class StatusReply(_message.Message):
     MASKS_FIELD_NUMBER: _ClassVar[int]
     PRIVACY_FIELD_NUMBER: _ClassVar[int]
     EPSILON_FIELD_NUMBER: _ClassVar[int]
+    GOVERNANCE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     view: View
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
@@ -446,7 +454,8 @@ class StatusReply(_message.Message):
     masks: str
     privacy: str
     epsilon: float
-    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ..., eta_s: _Optional[float] = ..., curves: _Optional[_Iterable[_Union[Curve, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[StatusEvent, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., masks: _Optional[str] = ..., privacy: _Optional[str] = ..., epsilon: _Optional[float] = ...) -> None: ...
+    governance: str
+    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ..., eta_s: _Optional[float] = ..., curves: _Optional[_Iterable[_Union[Curve, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[StatusEvent, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., masks: _Optional[str] = ..., privacy: _Optional[str] = ..., epsilon: _Optional[float] = ..., governance: _Optional[str] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("peer_id", "reason")

@@ -14,8 +14,10 @@ from edit.records import MAX_METRIC_CHARS, MAX_METRICS
 
 __all__ = [
     "CHUNK_BYTES",
+    "MAX_APPROVALS",
     "MAX_BOXES_PER_TENSOR",
     "MAX_BYTES",
+    "MAX_CHANGES",
     "MAX_CHUNK_BYTES",
     "MAX_CONFIG_CHARS",
     "MAX_CONTROL_BYTES",
@@ -78,6 +80,8 @@ MAX_ENTRY_BYTES = 4 << 20  # of a commit in the audit log; 64 peers of 8 ranks w
 MAX_PROOF_HASHES = 64  # of a proof in the log's tree: as many as one of 2^63 leaves has
 MAX_SEEN_PROOFS = 1 << 10  # in one receipt; peers that take part have seen heads of a few sizes
 MAX_LOG_KEY_CHARS = 256
+MAX_CHANGES = 64  # of the configuration, that a peer is told of at a time
+MAX_APPROVALS = 32  # of one change: as many as there may be approvers
 MAX_STEP = 1 << 48  # outer and inner steps
 MAX_COUNT = (1 << 63) - 1  # round ids, counters of bytes and tokens
 MIN_STEP_S, MAX_STEP_S = 1e-6, 1e6  # seconds of an inner step, where they are known

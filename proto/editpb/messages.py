@@ -1,10 +1,12 @@
 """What coordinator and peers say to one another, as plain frozen records. The comments of the .proto files hold here, too.
 
-`control_messages`, `data_messages` and `injection_messages` map them to and from the wire and validate what arrives.
+`control_messages`, `governance_messages`, `data_messages` and `injection_messages` map them to and from the wire and validate
+what arrives.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +22,9 @@ if TYPE_CHECKING:  # torch, which commands that only read records need not load
 
 __all__ = [
     "PROTOCOL",
+    "Approval",
+    "ConfigChange",
+    "Configuration",
     "ContributionHeader",
     "Cosignature",
     "Donor",
@@ -33,6 +38,7 @@ __all__ = [
     "InjectionState",
     "LogReceipt",
     "PeerState",
+    "Proposal",
     "Received",
     "RunPhase",
     "SchemaRequest",
@@ -82,6 +88,7 @@ class Hello:
     rank: int = 0  # of the peer's replica; rank 0 is the member, the others only get views
     ranks: int = 1  # how many ranks the replica has
     protocol: int = PROTOCOL
+    configuration: int = 0  # the number of the configuration that it took part under last; 0: it knows none
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,48 @@ class Consent:
     public_key: bytes  # of the peer's certificate, DER
     signature: bytes
     data: DataStatement = DataStatement()
+
+
+@dataclass(frozen=True, slots=True)
+class Approval:
+    """An approver's signature under a change of the configuration; see `editpb.approvals`."""
+
+    config_digest: str  # SHA-256 of the changed configuration as it is sent, hex
+    before_digest: str  # likewise of the one in force
+    number: int  # of the changed one
+    certificate: bytes  # the approver's, DER
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One configuration of a run, as it is sent."""
+
+    number: int  # 1: the first one that the audit log has; each change adds one
+    text: str  # `RunConfig.to_json()`
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text, hex."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChange:
+    """A change that counts."""
+
+    to: Configuration
+    approvals: tuple[Approval, ...] = ()  # as many as the configuration before asks for
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The configuration that waits for approvals, and what it would replace."""
+
+    in_force: Configuration
+    changes: tuple[ConfigChange, ...] = ()  # that led to it, since the configuration that the asker knows
+    text: str = ""  # of the one that waits; empty: none does
+    approvals: tuple[Approval, ...] = ()  # that it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +216,8 @@ class Welcome:
     outer_step: int = 0  # that the run has reached
     first_round_id: int = 0  # of whoever serves the run now: earlier rounds were an earlier process's, or another host's
     log_key: str = ""  # with audit.enabled: the public key of the run's audit log, as text
+    configuration: int = 0  # the number of this configuration; 0: an older coordinator's, which counts none
+    changes: tuple[ConfigChange, ...] = ()  # since the configuration that Hello named, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -395,6 +395,7 @@ class RunStatus:
     masks: str = ""  # with secure aggregation: how far the masked round is, in words
     privacy: str = ""  # with differential privacy of organisations: what has been spent, in words
     epsilon: float | None = None  # likewise, as a number; None: there is none
+    governance: str = ""  # while a changed configuration waits for approvals: for whose, in words
     council: CouncilStatus | None = None  # of a whole swarm; None: there is a coordinator, or it is one part's status
 
     def as_json(self) -> dict[str, object]:
@@ -431,6 +432,8 @@ class RunStatus:
             status["privacy"] = self.privacy
         if self.epsilon is not None:
             status["epsilon"] = self.epsilon
+        if self.governance:
+            status["governance"] = self.governance
         if self.aggregator:
             return {"aggregator": self.aggregator, **status}
         if self.council is not None:

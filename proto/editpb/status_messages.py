@@ -50,6 +50,7 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
         masks=status.masks,
         privacy=status.privacy,
         epsilon=status.epsilon,
+        governance=status.governance,
     )
 
 
@@ -88,6 +89,7 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
         masks=reply.masks,
         privacy=reply.privacy,
         epsilon=_norm("epsilon", reply.epsilon) if reply.HasField("epsilon") else None,
+        governance=reply.governance,
         aggregator=aggregator,
     )
 

@@ -20,6 +20,7 @@ from edit.plain_text import json_text
 from edit.records import EncodedTensor
 from editpb import control_pb2 as cpb
 from editpb import data_pb2 as dpb
+from editpb import governance_pb2 as gpb
 from editpb import limits
 from editpb import messages as msg
 from editpb import tensors_pb2 as tpb
@@ -51,6 +52,7 @@ from editpb.data_messages import (
     update_request_from_pb,
     update_request_to_pb,
 )
+from editpb.governance_messages import approval_from_pb, approval_to_pb, proposal_from_pb, proposal_to_pb
 from editpb.injection_messages import inject_header_from_pb, injection_state_from_pb
 from editpb.status_messages import fragment_verdicts_from_pb
 from editpb.tensor_messages import codec_from_pb, schema_from_pb, schema_to_pb
@@ -77,7 +79,12 @@ READERS: list[tuple[type[Message], Reader]] = [
     (dpb.FoundHeader, found_header_from_pb),
     (dpb.InjectHeader, lambda m: inject_header_from_pb(m, SCHEMA)),
     (dpb.InjectionState, injection_state_from_pb),
+    (gpb.Approval, approval_from_pb),
+    (gpb.ProposalReply, proposal_from_pb),
 ]
+APPROVAL = msg.Approval("1" * 64, "2" * 64, 2, b"certificate", b"s" * 64)
+PB_APPROVAL = approval_to_pb(APPROVAL)
+CHANGE = msg.ConfigChange(msg.Configuration(2, "{}"), (APPROVAL,))
 HEARTBEAT = msg.Heartbeat(
     state=msg.PeerState.TRAINING,
     outer_step=4,
@@ -92,6 +99,14 @@ HEARTBEAT = msg.Heartbeat(
 VIEW = msg.View(
     sequence=9, phase=msg.RunPhase.COLLECTING, outer_step=4, round_id=1_000_002, digest=DIGEST, last_reason="deadline"
 )
+
+
+def test_what_waits_for_approvals_survives() -> None:
+    for proposal in (
+        msg.Proposal(msg.Configuration(1, "{}")),
+        msg.Proposal(msg.Configuration(2, "{}"), (CHANGE,), '{"a": 1}', (APPROVAL,)),
+    ):
+        assert proposal_from_pb(parse(gpb.ProposalReply, proposal_to_pb(proposal).SerializeToString())) == proposal
 
 
 def expect_refusal(reader: Reader, message: Message) -> str:
@@ -224,6 +239,7 @@ def test_a_wrong_schema_is_refused(message: tpb.Schema, reason: str) -> None:
     [
         msg.Hello(run_id=RUN, schema_hash=SCHEMA.schema_hash, software="edit 0.1"),
         msg.Hello(run_id=RUN),
+        msg.Hello(run_id=RUN, configuration=3),
         msg.Hello(run_id=RUN, schema_hash=SCHEMA.schema_hash, rank=3, ranks=4),
         HEARTBEAT,
         dataclasses.replace(HEARTBEAT, state=msg.PeerState.STARTING, digest="", loss=math.inf),
@@ -243,6 +259,7 @@ def test_what_a_peer_says_survives(value: msg.Hello | msg.Heartbeat | msg.Goodby
     "value",
     [
         msg.Welcome(run_id=RUN, peer_id="alice", config_json='{"name": "run"}', outer_step=7, first_round_id=9),
+        msg.Welcome(run_id=RUN, peer_id="alice", config_json="{}", configuration=2, changes=(CHANGE,)),
         VIEW,
         *(dataclasses.replace(VIEW, phase=phase, resync="digest differs", last_committed=True) for phase in msg.RunPhase),
         msg.Expel(True, "key lost"),
@@ -327,6 +344,17 @@ def test_a_wrong_heartbeat_is_refused(fields: dict[str, Any], reason: str) -> No
         (cpb.Hello(protocol=msg.PROTOCOL, run_id=RUN, rank=4, ranks=4), hello_from_pb, "rank is 4, not 0 to 3"),
         (cpb.Hello(protocol=msg.PROTOCOL, run_id=RUN, ranks=65537), hello_from_pb, "ranks is 65537"),
         (cpb.View(phase=0), view_from_pb, "run_phase 0"),  # type: ignore[arg-type]
+        (cpb.Hello(protocol=msg.PROTOCOL, run_id=RUN, configuration=1 << 63), hello_from_pb, "configuration"),
+        (cpb.Welcome(run_id=RUN, peer_id="a", changes=[gpb.ConfigChange(number=2)] * 65), welcome_from_pb, "65 changes of the"),
+        (cpb.Welcome(run_id=RUN, peer_id="a", changes=[gpb.ConfigChange(number=1)]), welcome_from_pb, "number is 1"),
+        (gpb.ProposalReply(configuration=1, approvals=[PB_APPROVAL] * 33), proposal_from_pb, "33 approvals, more than 32"),
+        (gpb.ProposalReply(), proposal_from_pb, "configuration is 0"),
+        (gpb.ProposalReply(configuration=1, proposed_json=" " * ((1 << 20) + 1)), proposal_from_pb, "proposed_json"),
+        (changed(PB_APPROVAL, certificate=b""), approval_from_pb, "an approval has a certificate of 0 and"),
+        (changed(PB_APPROVAL, certificate=b"x" * 16_385), approval_from_pb, "an approval has a certificate of 16385 and"),
+        (changed(PB_APPROVAL, signature=b"x" * 63), approval_from_pb, "a signature of 63 bytes"),
+        (changed(PB_APPROVAL, before_digest="x"), approval_from_pb, "before_digest"),
+        (changed(PB_APPROVAL, number=1), approval_from_pb, "number is 1"),
         (cpb.Welcome(run_id=RUN, peer_id="a" * 65), welcome_from_pb, "peer_id"),
         (cpb.Welcome(run_id=RUN, peer_id="a", first_round_id=1 << 63), welcome_from_pb, "first_round_id"),
         (cpb.Welcome(run_id=RUN, peer_id="a", config_json=" " * ((1 << 20) + 1)), welcome_from_pb, "config_json"),

@@ -184,7 +184,7 @@ class Served:
         key, certificate = self.certificate(peer_id)
         credentials = grpc.ssl_channel_credentials(self.ca, key, certificate)
         async with self._rank(peer_id, 0, 1, SCHEMA, credentials, ()) as peer:
-            yield peer, ContributionSigner(key, self.folder.config())
+            yield peer, ContributionSigner(key, self.coordinator.config)
 
     @asynccontextmanager
     async def peer(self, peer_id: str, schema: Schema = SCHEMA) -> AsyncIterator[BarePeer]:

@@ -55,7 +55,7 @@ def connect_hub(
         ended, failed: what the goodbye says.
     """
     with _serving(io, server):
-        parser = ConfigParser(site.check)
+        parser = ConfigParser(site.check, site.configuration)
         config, run_step = agreed_configuration(io, channels, identity, ranks, parser)
         if server is not None and config.aggregators.addresses:
             count = config.aggregators.count

@@ -46,7 +46,7 @@ from editpb.messages import ContributionHeader, Expel, Heartbeat, Hello, PeerSta
 from editpb.receipts import Mine
 from editpb.signed_contributions import ContributionSigner, config_digest, signs
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report
+from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report, configuration_of
 from peers.carriers.hub.data_calls import DataCalls, once
 from peers.carriers.hub.downlink import Downlink
 from peers.carriers.hub.masking import MaskingCalls, MaskingSession, ReadyRound, masked
@@ -282,6 +282,8 @@ class HubCollective:
 
     async def _open_receipts(self, config: RunConfig, schema_hash: str) -> None:
         """At rank 0 (loop's thread). Raises ConfigError, RefusedError, StorageError."""
+        if (kept := self._site.configuration) is not None and self._session.welcome is not None:
+            kept.keep(configuration_of(self._session.welcome))
         if not config.audit.enabled or self._site.receipts is None or not self._site.key:
             return
         assert self._session.welcome is not None

@@ -22,15 +22,27 @@ from edit.errors import ConfigError, EditError, EvictedError, RefusedError, Remo
 from edit.fragments.schema import Schema
 from editpb import control_pb2, control_pb2_grpc
 from editpb.control_messages import coordinator_message_from_pb, peer_message_to_pb, schema_answer_to_pb
-from editpb.messages import Consent, Cosignature, Expel, Goodbye, Heartbeat, Hello, SchemaRequest, View, Welcome
+from editpb.messages import (
+    Configuration,
+    Consent,
+    Cosignature,
+    Expel,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    SchemaRequest,
+    View,
+    Welcome,
+)
 from editpb.transport.status import from_rpc, handshake_refusal
 from peers.carriers.hub.channels import Channels
+from peers.carriers.hub.kept_configuration import KeptConfiguration
 from peers.carriers.hub.session import Session
 from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Traffic
 
-__all__ = ["Attendance", "Check", "ConfigParser", "Report"]
+__all__ = ["Attendance", "Check", "ConfigParser", "Report", "configuration_of"]
 
 _CLOSED = " (in the handshake this means: the coordinator is full, or by its clock this peer's certificate is not valid)"
 ANSWER_S = 10.0  # for the Welcome
@@ -46,32 +58,59 @@ class ConfigParser:
 
     check: raises ConfigError for a configuration that this peer's site does not allow; it takes the text, too, and returns the
         consent that is to be said, if any.
+    kept: the configuration that this peer takes part under, where changes of it need approvals; None: it keeps none.
     """
 
-    def __init__(self, check: Check = lambda text, config: None) -> None:
-        self._check, self._text = check, ""
+    def __init__(self, check: Check = lambda text, config: None, kept: KeptConfiguration | None = None) -> None:
+        self._check, self._kept, self._text = check, kept, ""
         self.consent: Consent | None = None  # to what was parsed last
-        self._config: RunConfig | ConfigError = ConfigError("nothing was parsed yet")
+        self._config: RunConfig | ConfigError | RefusedError = ConfigError("nothing was parsed yet")
 
-    def parse(self, config_json: str) -> RunConfig | ConfigError:
-        """Return the configuration, or why this software does not understand it, or the site does not allow it."""
-        if config_json != self._text:
-            self._text, self.consent = config_json, None
+    def parse(self, welcome: Welcome) -> RunConfig | ConfigError | RefusedError:
+        """Return the configuration of a Welcome, or why this peer does not take part under it.
+
+        ConfigError: this software does not understand it, or the site does not allow it. RefusedError: it lacks approvals, or
+        is another one than this process began with, whose signatures would not count.
+        """
+        if welcome.config_json != self._text:
+            before, self._text, self.consent = self._config, welcome.config_json, None
             try:
-                self._config = RunConfig.from_json(config_json)
-            except ConfigError as error:
-                self._config = ConfigError(f"the run's configuration does not fit this version of the software: {error}")
-                return self._config
-            try:
-                self.consent = self._check(config_json, self._config)
-            except ConfigError as error:
+                self._config = self._parsed(welcome)
+                if self._kept is not None and isinstance(before, RunConfig) and before.audit.enabled:
+                    self._config = RefusedError(_other(welcome))
+            except (ConfigError, RefusedError) as error:
                 self._config = error
         return self._config
+
+    def _parsed(self, welcome: Welcome) -> RunConfig:
+        try:
+            config = RunConfig.from_json(welcome.config_json)
+        except ConfigError as error:
+            raise ConfigError(f"the run's configuration does not fit this version of the software: {error}") from error
+        if self._kept is not None:
+            self._kept.check(configuration_of(welcome), welcome.changes)
+        self.consent = self._check(welcome.config_json, config)
+        return config
+
+    @property
+    def known(self) -> int:
+        """The number of the configuration that this peer takes part under; 0: it keeps none."""
+        return self._kept.number if self._kept is not None else 0
 
     @property
     def text(self) -> str:
         """What was parsed last."""
         return self._text
+
+
+def configuration_of(welcome: Welcome) -> Configuration:
+    """Return the configuration that a coordinator tells."""
+    return Configuration(welcome.configuration, welcome.config_json)
+
+
+def _other(welcome: Welcome) -> str:
+    told = configuration_of(welcome)
+    return f"the run has another configuration now, sha256:{told.digest}; start this peer again to take part under it"
 
 
 @dataclass(slots=True)
@@ -107,7 +146,8 @@ class Attendance:
         channels: to the coordinator.
         session: takes what is heard.
         io: the I/O thread, under whose lock the session changes.
-        hello: the first message of each stream; without a schema_hash the stream ends with the first Welcome.
+        hello: the first message of each stream, with the number of the configuration that `parser` keeps; without a schema_hash
+            the stream ends with the first Welcome.
         schema: of this peer's model, sent when the coordinator does not know the hash; None: there is no hash.
         report: what heartbeats say.
         parser: of the configuration in a Welcome.
@@ -137,7 +177,7 @@ class Attendance:
         self._parser = parser
         self._changed = changed
         self._clock = clock
-        self._config: RunConfig | ConfigError | None = None  # of the last Welcome
+        self._config: RunConfig | ConfigError | RefusedError | None = None  # of the last Welcome
         self._nudge = asyncio.Event()  # set: a heartbeat is due now
         self._leaving = asyncio.Event()  # set by `goodbye`
         self._left = asyncio.Event()  # set when `run` has ended
@@ -148,11 +188,12 @@ class Attendance:
     def welcome(self) -> tuple[RunConfig, int] | None:
         """The configuration and the outer step of the last Welcome; None before the first. Any thread, under the lock.
 
-        Raises ConfigError when this software does not understand the configuration, or the site does not allow it.
+        Raises ConfigError when this software does not understand the configuration, or the site does not allow it; RefusedError
+        when it lacks approvals.
         """
         if self._config is None or self._session.welcome is None:
             return None
-        if isinstance(self._config, ConfigError):
+        if not isinstance(self._config, RunConfig):
             raise self._config
         return self._config, self._session.welcome.outer_step
 
@@ -203,7 +244,7 @@ class Attendance:
     async def _converse(self, call: _Call) -> NoReturn:
         speaker: asyncio.Task[None] | None = None
         try:
-            await call.write(peer_message_to_pb(self._hello))
+            await call.write(peer_message_to_pb(dataclasses.replace(self._hello, configuration=self._parser.known)))
             async with asyncio.timeout(ANSWER_S):
                 asked = time.monotonic()
                 answer = await call.read()
@@ -260,10 +301,10 @@ class Attendance:
             raise RemoteProtocolError(wrong)
 
     def _welcomed(self, welcome: Welcome) -> str | None:
-        self._config = self._parser.parse(welcome.config_json)
+        self._config = self._parser.parse(welcome)
         if isinstance(self._config, RunConfig):
             self._session.configure(self._config.membership.heartbeat_s, self._config.rounds.max_staleness)
-        elif self._session.welcome is not None:  # another configuration than the one that it joined with
+        elif self._session.welcome is not None or isinstance(self._config, RefusedError):
             self._session.expelled(Expel(evicted=False, reason=str(self._config)))
             return None
         if (wrong := self._session.welcomed(welcome)) is None:

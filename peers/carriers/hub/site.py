@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.carriers.hub.control_stream import Check
+from peers.carriers.hub.kept_configuration import KeptConfiguration
 from peers.carriers.hub.masking import MaskFolder
 
 __all__ = ["NOWHERE", "Site"]
@@ -24,6 +25,8 @@ class Site:
     receipts: Path | None = None
     # Of the run's configuration, as `ConfigParser`'s.
     check: Check = lambda text, config: None
+    # The configuration that the peer takes part under, where changes of it need approvals; None: nothing is held to it.
+    configuration: KeptConfiguration | None = None
     # The largest norm of a contribution, as `CompositeCollective`'s; 0: there is none.
     clip: float = 0.0
     # Fields of `Progress` that reports leave out.

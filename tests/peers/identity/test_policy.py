@@ -48,6 +48,7 @@ def check(found: SitePolicy, run: RunConfig) -> None:
         ("[require]\nsecagg = true", {}, "require.secagg = true: the run has secagg.enabled = false"),
         ("[require]\nmin_peers = 4", {}, "require.min_peers = 4: the run has rounds.quorum = 3"),
         ("[require]\naudit = true", {}, "require.audit = true: the run has audit.enabled = false"),
+        ("[require]\ngovernance = true", {}, "require.governance = true: the run has no governance.approvers"),
         ('[require]\nprivacy = "example"', {}, 'require.privacy = "example": the run has privacy.level = "none"'),
         ('[require]\nprivacy = "organisation"', {}, 'require.privacy = "organisation": the run has privacy.level = "none"'),
         ('[require]\nprivacy = "example"', NOISY, 'require.privacy = "example": the run has privacy.level = "organisation"'),
