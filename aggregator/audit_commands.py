@@ -28,7 +28,7 @@ from edit.trust.envelopes import signed_envelope
 from editpb.audit_log import LogFault, LogVerifier, Usage
 from editpb.messages import DataStatement
 
-__all__ = ["audit"]
+__all__ = ["audit", "print_usage", "usage_values"]
 
 audit = typer.Typer(no_args_is_help=True, help="Verify, sum up or copy the audit log of a run (docs/audit.md).")
 _Log = Annotated[Path, typer.Option("--state", help="The folder of the run, or one that an export has written.")]
@@ -93,32 +93,10 @@ def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False
     Example: edit-coordinator audit usage --state my-run
     """
     log, _ = _verified(state, key)
-    peers = {peer: log.usage.get(peer, Usage()) for peer in sorted(log.usage.keys() | log.consents.keys())}
-    data = {peer: consent.data for peer, consent in log.consents.items() if consent.data}
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    peer: {
-                        **_fields(one),
-                        "verdicts": dict(one.verdicts),
-                        "consented": peer in log.consents,
-                        "data": asdict(data[peer]) if peer in data else None,
-                    }
-                    for peer, one in peers.items()
-                }
-            )
-        )
+        typer.echo(json.dumps(usage_values(log)))
         return
-    table = Table("peer", "outer steps", "tokens", "share", "missing", "verdicts by fragment", box=None)
-    for peer, one in peers.items():
-        verdicts = ", ".join(f"{count} {printable(verdict)}" for verdict, count in sorted(one.verdicts.items()))
-        share = one.share / log.commits if log.commits else 0.0
-        table.add_row(printable(peer), str(one.outer_steps), str(one.tokens), f"{share:.1%}", str(one.missing), verdicts)
-    Console().print(table)
-    for peer, said in sorted(data.items()):
-        typer.echo(f"{printable(peer)}'s data: {printable(_words_of(said))}")
-    typer.echo("Tokens, and what is said of data, are what each peer says of itself.")
+    print_usage(log)
 
 
 @audit.command()
@@ -232,6 +210,41 @@ def card(
         raise ConfigError(f"{out.parent}: cannot be created ({error.strerror})") from error
     write_atomic(out, text.encode())
     typer.echo(f"{out}: run {printable(log.run_id)}, outer step {log.outer_step}")
+
+
+def usage_values(log: LogVerifier) -> dict[str, object]:
+    """Return what a verified log says of each peer, as JSON values."""
+    data = _data(log)
+    return {
+        peer: {
+            **_fields(one),
+            "verdicts": dict(one.verdicts),
+            "consented": peer in log.consents,
+            "data": asdict(data[peer]) if peer in data else None,
+        }
+        for peer, one in _peers(log).items()
+    }
+
+
+def print_usage(log: LogVerifier) -> None:
+    """Print what a verified log says of each peer."""
+    table = Table("peer", "outer steps", "tokens", "share", "missing", "verdicts by fragment", box=None)
+    for peer, one in _peers(log).items():
+        verdicts = ", ".join(f"{count} {printable(verdict)}" for verdict, count in sorted(one.verdicts.items()))
+        share = one.share / log.commits if log.commits else 0.0
+        table.add_row(printable(peer), str(one.outer_steps), str(one.tokens), f"{share:.1%}", str(one.missing), verdicts)
+    Console().print(table)
+    for peer, said in sorted(_data(log).items()):
+        typer.echo(f"{printable(peer)}'s data: {printable(_words_of(said))}")
+    typer.echo("Tokens, and what is said of data, are what each peer says of itself.")
+
+
+def _peers(log: LogVerifier) -> dict[str, Usage]:
+    return {peer: log.usage.get(peer, Usage()) for peer in sorted(log.usage.keys() | log.consents.keys())}
+
+
+def _data(log: LogVerifier) -> dict[str, DataStatement]:
+    return {peer: consent.data for peer, consent in log.consents.items() if consent.data}
 
 
 def _of_replay(state: Path, step: int) -> list[Path]:

@@ -58,9 +58,9 @@ def verified_log(
         log.verified = sum(verify_signatures(signed, [(index, line)]) for signed, index, line in drawn)
         return log
     with _Pool(processes or len(os.sched_getaffinity(0))) as pool:
-        for index, line in enumerate(lines):
-            if log.take(line)["kind"] == "commit":
-                pool.add(log.signed, index, line)
+        for line in lines:
+            if (entry := log.take(line))["kind"] == "commit":
+                pool.add(log.signed, entry["index"], line)
         log.verified = pool.finish()
     return log
 
@@ -68,13 +68,13 @@ def verified_log(
 def _drawn(log: LogVerifier, lines: Iterable[bytes], sample: int) -> list[tuple[Signed, int, bytes]]:
     """Take all entries; return so many commits, each as likely as any other (Vitter's algorithm R)."""
     chance, drawn = random.SystemRandom(), list[tuple[Signed, int, bytes]]()
-    for index, line in enumerate(lines):
-        if log.take(line)["kind"] != "commit":
+    for line in lines:
+        if (entry := log.take(line))["kind"] != "commit":
             continue
         if len(drawn) < sample:
-            drawn.append((log.signed, index, line))
+            drawn.append((log.signed, entry["index"], line))
         elif (place := chance.randrange(log.commits)) < sample:
-            drawn[place] = log.signed, index, line
+            drawn[place] = log.signed, entry["index"], line
     return drawn
 
 

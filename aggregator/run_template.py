@@ -72,7 +72,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 #damping = 0.0                  # That exponent with rounds.merging = "arrivals".
 
 [audit]                         # A signed log of who contributed what, and what came out: docs/audit.md.
-#enabled = false                # true: peers sign their contributions, and the coordinator keeps the log.
+#enabled = false                # true: peers sign their contributions; the coordinator, or each member of a swarm, keeps a log.
 #keep_contributions = 0         # Outer steps whose contributions are kept, for `edit-coordinator audit replay`.
 #cosign = true                  # Peers sign the heads of the log that they have seen, too.
 

@@ -41,6 +41,7 @@ from aggregator.run_feed import (
 from aggregator.storage.kept_contributions import Kept, KeptContributions
 from aggregator.storage.pending_injection import check_bytes
 from aggregator.storage.privacy_budget import PrivacyBudget
+from aggregator.storage.store import Entries
 from edit.config.in_force import in_force
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
@@ -217,9 +218,9 @@ class RoundRunner:
         What the log's key has not signed is the peer's fault: raises RemoteProtocolError. What it has signed is not: this log
         is then not the one that the peer was shown.
         """
-        if (audit := self._store.audit) is None:
+        if (entries := self._store.entries) is None:
             raise RemoteProtocolError(f"{peer_id} names a head of an audit log; the run keeps none")
-        why, signed = audit.misfit(seen)
+        why, signed = entries.misfit(seen)
         if why and not signed:
             raise RemoteProtocolError(f"{peer_id} says that it has seen {why}")
         if why and peer_id not in self.misfits:
@@ -356,7 +357,7 @@ class RoundRunner:
             measured = self._bounded(claimed)
             kept = self._store.kept
             sources = self._sources(fragment_id, measured) if self._verified or kept is not None else []
-            signed = self._headers(fragment_id, measured) if self._store.audit is not None else ()
+            signed = self._headers(fragment_id, measured) if self._store.entries is not None else ()
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
             if self._budget is not None:
@@ -557,9 +558,9 @@ class RoundRunner:
         def commit_and_apply() -> tuple[Commit, CommittedState]:  # one call: a process that stops must not end in between
             nonlocal on_disk
             ready, entry = outer.stage_plugins(records, injection, staged), ""
-            if self._store.audit is not None:
+            if (entries := self._store.entries) is not None:
                 ready = outer.stage_all(records, injection, ready)
-                entry = self._audit_entry(effect, records, ready, signed, offered, brings)
+                entry = self._audit_entry(entries, effect, records, ready, signed, offered, brings)
             if self._store.kept is not None:
                 self._store.kept.committing(effect.outer_step)
             self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest, entry)
@@ -592,6 +593,7 @@ class RoundRunner:
 
     def _audit_entry(
         self,
+        entries: Entries,
         effect: events.Commit,
         records: Sequence[MergeRecord],
         ready: Mapping[int, Staged],
@@ -599,8 +601,7 @@ class RoundRunner:
         offered: frozenset[str],
         brings: Injected | None,
     ) -> str:
-        assert self._store.audit is not None
-        return self._store.audit.commit(
+        return entries.commit(
             self.outer,
             sorted(records, key=lambda record: record.fragment_id),
             ready,

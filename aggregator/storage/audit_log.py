@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,11 +21,12 @@ from typing import Any, NamedTuple
 
 from aggregator.storage.cosignatures import Cosignatures
 from aggregator.storage.journal import Disk
+from aggregator.storage.line_file import LineFile
 from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import AUDIT_COSIGNED, AUDIT_HEAD, AUDIT_LOG
 from edit.config.in_force import in_force
 from edit.config.run import RunConfig
-from edit.durable_files import sync, write_atomic
+from edit.durable_files import write_atomic
 from edit.errors import BusyError, GoneError, LocalProtocolError, RefusedError, RemoteProtocolError, StorageError
 from edit.merging.injection import Injected
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
@@ -35,6 +35,8 @@ from edit.trust.checkpoints import Checkpoint, LogSigner, NoteKey, open_note, pa
 from edit.trust.merkle import MerkleTree, leaf_hash
 from editpb.audit_log import (
     approval_entry,
+    check_length,
+    claimed_privacy,
     commit_entry,
     config_entry,
     consent_entry,
@@ -42,7 +44,7 @@ from editpb.audit_log import (
     entry_line,
     genesis_entry,
 )
-from editpb.limits import MAX_ENTRY_BYTES, MAX_SEEN_PROOFS
+from editpb.limits import MAX_SEEN_PROOFS
 from editpb.messages import Approval, Consent, ContributionHeader, Cosignature, LogReceipt, SeenHead
 from editpb.signed_contributions import config_digest
 
@@ -74,11 +76,9 @@ class AuditLog:
     ) -> None:
         self.path = folder / AUDIT_LOG
         self._head, self._run_id, self._config, self._signer = folder / AUDIT_HEAD, run_id, config, signer
-        self._now, self._disk, self._digest = now, disk, config_digest(config)
+        self._now, self._digest = now, config_digest(config)
         self._tree = MerkleTree()
-        self._descriptor = -1
-        self._end = 0  # the file up to here is whole, and on disk
-        self._torn = False  # bytes behind it could not be cut off
+        self._file = LineFile(self.path, disk)
         self._pending: list[bytes] = []  # lines that are still to be appended
         self._last = "", 0, ""  # configuration, outer step and digest by the last entry
         self._consents: set[tuple[str, str, str]] = set()  # peer, configuration and policy of those in the log
@@ -113,7 +113,7 @@ class AuditLog:
         entries: those of the journal since the last checkpoint. outer: the run's state now. Raises StorageError when entries
         are lost, changed, or cannot be written.
         """
-        if self._descriptor < 0:
+        if not self._file.is_open:
             self._read()
             self._check_head()
             self._check_cosigned()
@@ -162,7 +162,7 @@ class AuditLog:
             missing=missing,
             unmerged=unmerged,
             injected=injected,
-            privacy=privacy or self._claimed(),
+            privacy=privacy or claimed_privacy(self._config),
             taken_with=asdict(in_force(self._config, outer_step - 1)),
         )
         line = entry_line(self._tree, self._now(), entry)
@@ -170,21 +170,8 @@ class AuditLog:
         if len(_seen_sizes(entry)) > MAX_SEEN_PROOFS:  # honest peers have seen one head, or two
             most = max(sorted(heads), key=lambda peer: heads[peer])
             raise RefusedError(f"contributions name too many heads of the audit log: {most} names {heads[most]}; evict it")
-        if len(line) > MAX_ENTRY_BYTES:  # honest ones have a few hundred bytes for each shard of a fragment
-            parts = {peer: len(given["parts"]) for peer, given in entry["contributions"].items()}
-            most = max(sorted(parts), key=lambda peer: parts[peer])
-            raise RefusedError(
-                f"the entry of the audit log would be too long: {most} contributes {parts[most]} shards; evict it"
-            )
+        check_length(line, entry)
         return line.decode()
-
-    def _claimed(self) -> dict[str, object] | None:
-        """Return the bound that each peer keeps for itself, where there is one."""
-        privacy = self._config.privacy
-        if not privacy.of_examples:
-            return None
-        most = {"epsilon_max": privacy.epsilon_max, "delta": privacy.delta}
-        return {"level": privacy.level, "unit": privacy.unit, **most}
 
     def append(self, entry: str) -> None:
         """Append the entry of a commit that is journalled. Raises StorageError; then `flush` tries again."""
@@ -196,7 +183,7 @@ class AuditLog:
         while self._pending:
             if _index(self._pending[0]) != len(self._tree):
                 raise LocalProtocolError(f"audit log: entry {_index(self._pending[0])} after {len(self._tree)} entries")
-            self._write(self._pending[0] + b"\n")
+            self._file.append(self._pending[0])
             self._took(self._pending[0])
             self._tree.append(leaf_hash(self._pending.pop(0)))
         if self._signed != len(self._tree):
@@ -309,9 +296,7 @@ class AuditLog:
         if (notes := self.cosignatures.unsaved()) is not None:
             with contextlib.suppress(StorageError):
                 self.cosignatures.write(notes)
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def _begin(self, outer: OuterState) -> None:
         """Append what is to be said of this start."""
@@ -332,25 +317,16 @@ class AuditLog:
         self.flush()
 
     def _read(self) -> None:
-        """Open the file and cut off a torn line. Raises StorageError."""
-        new = not self.path.exists()
+        """Open the file and read what is there. Raises StorageError."""
+
+        def take(line: bytes) -> None:
+            self._took(line)
+            self._consents |= _consent_in(line)
+            self._approvals |= _approval_in(line)
+            self._tree.append(leaf_hash(line))
+
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            if new:
-                sync(self.path.parent, self._disk.fsync)
-            with self.path.open("rb") as file:
-                for line in file:
-                    if not line.endswith(b"\n"):  # a killed process was writing it; the journal has it
-                        break
-                    self._took(line[:-1])
-                    self._consents |= _consent_in(line)
-                    self._approvals |= _approval_in(line)
-                    self._tree.append(leaf_hash(line[:-1]))
-                    self._end += len(line)
-            os.ftruncate(self._descriptor, self._end)
-            self._disk.fsync(self._descriptor)
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot be opened ({error.strerror})") from error
+            self._file.read(take)
         except ValueError as error:
             raise StorageError(f"{self.path}: entry {len(self._tree)} is damaged ({error}); restore it from a copy") from error
 
@@ -380,30 +356,6 @@ class AuditLog:
                 raise StorageError(f"{self.path}: {why}; restore it from a copy")
             if self._tree.root(head.size) != head.root:
                 raise StorageError(f"{self.path}: is not what members have cosigned ({path}); restore it from a copy")
-
-    def _write(self, line: bytes) -> None:
-        self._mend()
-        try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[self._disk.write(self._descriptor, rest) :]
-            self._disk.fsync(self._descriptor)
-        except Exception as error:
-            self._torn = True
-            if isinstance(error, OSError):
-                raise StorageError(f"{self.path}: cannot be written ({error.strerror})") from error
-            raise
-        self._end += len(line)
-
-    def _mend(self) -> None:
-        """Cut off what a failed write has left. Raises StorageError."""
-        if not self._torn:
-            return
-        try:
-            os.ftruncate(self._descriptor, self._end)
-        except OSError as error:
-            raise StorageError(f"{self.path}: bytes behind {self._end} cannot be cut off ({error.strerror})") from error
-        self._torn = False
 
 
 def _index(line: bytes) -> int:

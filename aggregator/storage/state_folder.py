@@ -207,3 +207,17 @@ class StateFolder:
         if not isinstance(values, dict) or not all(isinstance(values.get(name), str) for name in ("listen", "enrol_listen")):
             raise ConfigError(f"{self.addresses}: is damaged (no addresses); {_SERVE_WRITES}")
         return values
+
+
+def part_log_of(folder: Path, first: int) -> Path:
+    """Return where the audit log of a swarm's part lies that begins with this entry. folder: of the part."""
+    name = Path(AUDIT_LOG)
+    return folder / (f"{name.stem}-{first:08d}{name.suffix}" if first else AUDIT_LOG)
+
+
+def part_logs(folder: Path) -> list[tuple[int, Path]]:
+    """Return the audit logs of a swarm's part, each with the number of its first entry, in order. folder: of the part."""
+    name = Path(AUDIT_LOG)
+    named = ((path.stem.removeprefix(f"{name.stem}-"), path) for path in folder.glob(f"{name.stem}-*{name.suffix}"))
+    found = [(int(number), path) for number, path in named if number.isascii() and number.isdigit()]
+    return sorted([*([(0, folder / AUDIT_LOG)] if (folder / AUDIT_LOG).exists() else []), *found])

@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.configurations import configurations_of
 from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay, replay_segments
 from aggregator.storage.kept_contributions import KeptContributions
+from aggregator.storage.part_log import PartLog
 from aggregator.storage.pending_injection import Injections
 from aggregator.storage.state_folder import StateFolder
 from edit import plugins
@@ -36,13 +37,41 @@ from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
-from edit.merging.outer_state import MergeRecord, OuterState
+from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.records import MOST_TOKENS, Commit
+from edit.trust.merkle import HASH_BYTES, MOST_PROOF
+from editpb.messages import ContributionHeader, SeenHead
 
-__all__ = ["Store", "load_outer", "read_outer"]
+__all__ = ["Entries", "Store", "load_outer", "peaks_from", "read_outer"]
 
 _log = logging.getLogger(__name__)
 Restore = Callable[[Schema, RunConfig, Mapping[str, Tensor], Mapping[str, Any]], OuterState]
+
+
+class Entries(Protocol):
+    """Makes the entries of commits for an audit log; knows what of it others may have seen."""
+
+    def commit(
+        self,
+        outer: OuterState,
+        records: Sequence[MergeRecord],
+        staged: Mapping[int, Staged],
+        contributions: Mapping[int, Sequence[ContributionHeader]],
+        *,
+        round_id: int,
+        outer_step: int,
+        reason: str,
+        missing: Sequence[str],
+        unmerged: Collection[str] = (),
+        injected: Injected | None,
+        privacy: Mapping[str, object] | None = None,
+    ) -> str:
+        """See `AuditLog.commit`."""
+        ...
+
+    def misfit(self, seen: SeenHead) -> tuple[str, bool]:
+        """See `AuditLog.misfit`."""
+        ...
 
 
 class Store:
@@ -53,6 +82,7 @@ class Store:
         restore: makes the state of a checkpoint, as `OuterState.restore`.
         audit: the run's audit log; None: it has none.
         kept: keeps the contributions behind the last outer steps; None: nobody does.
+        part_log: in a swarm, the audit log of the part; None: the run has none.
     """
 
     def __init__(
@@ -64,12 +94,14 @@ class Store:
         restore: Restore = OuterState.restore,
         audit: AuditLog | None = None,
         kept: KeptContributions | None = None,
+        part_log: PartLog | None = None,
     ) -> None:
-        self.audit = audit
+        self.audit, self.part_log = audit, part_log
         self.kept = kept
         self.tokens = 0  # merged so far, as far as it is on disk
         self.update_id = ""  # in a swarm: the update that led to the state that is on disk; "": none did
         self.held: CommittedRound | None = None  # what `recover` found held in a swarm, not applied (rule 7 of the journal)
+        self._held_entry = ""  # of the audit log, of what is held now
         self.injections = Injections(folder)
         self._folder, self._config, self._run_id, self._disk, self._restore = folder, config, run_id, disk, restore
         self._journal: Journal | None = None
@@ -77,6 +109,11 @@ class Store:
         self._writing: Future[None] | None = None
         self._noting: Future[None] | None = None
         self._updates: dict[int, Commit] = {}  # replaced, never changed: the event loop reads it, too
+
+    @property
+    def entries(self) -> Entries | None:
+        """What makes the entries of commits; None: there is no audit log."""
+        return self.audit
 
     # ---- the published updates ---------------------------------------------------------------------------------------------
 
@@ -100,6 +137,8 @@ class Store:
         """Write the first state of the run. Raises StorageError: the run is not founded, and nothing of this state stays."""
         if self.audit is not None:
             self.audit.attach((), outer)
+        if self.part_log is not None:
+            self.part_log.found(outer)
         try:
             self.checkpoint(outer)
         except StorageError:
@@ -152,19 +191,21 @@ class Store:
             except StorageError as error:
                 _log.error("%s; no further round commits until it can", error)
 
-    def hold(self, round_id: int, outer_step: int, reason: str, base: str, update: Mapping[str, Any]) -> None:
+    def hold(self, round_id: int, outer_step: int, reason: str, base: str, update: Mapping[str, Any], audit: str = "") -> None:
         """In a swarm: commit the round, held only until `adopted`. It is on disk when this returns. Raises StorageError.
 
-        update: what the members agree on, as JSON values: `id`; `tokens`, merged in all; and what the caller needs.
+        update: what the members agree on, as JSON values: `id`; `tokens`, merged in all; and what the caller needs. audit: as
+        `append_commit`; it is appended to the log when the round is adopted.
         """
         if self._noting is not None:
             self._noting.result()
         said = self._in_force(outer_step)
         self._writer.submit(
             lambda: self._open_journal().append_commit(
-                round_id, outer_step, reason, update["tokens"], None, base, update, in_force=said
+                round_id, outer_step, reason, update["tokens"], None, base, update, audit, said
             )
         ).result()
+        self._held_entry = audit
 
     def _in_force(self, outer_step: int) -> dict[str, object] | None:
         """Return what the commit to this outer step is taken with; None with gossip, which has no outer optimizer."""
@@ -172,12 +213,19 @@ class Store:
 
     def take_back(self) -> None:
         """Give up the round that is held: nothing of it stays."""
+        self._held_entry = ""
         self._writer.submit(lambda: self._open_journal().take_back()).result()
 
     def adopted(self, commit: Commit, update: Mapping[str, Any]) -> None:
         """What was held has been applied."""
         self.tokens, self.update_id = update["tokens"], update["id"]
         self.applied(commit)
+        if self.part_log is not None:
+            entry, self._held_entry = self._held_entry, ""
+            try:
+                self.part_log.append(entry)
+            except StorageError as error:
+                _log.error("%s; no further update is held until it can", error)
 
     def committed(self, outer_step: int) -> CommittedRound | None:
         """Return the round TO this outer step from the journal, or None when it is not kept."""
@@ -208,6 +256,8 @@ class Store:
             return
         if self.audit is not None:
             self.audit.flush()  # a segment whose entries the log lacks must not go
+        if self.part_log is not None:
+            self.part_log.flush()  # likewise
         founded = self._journal is not None
         if founded:
             self._begin_segment(outer.outer_step)
@@ -219,16 +269,23 @@ class Store:
         }
         if self.update_id:
             metadata["update_id"] = self.update_id
+        if self.part_log is not None:
+            metadata["audit"] = [each.hex() for each in self.part_log.tree.peaks]
         if self._updates:
             updates.save(checkpoint.updates_of(self._folder, outer.outer_step), list(self._updates.values()))
         checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=self._config.storage.keep_checkpoints)
         if not founded:
             self._begin_segment(outer.outer_step)
 
-    def replace(self, outer: OuterState) -> None:
-        """Write a state that came from elsewhere, in place of the one here. Raises StorageError: `recover` is needed then."""
-        self.close()
-        self._updates = {}
+    def replace(self, outer: OuterState, peaks: Sequence[bytes] = ()) -> None:
+        """Write a state that came from elsewhere, in place of the one here. Raises StorageError: `recover` is needed then.
+
+        peaks: of the tree that its audit log goes on from (`PartLog.begin`, which may raise RemoteProtocolError: likewise).
+        """
+        self._close_journal()
+        self._updates, self._held_entry = {}, ""
+        if self.part_log is not None:
+            self.part_log.begin(outer, peaks)
         try:
             for path_of in (checkpoint.segment_of, checkpoint.updates_of):  # they follow, and led to, another state
                 path_of(self._folder, outer.outer_step).unlink(missing_ok=True)
@@ -245,6 +302,11 @@ class Store:
         """Close the journal, and the audit log."""
         if self.audit is not None:
             self.audit.close()
+        if self.part_log is not None:
+            self.part_log.close()
+        self._close_journal()
+
+    def _close_journal(self) -> None:
         self._writer.submit(self._turn_to, None).result()
 
     def _turn_to(self, journal: Journal | None) -> None:
@@ -268,11 +330,14 @@ class Store:
         if loaded is None:
             return None
         self.tokens, self.update_id, self.held = loaded.tokens, loaded.update_id, loaded.held
+        self._held_entry = loaded.held.audit if loaded.held is not None else ""
         self.injections.recover(loaded.outer.injected)
         for commit in [*self._load_updates(loaded.begun_with), *loaded.commits]:
             self.publish(commit)
         if self.audit is not None:
             self.audit.attach(loaded.entries, loaded.outer)
+        if self.part_log is not None:
+            self.part_log.attach(loaded.peaks, loaded.begun_with + 1, loaded.entries, self._held_entry, loaded.outer)
         self._journal = self._go_on(loaded.base)
         return loaded.outer
 
@@ -333,6 +398,7 @@ class _Loaded(NamedTuple):
     update_id: str  # in a swarm: the update that led to it
     held: CommittedRound | None  # in a swarm: held only, not applied
     entries: tuple[str, ...]  # of the audit log, after the checkpoint
+    peaks: tuple[bytes, ...]  # in a swarm: of the tree of those until the checkpoint
 
 
 def _load(
@@ -354,7 +420,7 @@ def _load(
         raise ConfigError(f"{recovered.path}: belongs to run {metadata.get('run_id')}, not {run_id}")
     try:
         outer = restore(Schema.from_json(metadata["schema"]), config, recovered.tensors, metadata)
-        tokens = int(metadata["tokens"])
+        tokens, peaks = int(metadata["tokens"]), peaks_from(metadata.get("audit", ()))
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{recovered.path}: is damaged ({error!r})") from error
     commits: deque[Commit] = deque(maxlen=config.kept_updates)
@@ -380,7 +446,16 @@ def _load(
             take(committed)
     outer.residual_form = config.codec.down_residual
     base = max([recovered.outer_step, *(base for base, _ in recovered.segments)])
-    return _Loaded(outer, recovered.outer_step, list(commits), base, min(tokens, MOST_TOKENS), update_id, held, tuple(entries))
+    tokens = min(tokens, MOST_TOKENS)
+    return _Loaded(outer, recovered.outer_step, list(commits), base, tokens, update_id, held, tuple(entries), peaks)
+
+
+def peaks_from(written: Any) -> tuple[bytes, ...]:
+    """Return the hashes that a tree goes on from, as they are written. Raises ValueError, TypeError for what are none."""
+    peaks = tuple(bytes.fromhex(each) for each in written)
+    if len(peaks) > MOST_PROOF or any(len(each) != HASH_BYTES for each in peaks):
+        raise ValueError("these are no hashes of a tree")
+    return peaks
 
 
 def _apply(outer: OuterState, committed: CommittedRound) -> Commit:

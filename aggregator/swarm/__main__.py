@@ -33,6 +33,7 @@ _VERBS = (
         "relay",
         "recover",
         "rejoin",
+        "audit",
     ),
     *("-h", "--help"),
 )

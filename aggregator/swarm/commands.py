@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aggregator.swarm import operate
+from aggregator.swarm.audit_commands import audit
 from aggregator.swarm.standing import Report
 from edit.command_line import SHORT_HELP, log_to_stderr
 from edit.errors import ConfigError
@@ -34,6 +35,7 @@ app = typer.Typer(
     context_settings=SHORT_HELP,
     help="Show and control a swarm, from the folder of a member. Orders need the authority's key (authority/ca.key) in it.",
 )
+app.add_typer(audit, name="audit")
 Folder = Annotated[Path, typer.Argument(help="The folder of a member's host.")]
 Beside = Annotated[list[Path] | None, typer.Option(help="Draw the curves of the run in this folder, too. Repeatable.")]
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 
-from aggregator.storage.store import Store
+from aggregator.storage.store import Entries, Store
 from edit.config.run import RunConfig
 from edit.council.record import Update
 from edit.errors import LocalProtocolError, RefusedError
@@ -34,12 +34,13 @@ APPLIES_WITHIN_S = 600.0  # an engine that has not then has a bug
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A merged round, to be offered to the members. tokens: merged with it."""
+    """A merged round, to be offered to the members. tokens: merged with it. audit: its entry in the audit log, if any."""
 
     round_id: int
     reason: str
     tokens: int
     records: tuple[MergeRecord, ...]
+    audit: str = ""
 
 
 class EngineStore(Store):
@@ -49,11 +50,20 @@ class EngineStore(Store):
         store: the part's; all that stays is there.
         folder, config, run_id: as the store's.
         propose: takes each merged round, in the engine's worker thread.
+        entries: makes the entries of the audit log; None: there is none.
     """
 
-    def __init__(self, store: Store, folder: Path, config: RunConfig, run_id: str, propose: Callable[[Proposal], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: Path,
+        config: RunConfig,
+        run_id: str,
+        propose: Callable[[Proposal], None],
+        entries: Entries | None = None,
+    ) -> None:
         super().__init__(folder, config, run_id)
-        self.tokens = store.tokens
+        self.tokens, self._entries = store.tokens, entries
         self._store, self._propose = store, propose
         self._merged: dict[int, MergeRecord] = {}  # of the round under way, by fragment_id
         self._merged_round = 0
@@ -64,6 +74,11 @@ class EngineStore(Store):
         self._update: Update | None = None
 
     # -- the engine, in its worker thread ----------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> Entries | None:
+        """See `Store`."""
+        return self._entries
 
     @property
     def oldest_update(self) -> int:
@@ -104,7 +119,7 @@ class EngineStore(Store):
             if self._ended:
                 raise RefusedError(self._ended)
             self._agreed = agreed
-        self._propose(Proposal(round_id, reason, tokens, records))
+        self._propose(Proposal(round_id, reason, tokens, records, audit))
         self._update = agreed.result()
 
     def applied(self, commit: Commit) -> None:

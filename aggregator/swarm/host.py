@@ -36,6 +36,7 @@ from aggregator.security.authority import Authority
 from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
+from aggregator.storage.part_log import PartLog
 from aggregator.storage.store import Store
 from aggregator.swarm.admission import (
     OwnCertificate,
@@ -55,6 +56,7 @@ from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.links import Addresses, Links
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.offers import Offer
+from aggregator.swarm.owner_entries import OwnerEntries
 from aggregator.swarm.relayed import RelayedPort
 from aggregator.swarm.replication import Claimed, Fetching, PartReplica, Wanted, carry_out
 from aggregator.swarm.standing import (
@@ -103,6 +105,7 @@ from edit.errors import (
     EditError,
     EvictedError,
     GoneError,
+    LocalProtocolError,
     RefusedError,
     RemoteProtocolError,
     StaleError,
@@ -112,6 +115,7 @@ from edit.fragments.schema import Schema
 from edit.merging.gossip import settling
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
+from edit.trust.signatures import Signer
 from editpb import control_pb2 as cpb
 from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
@@ -242,6 +246,7 @@ class Host:
         authority: the run's, where this member can let others in.
         relayed: by which it is reached, where its place has a relay.
         certificate: of this member, for it to be renewed.
+        signer: has the key of this member's certificate, for the entries of a run with an audit log; None: the run has none.
         limit: of what is sent to others; not of what stays on this machine.
         on_commit: is told of each outer step that is taken here, in the part's thread.
         subscribers: returns who is told what happens in the rounds of a part, each time that this member begins to serve it.
@@ -269,6 +274,7 @@ class Host:
         authority: Authority | None = None,
         relayed: RelayedPort | None = None,
         certificate: OwnCertificate | None = None,
+        signer: Signer | None = None,
         limit: SendLimit = UNLIMITED,
         on_commit: Callable[[int, Commit], None] = lambda part, commit: None,
         subscribers: Callable[[int], Sequence[Subscriber]] = lambda part: (),
@@ -279,7 +285,9 @@ class Host:
         self._seeds: Addresses = seeds or {}
         self._discovery, self._limit, self._relayed = discovery, limit, relayed
         self._found: Addresses = {}  # by it
-        self._settings, self._authority, self._certificate = settings, authority, certificate
+        self._settings, self._authority, self._certificate, self._signer = settings, authority, certificate, signer
+        if config.audit.enabled and signer is None:
+            raise LocalProtocolError("a member of a run with an audit log needs the key of its certificate")
         self._subscribers = subscribers
         self._trust = Trust(folder.path) if certificate is not None else None
         if self._trust is not None:
@@ -300,8 +308,8 @@ class Host:
         self._config_digest = config_digest(config)  # in what peers sign
         merged_by = merging(config)
         for number, schema in enumerate(schemas):
-            self._stores.append(Store(folder.part(number), merged_by, run_id))
-            replica = PartReplica(run_id, number, merged_by, self._stores[-1], partial(on_commit, number))
+            self._stores.append(part_store(folder, number, merged_by, run_id))
+            replica = PartReplica(run_id, number, merged_by, self._stores[-1], partial(on_commit, number), self._newest_record)
             self.parts.append(part := _HostedPart(number, schema, replica))
             self._taken.append(TakenUpdates(self, schema, self._stores[-1].update, part.do))
         self.gossip: GossipMember | None = None  # in place of the parts' engines
@@ -1191,7 +1199,8 @@ class Host:
         def propose(proposal: Proposal) -> None:  # in the engine's thread
             loop.call_soon_threadsafe(part.jobs.put_nowait, partial(self._propose, part, grant, proposal))
 
-        store = await part.do(part.replica.serve, self._folder.part(number), propose)
+        entries = self._entries(number, grant)
+        store = await part.do(part.replica.serve, self._folder.part(number), propose, entries)
         part.engine = Engine(
             self.run_id,
             number,
@@ -1213,6 +1222,18 @@ class Host:
         if (record := self.council.committed) is not None:
             part.engine.follow(record.phase)
         _log.info("owns part %d with grant %d, at outer step %d", number, grant, part.replica.state.outer_step)
+
+    def _entries(self, number: int, grant: int) -> OwnerEntries | None:
+        """Return what makes a part's entries of the audit log under this grant; None: the run has none."""
+        log = self._stores[number].part_log
+        if log is None or self._signer is None:
+            return None
+        unix = self._clock.unix
+        return OwnerEntries(log, self.run_id, number, grant, self._config, self.peer_id, self._signer, unix)
+
+    def _newest_record(self) -> Record | None:
+        """Return the newest record that is known here, also before this host has started."""
+        return self._council.record if self._council is not None else None
 
     def _gone(self) -> set[str]:
         record = self.council.committed
@@ -1768,6 +1789,12 @@ class _ToEngines(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(_refuser(error))
 
 
+def part_store(folder: MemberFolder, part: int, config: RunConfig, run_id: str) -> Store:
+    """Return the store of a part in a member's folder, with its audit log if the run has one. config: see `merging`."""
+    path = folder.part(part)
+    return Store(path, config, run_id, part_log=PartLog(path, run_id, part, config) if config.audit.enabled else None)
+
+
 def merging(config: RunConfig) -> RunConfig:
     """Return how the parts are merged: with gossip by settlings only."""
     return settling(config) if config.outer.algorithm == "gossip" else config
@@ -1843,7 +1870,7 @@ def found_swarm(
     """
     digests = []
     for number, outer in enumerate(states):
-        store = Store(folder.part(number), merging(config), run_id)
+        store = part_store(folder, number, merging(config), run_id)
         PartReplica(run_id, number, merging(config), store).found(outer)
         store.close()
         digests.append(outer.digest)

@@ -1,8 +1,9 @@
 """An update with its bytes: what an owner streams to the other members, and each of them writes to its journal.
 
-The manifest is JSON: the round, the tokens merged in all, and the headers that the journal gives its fragments. The bodies are
-the encoded merged pseudo-gradients. What a record leaves out (`MergeRecord.residual`) stays with the owner: theta, the
-optimizer's state and the statistics do not depend on it, and the next owner begins without it.
+The manifest is JSON: the round, the tokens merged in all, the headers that the journal gives its fragments, and in a run with
+an audit log the commit's entry, which the owner has signed. The bodies are the encoded merged pseudo-gradients. What a record
+leaves out (`MergeRecord.residual`) stays with the owner: theta, the optimizer's state and the statistics do not depend on it,
+and the next owner begins without it.
 
 A state is named by the update that led to it, and the founding state by the digest of its parameters. The id of an update is a
 hash of its base, its manifest and its bodies, and the manifest has the digest of the parameters that it was merged for. So who
@@ -39,6 +40,7 @@ class Round:
     reason: str  # why it closed
     theta: str  # digest of the parameters that it was merged for
     records: tuple[MergeRecord, ...]  # by fragment_id
+    audit: str = ""  # its entry in the part's audit log; empty: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Offer:
         headers = [fragment_header(merged.round_id, record, None) for record in records]
         values = {"round_id": merged.round_id, "reason": merged.reason, "theta": merged.theta, "tokens": tokens}
         values["fragments"] = headers
+        if merged.audit:
+            values["audit"] = merged.audit
         manifest = json.dumps(values, separators=(",", ":"), allow_nan=False).encode()
         bodies = tuple(record.payload.data if record.payload is not None else b"" for record in records)
         outer_step = records[0].outer_step + 1
@@ -71,7 +75,7 @@ class Offer:
     @classmethod
     def again(cls, run_id: str, update: Update, committed: CommittedRound) -> Offer:
         """Return the offer that a journalled round was held as."""
-        merged = Round(committed.round_id, committed.reason, committed.base, committed.fragments)
+        merged = Round(committed.round_id, committed.reason, committed.base, committed.fragments, committed.audit)
         return cls.of(run_id, update.part, update.grant, update.base, update.tokens, merged)
 
     @property
@@ -95,10 +99,10 @@ class Offer:
         what = f"part {self.update.part}: the update to outer step {self.update.outer_step}"
         try:
             values = parse_json(self.manifest)
-            if not isinstance(values, dict) or values.keys() != _KEYS:
+            if not isinstance(values, dict) or values.keys() != (_KEYS | {"audit"} if outer.config.audit.enabled else _KEYS):
                 raise ValueError("not a manifest")
-            round_id, reason, theta = values["round_id"], values["reason"], values["theta"]
-            if type(round_id) is not int or type(reason) is not str or type(theta) is not str:
+            round_id, reason, theta, audit = values["round_id"], values["reason"], values["theta"], values.get("audit", "")
+            if type(round_id) is not int or any(type(each) is not str for each in (reason, theta, audit)):
                 raise ValueError("not a round")
             if type(values["tokens"]) is not int or values["tokens"] != self.update.tokens:
                 raise ValueError("other tokens than were announced")
@@ -108,7 +112,7 @@ class Offer:
             records = outer.check(records)
         except (EditError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise RemoteProtocolError(f"{what} cannot be read ({str(error) or type(error).__name__})") from error
-        return Round(round_id, reason, theta, records)
+        return Round(round_id, reason, theta, records, audit)
 
 
 def _record(round_id: int, header: Any, body: Buffer, outer: OuterState) -> MergeRecord:

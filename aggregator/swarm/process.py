@@ -36,9 +36,11 @@ from edit import kernels, plugins
 from edit.command_line import otlp_protocol
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
+from edit.durable_files import read_private
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps, map_large_blocks
 from edit.telemetry import Telemetry, telemetry
+from edit.trust.signatures import Signer
 from editpb.transport.send_limit import SendLimit, send_limit
 
 if TYPE_CHECKING:
@@ -167,6 +169,7 @@ async def _open(path: Path, limit: SendLimit, allowed: frozenset[str], told: Tel
         authority=open_authority(path),
         relayed=RelayedPort(folder.relay, path, identity) if folder.relay else None,
         certificate=OwnCertificate(path, identity, time.time),
+        signer=Signer(read_private(path / "peer.key")) if config.audit.enabled else None,
         limit=limit,
         subscribers=lambda part: (RoundSpans(told, identity.run_id, part).on_event,) if told is not None else (),
     )

@@ -4,6 +4,9 @@ Order of the writes: a held update is in the journal, synced, before anybody hea
 it (`aggregator.storage.journal`, rule 7). Adopting applies it and notes the digest; a kill in between leaves it held, and the
 council, whose record names it, adopts it again. So a restart needs nothing but the journal and the council's record.
 
+With an audit log an update has the commit's entry, signed by its owner. A member computes what it can of it, and holds no
+update whose entry says something else; then it appends the entry to its own log when it adopts the update.
+
 Called by one thread. Nothing here waits for another member: a `Source` answers, or raises.
 """
 
@@ -21,20 +24,23 @@ from blake3 import blake3
 from torch import Tensor
 
 from aggregator.data.round_runner import commit_tokens, weighted_tokens
-from aggregator.storage.store import Store
+from aggregator.storage.store import Entries, Store, peaks_from
 from aggregator.swarm.engine_store import EngineStore, Proposal
 from aggregator.swarm.offers import Offer, Round
-from aggregator.swarm.verification import Contributed
+from aggregator.swarm.owner_entries import computed
+from aggregator.swarm.verification import Contributed, enrolment
 from edit.config.run import RunConfig
 from edit.council.events import Adopt, Applied, Failed, Fetch, Held, Hold
-from edit.council.record import MOST_COUNT, PartState, Update
+from edit.council.record import MOST_COUNT, PartState, Record, Update
 from edit.errors import EditError, GoneError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.schema import Schema
-from edit.merging.outer_state import MergeRecord, OuterState
+from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.plain_text import parse_json
 from edit.records import Commit
+from editpb.audit_log import Signed
 from editpb.limits import one_line
-from editpb.signed_contributions import verified_by_others
+from editpb.part_entries import EntryFault, ExpectedEntry, check_entry
+from editpb.signed_contributions import config_digest, verified_by_others
 
 __all__ = ["Claimed", "Fetching", "PartReplica", "PartSnapshot", "Source", "Wanted", "carry_out"]
 
@@ -112,15 +118,25 @@ class PartReplica:
     Args:
         store: the part's folder. What it has is recovered at once: StorageError, ConfigError as `Store.recover`.
         on_commit: is told of each outer step that is taken, after it is on disk and in `outer`.
+        record: returns what the members have agreed on, as far as it is known here: who owns the part, and is enrolled for
+            which key. For a run with an audit log.
     """
 
     def __init__(
-        self, run_id: str, part: int, config: RunConfig, store: Store, on_commit: Callable[[Commit], None] = lambda _: None
+        self,
+        run_id: str,
+        part: int,
+        config: RunConfig,
+        store: Store,
+        on_commit: Callable[[Commit], None] = lambda _: None,
+        record: Callable[[], Record | None] = lambda: None,
     ) -> None:
         self._run_id, self._part, self._config, self._store, self._on_commit = run_id, part, config, store, on_commit
+        self._record, self._config_digest = record, config_digest(config)
         self._outer: OuterState | None = None
         self._state = PartState()
         self._held: Round | None = None  # the round of the update that is held
+        self._staged: Mapping[int, Staged] = {}  # of that, as far as it was computed to check its entry of the audit log
         self._damaged = False  # the parameters here are not those that the state's name means: only a snapshot helps
         self._contested = False  # see `contested`
         self._engine: EngineStore | None = None
@@ -166,6 +182,7 @@ class PartReplica:
 
     def _recover(self) -> None:
         self._outer, self._held, self._state, self._damaged = self._store.recover(), None, PartState(), False
+        self._staged = {}
         self._claimed = _NOTHING  # what the state comes to, as far as it was computed
         if self._outer is None:
             return
@@ -175,29 +192,34 @@ class PartReplica:
             assert held.update is not None
             update = Update(**held.update)
             self._state = PartState(self._outer.outer_step, name, update)
-            self._held = Round(held.round_id, held.reason, held.base, held.fragments)
+            self._held = Round(held.round_id, held.reason, held.base, held.fragments, held.audit)
 
     # -- an owner ----------------------------------------------------------------------------------------------------------
 
-    def offer(self, grant: int, round_id: int, reason: str, tokens: int, records: Sequence[MergeRecord]) -> Offer:
-        """Return what is offered of a merged round. Changes nothing. tokens: merged with it."""
-        merged = Round(round_id, reason, self.outer.digest, tuple(sorted(records, key=lambda record: record.fragment_id)))
+    def offer(
+        self, grant: int, round_id: int, reason: str, tokens: int, records: Sequence[MergeRecord], audit: str = ""
+    ) -> Offer:
+        """Return what is offered of a merged round. Changes nothing. tokens: merged with it. audit: see `Round`."""
+        ordered = tuple(sorted(records, key=lambda record: record.fragment_id))
+        merged = Round(round_id, reason, self.outer.digest, ordered, audit)
         total = min(self._store.tokens + tokens, MOST_COUNT)
         return Offer.of(self._run_id, self._part, grant, self._state.digest, total, merged)
 
-    def serve(self, folder: Path, propose: Callable[[Proposal], None]) -> EngineStore:
+    def serve(self, folder: Path, propose: Callable[[Proposal], None], entries: Entries | None = None) -> EngineStore:
         """Return the store for an engine of this part, which then is the only one that moves its outer state, until `cease`.
 
-        propose: takes each merged round, in the engine's worker thread; the caller gives it to `made`, in its own.
+        Args:
+            propose: takes each merged round, in the engine's worker thread; the caller gives it to `made`, in its own.
+            entries: as of an `EngineStore`.
         """
         if self._verifies:
             self.outer.forget_unrecorded()  # those who verify this grant have nothing of it, either
-        self._engine = EngineStore(self._store, folder, self._config, self._run_id, propose)
+        self._engine = EngineStore(self._store, folder, self._config, self._run_id, propose, entries)
         return self._engine
 
     def made(self, grant: int, proposal: Proposal) -> Offer:
         """Return what is offered of a round that the engine proposed."""
-        offer = self.offer(grant, proposal.round_id, proposal.reason, proposal.tokens, proposal.records)
+        offer = self.offer(grant, proposal.round_id, proposal.reason, proposal.tokens, proposal.records, proposal.audit)
         self._proposed = offer.update.id
         return offer
 
@@ -234,7 +256,7 @@ class PartReplica:
             raise RemoteProtocolError(f"{what} is of round {theirs.round_id}, its contributions of {contributed.round_id}")
         records = tuple(outer.record(outer.reduce(i, contributed.fragments[i])) for i in outer.due)
         tokens = {one.fragment_id: weighted_tokens(one, contributed.tokens[one.fragment_id]) for one in records}
-        mine = Round(theirs.round_id, theirs.reason, outer.digest, records)
+        mine = Round(theirs.round_id, theirs.reason, outer.digest, records, theirs.audit)  # which `hold` checks
         total = min(self._store.tokens + commit_tokens(outer.schema, tokens), MOST_COUNT)
         again = Offer.of(self._run_id, self._part, update.grant, state.digest, total, mine)
         if again.update != update:
@@ -244,14 +266,17 @@ class PartReplica:
 
     # -- all members -------------------------------------------------------------------------------------------------------
 
-    def hold(self, offer: Offer, own: Sequence[MergeRecord] = ()) -> None:
+    def hold(self, offer: Offer, own: Sequence[MergeRecord] = (), *, agreed: bool = False) -> None:
         """Write an update to the journal, in place of the one that is held; it is on disk when this returns.
 
-        own: the records of the owner, or of who has verified them, with what they leave out.
+        Args:
+            own: the records of the owner, or of who has verified them, with what they leave out.
+            agreed: the record names it already. Then nobody's enrolment is compared: it may have changed since.
 
         Raises RemoteProtocolError for bytes that are no update to the state here, or to other parameters than are here: one of
-        the two is wrong, and if an owner is, no quorum may hold it. StorageError. After each nothing, or what was held before,
-        is held.
+        the two is wrong, and if an owner is, no quorum may hold it. EntryFault for an entry of the audit log that is not of
+        this update, GoneError where that cannot be told yet. StorageError. After each nothing, or what was held before, is
+        held.
         """
         update, state, self._contested = offer.update, self._state, False
         if (update.part, update.outer_step, update.base) != (self._part, state.outer_step + 1, state.digest):
@@ -262,19 +287,53 @@ class PartReplica:
             self._contested, self._claimed = True, _NOTHING
             raise _OthersError(f"part {self._part}: the update to outer step {update.outer_step} is for other parameters")
         if own:
-            merged = Round(merged.round_id, merged.reason, merged.theta, tuple(own))
+            merged = replace(merged, records=tuple(own))
         if update.tokens < self._store.tokens:
             raise RemoteProtocolError(f"part {self._part}: {update.tokens} tokens after {self._store.tokens}")
+        staged = self._checked_entry(update, merged, agreed=agreed) if self._store.part_log is not None else {}
         if state.held is not None:
             self._let_go()
         for record in merged.records:
             self._store.begin_fragment(merged.round_id, record).result()
-        self._store.hold(merged.round_id, update.outer_step, merged.reason, merged.theta, asdict(update))
-        self._held, self._state = merged, PartState(state.outer_step, state.digest, update)
+        self._store.hold(merged.round_id, update.outer_step, merged.reason, merged.theta, asdict(update), merged.audit)
+        self._held, self._state, self._staged = merged, PartState(state.outer_step, state.digest, update), staged
+
+    def _checked_entry(self, update: Update, merged: Round, *, agreed: bool) -> Mapping[int, Staged]:
+        """Check an update's entry of the audit log; return the outer step that was computed for it.
+
+        What an engine here has made it has computed itself. Raises EntryFault, GoneError, StorageError.
+        """
+        assert self._store.part_log is not None
+        tree, outer = self._store.part_log.tree, self.outer
+        if update.id == self._proposed:
+            return {}
+        record, whose = self._record(), dict[str, str]()
+        if not agreed:
+            if record is None or record.parts[self._part].grant != update.grant:
+                raise GoneError(f"part {self._part}: the update to outer step {update.outer_step} is of another grant")
+            whose = {"owner": record.parts[self._part].owner}
+        staged = outer.stage_all(merged.records, None, {})
+        part, round_id, reason = self._part, merged.round_id, merged.reason
+        says = computed(
+            self._config, part, update.grant, outer, merged.records, staged, round_id=round_id, reason=reason, contributions={}
+        )
+        fragments = outer.schema.fragments
+        expected = ExpectedEntry(
+            signed=Signed(self._run_id, outer.schema.schema_hash, self._config_digest),
+            tree=tree,
+            says={**says, **whose},
+            numel={one.fragment_id: fragments[one.fragment_id].numel for one in merged.records},
+            key_of=None if agreed else enrolment(record),
+        )
+        try:
+            check_entry(merged.audit.encode(), expected)
+        except (EntryFault, GoneError) as error:
+            raise type(error)(f"part {self._part}: outer step {update.outer_step}: {error}") from error
+        return staged
 
     def _let_go(self) -> None:
         """Give up what is held."""
-        self._held, self._state = None, PartState(self._state.outer_step, self._state.digest)
+        self._held, self._state, self._staged = None, PartState(self._state.outer_step, self._state.digest), {}
         self._store.take_back()
 
     def adopt(self, update_id: str) -> None:
@@ -288,17 +347,18 @@ class PartReplica:
         if merged.theta != outer.digest:
             found, wanted = outer.digest, merged.theta
             _log.error("part %d is damaged: outer step %d is %.12s, not %.12s", self._part, outer.outer_step, found, wanted)
-            self._held, self._state, self._damaged = None, PartState(update.outer_step, found), True
+            self._held, self._state, self._damaged, self._staged = None, PartState(update.outer_step, found), True, {}
             return
         if update.id != self._proposed or self._engine is None or not self._engine.take(update):
-            self._store.adopted(outer.commit(merged.round_id, merged.reason, list(merged.records)), asdict(update))
-        self._held, self._state = None, PartState(update.outer_step, update.id)
+            commit = outer.commit(merged.round_id, merged.reason, list(merged.records), None, self._staged)
+            self._store.adopted(commit, asdict(update))
+        self._held, self._state, self._staged = None, PartState(update.outer_step, update.id), {}
         if update.id == self._verified:
             self._continuous = update.grant, update.outer_step
         if update.outer_step % self._config.storage.checkpoint_every == 0:
             self._checkpoint()
-        if (commit := self._store.update(update.outer_step)) is not None:
-            self._on_commit(commit)
+        if (published := self._store.update(update.outer_step)) is not None:
+            self._on_commit(published)
 
     def _checkpoint(self) -> None:
         try:
@@ -330,8 +390,8 @@ class PartReplica:
             self.adopt(held.id)
         for offer in offers:
             try:
-                self.hold(offer)
-            except _OthersError as error:  # a quorum has held it
+                self.hold(offer, agreed=True)
+            except (_OthersError, EntryFault) as error:  # a quorum has held it
                 _log.error("part %d is damaged: %s", self._part, error)
                 self._damaged = True
                 yield from self._replacing(wanted)
@@ -366,15 +426,19 @@ class PartReplica:
             raise GoneError(f"{wanted.source} has another outer step {outer_step} of part {self._part}")
         if not 0 <= snapshot.tokens <= MOST_COUNT:
             raise RemoteProtocolError(f"part {self._part}: {snapshot.tokens} tokens")
+        try:
+            peaks = peaks_from(snapshot.metadata.get("audit", ()))
+        except (ValueError, TypeError) as error:
+            raise RemoteProtocolError(f"part {self._part}: the head of an audit log cannot be read ({error})") from error
         yield Claimed(outer_step, name, snapshot.digest)
         outer = OuterState.restore(Schema.from_json(snapshot.schema), self._config, snapshot.tensors, snapshot.metadata)
         self._store.tokens, self._store.update_id = snapshot.tokens, name if outer_step else ""
         try:
-            self._store.replace(outer)
-        except StorageError:
+            self._store.replace(outer, peaks)
+        except (StorageError, RemoteProtocolError):
             self._recover()
             raise
-        self._outer, self._held, self._damaged, self._claimed = outer, None, False, _NOTHING
+        self._outer, self._held, self._damaged, self._claimed, self._staged = outer, None, False, _NOTHING, {}
         self._state = PartState(outer_step, name)
 
     # -- for others --------------------------------------------------------------------------------------------------------
@@ -407,7 +471,13 @@ class PartReplica:
         if self._damaged:
             raise GoneError(f"part {self._part} is damaged")
         tensors = {name: each for name, each in outer.to_tensors().items() if not name.startswith("unrecorded.")}
-        return PartSnapshot(self._state.digest, self._store.tokens, outer.schema.to_json(), tensors, outer.metadata())
+        metadata = outer.metadata()
+        if self._store.part_log is not None:
+            try:
+                metadata["audit"] = [each.hex() for each in self._store.part_log.tree.peaks]
+            except StorageError as error:
+                raise GoneError(f"part {self._part}: its audit log cannot be written ({error})") from error
+        return PartSnapshot(self._state.digest, self._store.tokens, outer.schema.to_json(), tensors, metadata)
 
 
 class Fetching:

@@ -38,9 +38,10 @@ from editpb.council_messages import MergedContribution
 from editpb.messages import ContributionHeader
 from editpb.signed_contributions import check_payload, check_signature
 
-__all__ = ["Contributed", "Verification", "enrolled_key"]
+__all__ = ["Contributed", "Verification", "enrolled_key", "enrolment"]
 
 _TOKENS_PER_STEP = 4  # times the usual ones, which `edit.rounds.work_claims` grants to everybody
+_NO_KEY = "-"
 _SHARE = 4  # of storage.buffer_bytes, for what is verified; the rest lies in files
 
 
@@ -61,6 +62,20 @@ def enrolled_key(record: Record | None) -> Callable[[str], str]:
             return ""
         enrolled = record.enrolled.get(peer_id)
         return enrolled.key if enrolled is not None and not enrolled.observer else ""
+
+    return key
+
+
+def enrolment(record: Record | None) -> Callable[[str], str]:
+    """Return what says for which key (SHA-256) a member was enrolled last; '': that is not known here.
+
+    For an observer that is none. Of the evicted, too: their last contributions may be on the way when they are.
+    """
+    known = record.enrolled if record is not None else {}
+
+    def key(peer_id: str) -> str:
+        enrolled = known.get(peer_id)
+        return "" if enrolled is None else _NO_KEY if enrolled.observer else enrolled.key
 
     return key
 

@@ -16,7 +16,8 @@ class AuditConfig:
 
     # Peers sign their contributions with the key of their certificate, and the coordinator keeps a signed log: who contributed
     # what to each commit, what it counted for, and what came out. `edit-coordinator audit verify` checks it. Each
-    # update brings its peer a receipt; a peer stops when one does not fit what it has sent, or seen of the log before.
+    # update brings its peer a receipt; a peer stops when one does not fit what it has sent, or seen of the log before. In a
+    # swarm every member keeps the log, the owners of parts sign its entries, and `edit-peer swarm audit verify` checks it.
     enabled: bool = False
     # Of so many outer steps, the last ones, the coordinator keeps the contributions as they were sent. `edit-coordinator audit
     # replay` merges them once more and compares the result with the log.

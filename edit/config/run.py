@@ -354,8 +354,13 @@ class RunConfig:
         """Raise ConfigError where no log can be kept."""
         if not self.audit.enabled:
             return
-        rule = "must be false with [swarm]: there is no coordinator that keeps the log; swarm.verify has updates verified there"
-        require(self.swarm is None, "audit.enabled", True, rule)
+        if self.swarm is not None:
+            rule = 'must be false with outer.algorithm = "gossip": there are no outer steps that all members take'
+            require(self.outer.algorithm == "mean", "audit.enabled", True, rule)
+            rule = "must be 0 with audit.enabled in a swarm: a signature is of one round"
+            require(self.rounds.max_staleness == 0, "rounds.max_staleness", self.rounds.max_staleness, rule)
+            rule = "must be 0 with [swarm]: nobody has the contributions to all parts; swarm.verify has updates computed again"
+            require(not self.audit.keep_contributions, "audit.keep_contributions", self.audit.keep_contributions, rule)
         rule = "must be false with aggregators.addresses: one log is kept, of one aggregator"
         require(not self.aggregators.addresses, "audit.enabled", True, rule)
         if kept := self.audit.keep_contributions:
@@ -719,6 +724,15 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
     NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES[1:] if rule != "centered_clip")),
     NoEffect("audit", {"cosign"}, "audit.enabled", (False,)),
+    NoEffect(
+        "audit",
+        {"cosign"},
+        "audit.enabled",
+        (True,),
+        instead="[swarm]: each entry is signed, and every member keeps the log",
+        also=lambda config: config.swarm is not None,
+        beside="with `[swarm]`",
+    ),
     NoEffect("privacy", _keys(PrivacyConfig, "level"), "privacy.level", ("none",)),
     NoEffect("privacy", {"denominator", "accept_noise"}, "privacy.level", ("example",)),
     NoEffect("privacy", {"sampling", "unit"}, "privacy.level", ("organisation",)),

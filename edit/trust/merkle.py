@@ -32,11 +32,34 @@ class MerkleTree:
 
     def __init__(self, leaf_hashes: Iterable[bytes] = ()) -> None:
         self._levels: list[bytearray] = [bytearray()]  # [k]: of the full subtrees with 2^k leaves, from the left
+        self._unknown: list[int] = [0]  # [k]: how many of these, the first ones, are not kept
         for each in leaf_hashes:
             self.append(each)
 
+    @classmethod
+    def after(cls, size: int, peaks: Sequence[bytes]) -> MerkleTree:
+        """Return a tree of `size` leaves that are not known themselves: it grows, and says its root from there on.
+
+        peaks: as `peaks` returned them of the whole tree. Raises ValueError for another number of them, or no hashes.
+        """
+        levels = [level for level in reversed(range(size.bit_length())) if size >> level & 1]
+        if len(levels) != len(peaks) or any(len(each) != HASH_BYTES for each in peaks):
+            raise ValueError(f"not the {len(levels)} full subtrees of {size} leaves")
+        tree, known = cls(), dict(zip(levels, peaks, strict=True))
+        tree._levels = [bytearray(known.get(level, b"")) for level in range(max(1, size.bit_length()))]
+        tree._unknown = [(size >> level) - (level in known) for level in range(len(tree._levels))]
+        return tree
+
     def __len__(self) -> int:
-        return len(self._levels[0]) // HASH_BYTES
+        return self._count(0)
+
+    @property
+    def peaks(self) -> tuple[bytes, ...]:
+        """The hashes of the largest full subtrees that all leaves are in, from the left: about log2(n)."""
+        size = len(self)
+        return tuple(
+            self._full(level, (size >> level) - 1) for level in reversed(range(size.bit_length())) if size >> level & 1
+        )
 
     def append(self, leaf: bytes) -> None:
         """Add a leaf, given by its hash (`leaf_hash`)."""
@@ -46,21 +69,22 @@ class MerkleTree:
         while True:
             if level == len(self._levels):
                 self._levels.append(bytearray())
+                self._unknown.append(0)
             self._levels[level] += added
-            count = len(self._levels[level]) // HASH_BYTES
+            count = self._count(level)
             if count % 2:
                 return
             added = _node(self._full(level, count - 2), self._full(level, count - 1))
             level += 1
 
     def leaf(self, index: int) -> bytes:
-        """Return the hash of a leaf. Raises IndexError."""
+        """Return the hash of a leaf. Raises IndexError, also where it is not known."""
         if not 0 <= index < len(self):
             raise IndexError(f"leaf {index} of {len(self)}")
         return self._full(0, index)
 
     def root(self, size: int | None = None) -> bytes:
-        """Return the root of the first `size` leaves; None: of all. Raises IndexError."""
+        """Return the root of the first `size` leaves; None: of all. Raises IndexError, also where they are not known."""
         size = self._checked(len(self) if size is None else size)
         return self._subtree(0, size) if size else EMPTY_ROOT
 
@@ -106,8 +130,13 @@ class MerkleTree:
             raise IndexError(f"the first {size} of {len(self)} leaves")
         return size
 
+    def _count(self, level: int) -> int:
+        return self._unknown[level] + len(self._levels[level]) // HASH_BYTES
+
     def _full(self, level: int, index: int) -> bytes:
-        return bytes(self._levels[level][index * HASH_BYTES : (index + 1) * HASH_BYTES])
+        if (place := index - self._unknown[level]) < 0:
+            raise IndexError(f"the leaves {index << level} to {((index + 1) << level) - 1} are not known")
+        return bytes(self._levels[level][place * HASH_BYTES : (place + 1) * HASH_BYTES])
 
     def _subtree(self, begin: int, end: int) -> bytes:
         """Return the hash over leaves begin to end - 1, where begin is a multiple of a power of two not below end - begin."""

@@ -319,6 +319,60 @@ def export(
     operate("export", home, "--out", out, "--format", form, *(["--averaged"] if averaged else []))
 
 
+audit = typer.Typer(
+    no_args_is_help=True,
+    context_settings=SHORT_HELP,
+    help="Verify, sum up or copy the audit log that this member keeps of each part (docs/audit.md).",
+)
+app.add_typer(audit, name="audit")
+
+
+@audit.command()
+def verify(
+    home: HomeOption = Path("edit-peer"),
+    hashes: Annotated[
+        bool, typer.Option("--hashes", help="Leave out the signatures of contributions, which take nearly all of the time.")
+    ] = False,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Verify the signatures of this many commits of each part, drawn at random.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Verify the logs in --home: every entry, its owner's signature, the signatures of contributions, the chain of digests.
+
+    It needs no connection, and --home may be a folder that an export has written. Two members have the same log of a part where
+    their lines `head` are the same. Exit codes: 0 all hold together; 2 one does not, and the entry is named.
+
+    Example: edit-peer swarm audit verify --home a
+    """
+    more = [*(["--hashes"] if hashes else []), *(["--sample", sample] if sample else []), *(["--json"] if as_json else [])]
+    operate("audit", "verify", home, *more)
+
+
+@audit.command()
+def usage(
+    home: HomeOption = Path("edit-peer"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Verify the logs, and show what each peer contributed to each part by them.
+
+    Example: edit-peer swarm audit usage --home a
+    """
+    operate("audit", "usage", home, *(["--json"] if as_json else []))
+
+
+@audit.command("export")
+def export_logs(
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    home: HomeOption = Path("edit-peer"),
+) -> None:
+    """Verify the logs and copy them, for somebody else to verify: give that folder to `verify` as --home.
+
+    Example: edit-peer swarm audit export my-audit --home a
+    """
+    operate("audit", "export", home, out)
+
+
 @app.command()
 def web(
     home: HomeOption = Path("edit-peer"),

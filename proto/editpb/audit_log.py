@@ -9,6 +9,8 @@ before it (RFC 6962), its `kind` and the `time` (unix seconds) by the coordinato
     consent    a peer's site consents to this configuration, signed with the peer's key
     approval   an approver approves a change of this configuration to another one, signed with the approver's key
     commit     one outer step: what was contributed, with signatures, the verdicts, and the digests before and after it
+
+In a swarm there is a log of each part, and no key of it: the owner of the part signs each entry (`editpb.part_entries`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
 from edit.trust.signatures import is_signed
 from editpb.approvals import ApprovalRules
 from editpb.consents import check_consent
+from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import Approval, ConfigChange, Configuration, Consent, ContributionHeader, DataStatement, SeenHead
+from editpb.owner_signatures import check_owner
 from editpb.signed_contributions import boxes_digest, config_digest, contribution_statement
 
 if TYPE_CHECKING:  # torch, which whoever verifies need not load
@@ -49,6 +53,8 @@ __all__ = [
     "Usage",
     "approval_entry",
     "approval_in",
+    "check_length",
+    "claimed_privacy",
     "commit_entry",
     "config_entry",
     "continued_entry",
@@ -200,6 +206,23 @@ def commit_entry(
         **({} if privacy is None else {"privacy": dict(privacy)}),
         **({} if taken_with is None else {"in_force": dict(taken_with)}),
     }  # fmt: skip
+
+
+def claimed_privacy(config: RunConfig) -> dict[str, object] | None:
+    """Return what an entry says of the bound that each peer keeps for itself, where there is one."""
+    privacy = config.privacy
+    if not privacy.of_examples:
+        return None
+    most = {"epsilon_max": privacy.epsilon_max, "delta": privacy.delta}
+    return {"level": privacy.level, "unit": privacy.unit, **most}
+
+
+def check_length(line: bytes, entry: _Entry) -> None:
+    """Raise RefusedError for the entry of a commit that is too long to be read by others; it says who contributes the most."""
+    if len(line) > MAX_ENTRY_BYTES:  # honest ones have a few hundred bytes for each shard of a fragment
+        parts = {peer: len(given["parts"]) for peer, given in entry["contributions"].items()}
+        most = max(sorted(parts), key=lambda peer: parts[peer])
+        raise RefusedError(f"the entry of the audit log would be too long: {most} contributes {parts[most]} shards; evict it")
 
 
 def fragment_entry(record: MergeRecord, staged: Staged) -> _Entry:
@@ -384,6 +407,8 @@ class LogVerifier:
         self.key, self._signatures, self._authorities = key, signatures, authorities
         self.tree = MerkleTree()
         self.run_id, self.outer_step, self.digest, self.commits, self.verified = "", 0, "", 0, 0
+        self.part: int | None = None  # of a swarm, whose log it is; None: of a run with a coordinator
+        self.before = 0  # entries that are not here, but known by the hashes that the tree goes on from
         self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
         self.usage: dict[str, Usage] = {}
         self.consents: dict[str, Consent] = {}  # by peer: the last one
@@ -401,6 +426,9 @@ class LogVerifier:
         index = len(self.tree)
         try:
             entry = parse_canonical(line)
+            if not self.run_id and isinstance(entry, dict) and entry.get("kind") == "begins":
+                self._begin(entry)
+                return entry
             if not isinstance(entry, dict) or entry["index"] != index:
                 raise ValueError(f"is not number {index}")
             if entry["root"] != self.tree.root().hex():
@@ -475,11 +503,23 @@ class LogVerifier:
             raise LogFault(f"the cosigned head of {size} entries: {error}") from error
         return size, tuple(sorted(each.name for each in signed if each != self.key))
 
+    def _begin(self, entry: _Entry) -> None:
+        """Take what a log of a part says of the entries before its first one."""
+        self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
+        self.before = self.outer_step + 1
+        self.tree = MerkleTree.after(self.before, [bytes.fromhex(each) for each in entry["peaks"]])
+        self.part, self.run_id = int(entry["part"]), str(entry["run_id"])
+        self._config, self._schema_hash = str(entry["config_digest"]), str(entry["schema_hash"])
+
     def _genesis(self, entry: _Entry) -> None:
-        said = NoteKey.parse(entry["key"])
-        if self.key is not None and said != self.key:
-            raise LogFault(f"entry 0: the log says that its key is {said.text()}, the given one is {self.key.text()}")
-        self.key, self.run_id, self._schema_hash = said, str(entry["run_id"]), str(entry["schema_hash"])
+        if "part" in entry:
+            self.part = int(entry["part"])
+        else:
+            said = NoteKey.parse(entry["key"])
+            if self.key is not None and said != self.key:
+                raise LogFault(f"entry 0: the log says that its key is {said.text()}, the given one is {self.key.text()}")
+            self.key = said
+        self.run_id, self._schema_hash = str(entry["run_id"]), str(entry["schema_hash"])
         self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
         self._take_config(entry)
 
@@ -531,6 +571,10 @@ class LogVerifier:
             raise ValueError(f"leads from elsewhere than outer step {self.outer_step}, digest {self.digest[:12]}")
         if entry["config_digest"] != self._config:
             raise ValueError("was made under another configuration than the log's")
+        if self.part is not None:
+            if entry["part"] != self.part:
+                raise ValueError(f"is of part {entry['part']}, the log of part {self.part}")
+            check_owner(self.run_id, entry)
         self.outer_step, self.digest = entry["outer_step"], str(entry["after"])
         self.commits += 1
         contributed: dict[int, set[str]] = {}

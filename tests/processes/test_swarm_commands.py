@@ -131,8 +131,11 @@ def swarm(path: Path, **named: Any) -> Iterator[Swarm]:
 
 
 def test_three_commands_train_and_one_of_them_is_killed(tmp_path: Path) -> None:
-    """Two train and one only hosts; who joined is killed with its host, and the others go on to the same bits, and end."""
-    with swarm(tmp_path, outer_steps=30, start_peers=2) as members:
+    """Two train and one only hosts; who joined is killed with its host, and the others go on to the same bits, and end.
+
+    Their audit logs are the same, too.
+    """
+    with swarm(tmp_path, outer_steps=30, start_peers=2, sections={"audit": {"enabled": True}}) as members:
         a = members.start()
         a.until("owns part")
         c = members.host("c")
@@ -150,6 +153,10 @@ def test_three_commands_train_and_one_of_them_is_killed(tmp_path: Path) -> None:
         for part in range(2):
             one, other = (replica.snapshot() for replica in members.states(part, "a", "c"))
             assert one.metadata["outer_step"] == 30 and same(one, other)
+            logs = [(tmp_path / name / f"part-{part}" / "audit-log.jsonl").read_bytes() for name in "ac"]
+            assert logs[0] == logs[1] and len(logs[0].splitlines()) == 31
+        verified = CliRunner().invoke(aggregator.swarm.commands.app, ["audit", "verify", str(tmp_path / "c")])
+        assert verified.exit_code == 0 and verified.stdout.count("30 commits, each signed by the part's owner") == 2
         assert any(one.metadata["digest"][:12] in line for line in a.lines)
         held, at_c = exported(tmp_path, "a"), exported(tmp_path, "c")
         assert held.keys() == at_c.keys() and all(torch.equal(held[name], at_c[name]) for name in held)

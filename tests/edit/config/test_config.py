@@ -537,13 +537,30 @@ def test_a_peer_that_is_silent_is_lost_sooner_in_a_swarm() -> None:
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ({"swarm": {}}, r"audit\.enabled = True: must be false with \[swarm\]"),
+        (
+            {"swarm": {"parts": 1}, "outer": {"algorithm": "gossip"}, "penalty": {"enabled": False}},
+            r"audit\.enabled = True: must be false with outer\.algorithm = \"gossip\"",
+        ),
+        ({"swarm": {}, "rounds": {"max_staleness": 1}}, r"rounds\.max_staleness = 1: must be 0 with audit\.enabled in a swarm"),
         ({"aggregators": {"addresses": ["b:1"]}}, r"audit\.enabled = True: must be false with aggregators\.addresses"),
     ],
 )
 def test_an_audit_log_is_refused_where_nobody_would_keep_it(other: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         RunConfig.from_mapping({"audit": {"enabled": True}, **other})
+
+
+@pytest.mark.parametrize(
+    ("audit", "why"),
+    [
+        ({"keep_contributions": 2}, r"audit\.keep_contributions = 2: must be 0 with \[swarm\]"),
+        ({"cosign": True}, r"audit\.cosign has no effect with \[swarm\]: each entry is signed"),
+    ],
+)
+def test_what_a_swarms_log_has_no_use_for_is_refused(audit: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        RunConfig.from_mapping({"audit": {"enabled": True, **audit}, "swarm": {}})
+    assert RunConfig.from_mapping({"audit": {"enabled": True}, "swarm": {}}).audit.enabled
 
 
 def test_a_run_without_an_audit_has_the_configuration_that_it_had_before_there_was_one() -> None:

@@ -37,6 +37,7 @@ from edit.lab.council.replicated import same
 from edit.merging.outer_state import OuterState
 from edit.records import Commit
 from edit.rounds import events
+from edit.trust.signatures import Signer
 from editpb.identity import Identity
 from editpb.messages import ContributionHeader
 from editpb.signed_contributions import ContributionSigner, signs
@@ -175,6 +176,7 @@ class Hosts:
             limit=self.limits.get(peer_id, UNLIMITED),
             authority=open_authority(path),
             certificate=OwnCertificate(path, identity, self.unix) if self.renews else None,
+            signer=Signer(key) if self.config.audit.enabled else None,
             relayed=RelayedPort(relay, path, identity) if relay else None,
         )
         await host.start()

@@ -1,0 +1,602 @@
+"""The audit log of a swarm: each member keeps it, and holds no update whose entry is wrong; all have the same bytes."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import os
+import shutil
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aggregator.storage import checkpoint
+from aggregator.storage.journal import Disk, replay_segments
+from aggregator.swarm.commands import app
+from aggregator.swarm.replication import Claimed, carry_out
+from edit.config.run import RunConfig
+from edit.council import events as ev
+from edit.council.record import update_id
+from edit.errors import ConfigError, StorageError
+from edit.lab.council.parts_on_disk import RUN
+from edit.lab.council.replicated import same
+from edit.trust.canonical import canonical, parse_canonical
+from edit.trust.signatures import Signer
+from editpb.audit_log import LogFault, LogVerifier
+from editpb.limits import MAX_ENTRY_BYTES
+from editpb.messages import SeenHead
+from tests.aggregator.storage.test_audit_log import Killed, MortalDisk
+from tests.aggregator.swarm.test_verification import PEERS, contribute
+from tests.support.council.audited import AUDITED, AuditedMember, record_of
+from tests.support.council.hosts import Hosts, hosts
+from tests.support.keys import member_key
+from tests.support.loops import run_held
+from tests.support.served import TOML
+
+Entry = dict[str, Any]
+
+
+def verified(log: bytes) -> LogVerifier:
+    verifier = LogVerifier()
+    for line in log.splitlines():
+        verifier.take(line)
+    return verifier
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[AuditedMember, AuditedMember]:
+    """The owner, and another member; both have taken an outer step."""
+    owner, other = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b").found()
+    offer = owner.offer()
+    owner.take(offer)
+    assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
+    other.replica.adopt(offer.update.id)
+    return owner, other
+
+
+# -- what an owner may say -----------------------------------------------------------------------------------------------------
+
+
+def of_fragment(name: str, value: Any) -> Callable[[Entry], None]:
+    return lambda entry: entry["fragments"][1].update({name: value})
+
+
+def another_share(entry: Entry) -> None:
+    entry["fragments"][0]["verdicts"]["p"][2] = (0.75).hex()
+
+
+def without_a_contribution(entry: Entry) -> None:
+    del entry["contributions"]["q"]
+
+
+def in_a_part(place: int, value: Any) -> Callable[[Entry], None]:
+    def change(entry: Entry) -> None:
+        entry["contributions"]["q"]["parts"][0][place] = value
+
+    return change
+
+
+def forged(entry: Entry) -> None:
+    signature = Signer(member_key()).sign(b"anything")
+    entry["contributions"]["q"]["parts"][0][12] = base64.b64encode(signature).decode()
+
+
+def of_a_stranger(entry: Entry) -> None:
+    entry["contributions"]["q"]["key"] = base64.b64encode(Signer(member_key()).public_key).decode()
+
+
+def twice(entry: Entry) -> None:
+    parts = entry["contributions"]["q"]["parts"]
+    parts.append(parts[0])
+
+
+LIES: list[tuple[Callable[[Entry], Any], str]] = [
+    (lambda entry: entry.update(after="0" * 64), "after: it says otherwise than was computed here"),
+    (lambda entry: entry.update(before="0" * 64), "before: it says otherwise"),
+    (lambda entry: entry.update(outer_step=3), "outer_step: it says otherwise"),
+    (lambda entry: entry.update(index=True), "index: it says otherwise"),
+    (lambda entry: entry.update(root="0" * 64), "root: it says otherwise"),
+    (lambda entry: entry.update(owner="b"), "owner: it says otherwise"),
+    (lambda entry: entry.update(grant=2), "grant: it says otherwise"),
+    (lambda entry: entry.update(part=1), "part: it says otherwise"),
+    (lambda entry: entry.update(config_digest="0" * 64), "config_digest: it says otherwise"),
+    (lambda entry: entry.update(reason="nobody came"), "reason: it says otherwise"),
+    (another_share, "verdicts of fragment 0: it says otherwise"),
+    (of_fragment("update", "0" * 64), "update of fragment 1: it says otherwise"),
+    (of_fragment("merged_norm", (1.0).hex()), "merged_norm of fragment 1: it says otherwise"),
+    (lambda entry: entry["fragments"].pop(), "fragments: it says otherwise"),
+    (without_a_contribution, "of q it has a verdict on fragment 0 or a contribution to it, not both"),
+    (in_a_part(6, 11), "the contribution of q to fragment 0: q has not signed what the entry says"),
+    (in_a_part(8, 6), "q has not signed what the entry says"),
+    (in_a_part(1, False), "a shard of a contribution has the rank False"),
+    (in_a_part(2, 1), "the contribution of q to fragment 0 is to another round than was merged"),
+    (in_a_part(12, ""), "q has not signed what the entry says"),
+    (forged, "q has not signed what the entry says"),
+    (of_a_stranger, "it names a key of q that it is not enrolled for"),
+    (twice, "the contribution of q to fragment 0 is there twice"),
+    (lambda entry: entry.update(missing=["c", "b"]), "its missing is not in order"),
+    (lambda entry: entry.update(unmerged=["no name"]), "its unmerged is no list of members"),
+    (lambda entry: entry.update(time=-1), "its time is no time"),
+    (lambda entry: entry.update(more=1), "it has not the fields of the commit of a part"),
+    (lambda entry: entry.update(reason="x" * MAX_ENTRY_BYTES), f"at most {MAX_ENTRY_BYTES} are read"),
+]
+
+
+@pytest.mark.parametrize(("lie", "why"), LIES)
+def test_no_update_is_held_whose_entry_is_wrong(
+    two: tuple[AuditedMember, AuditedMember], lie: Callable[[Entry], Any], why: str
+) -> None:
+    owner, other = two
+    before = other.logs
+    wrong = owner.offer(2, lambda entry: lie(entry) and None)
+    answer = carry_out(other.replica, ev.Hold(wrong.update), offer=wrong)
+    assert isinstance(answer, ev.Failed) and answer.is_wrong, "so its owner loses the part when enough say so"
+    assert answer.reason.startswith("part 0: outer step 2: the owner's entry of the audit log: ") and why in answer.reason
+    assert other.replica.state.held is None and other.logs == before
+    right = owner.offer(3)
+    assert carry_out(other.replica, ev.Hold(right.update), offer=right) == ev.Held(right.update)
+
+
+def test_no_update_is_held_whose_entry_its_owner_has_not_signed(two: tuple[AuditedMember, AuditedMember]) -> None:
+    owner, other = two
+    stranger = owner.offer(2, key=member_key())
+    answer = carry_out(other.replica, ev.Hold(stranger.update), offer=stranger)
+    assert isinstance(answer, ev.Failed) and answer.is_wrong
+    assert "it names a key of a that it is not enrolled for" in answer.reason
+    manifest = json.loads(owner.offer(2).manifest)
+    changed = {**parse_canonical(manifest["audit"].encode()), "unmerged": ["b"]}  # the signature is of another entry
+    for audit, why in (
+        (canonical(changed).decode(), "it is not signed by a, who owned the part"),
+        (manifest["audit"] + " ", "not canonical JSON"),
+        ("[]", "it has not the fields of the commit of a part"),
+        ("[" * 100_000, "nested too deeply"),
+    ):
+        offer, text = owner.offer(2), json.dumps({**manifest, "audit": audit}).encode()
+        found = update_id(RUN, 0, 2, offer.update.base, text, offer.hashes)
+        offer = replace(offer, manifest=text, update=replace(offer.update, id=found, digest=found))
+        answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
+        assert isinstance(answer, ev.Failed) and answer.is_wrong and why in answer.reason
+    for lacking in (["audit"], ["audit", "theta"]):
+        offer = owner.offer(2)
+        text = json.dumps({name: each for name, each in manifest.items() if name not in lacking}).encode()
+        found = update_id(RUN, 0, 2, offer.update.base, text, offer.hashes)
+        offer = replace(offer, manifest=text, update=replace(offer.update, id=found, digest=found))
+        answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
+        assert isinstance(answer, ev.Failed) and answer.is_wrong and "not a manifest" in answer.reason
+
+
+@pytest.mark.parametrize("changed", [{"round_id": 1}, {"outer_step": 0}, {"run_id": "other"}, {"schema_hash": "0" * 64}])
+def test_what_was_signed_for_something_else_is_no_contribution(
+    two: tuple[AuditedMember, AuditedMember], changed: dict[str, Any]
+) -> None:
+    """An owner that puts an earlier contribution into its entry once more, as it was signed, or as if it were of now."""
+    owner, other = two
+    for place in (2, 3):
+        wrong = owner.offer(2, in_a_part(place, {2: 2, 3: 1}[place]), headers=changed)
+        answer = carry_out(other.replica, ev.Hold(wrong.update), offer=wrong)
+        assert isinstance(answer, ev.Failed) and answer.is_wrong
+        assert "is to another round than was merged" in answer.reason or "has not signed" in answer.reason
+
+
+def test_what_cannot_be_told_yet_is_not_held_against_the_owner(two: tuple[AuditedMember, AuditedMember]) -> None:
+    owner, other = two
+    offer = owner.offer(2)
+    enrolled = {peer_id: each for peer_id, each in record_of().enrolled.items() if peer_id != "q"}
+    for record, why in (
+        (None, "is of another grant"),
+        (replace(record_of(), parts=(replace(record_of().parts[0], grant=2),)), "is of another grant"),
+        (
+            replace(record_of(), enrolled=enrolled),
+            "the enrolment of q, whom an entry of the audit log names, is not known here",
+        ),
+    ):
+        other.record = record  # type: ignore[assignment]
+        answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
+        assert isinstance(answer, ev.Failed) and not answer.is_wrong and why in answer.reason
+    observer = replace(record_of().enrolled["q"], observer=True)
+    other.record = record_of(q=observer)
+    answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
+    assert isinstance(answer, ev.Failed) and answer.is_wrong, "who only looks on contributes nothing"
+    other.record = replace(record_of(), evicted={"q": "late"})
+    assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
+
+
+def test_a_contribution_that_names_a_signed_head_of_the_log_is_refused(two: tuple[AuditedMember, AuditedMember]) -> None:
+    """There is none; and what a member checks of an entry has no place for it."""
+    owner, other = two
+    offer = owner.offer(2, headers={"seen": SeenHead(1, bytes(32), bytes(64))})
+    answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
+    assert isinstance(answer, ev.Failed) and answer.is_wrong and "is no contribution" in answer.reason
+
+
+# -- on disk -------------------------------------------------------------------------------------------------------------------
+
+
+QUICK = Disk(fsync=lambda descriptor: None)
+
+
+def journal_of(folder: Path, outer_step: int) -> list[str]:
+    """The entries of the outer steps that are taken; what is held only is not."""
+    committed = replay_segments(checkpoint.segments(folder), 0)
+    return [each.audit for each in committed if each.outer_step <= outer_step]
+
+
+@pytest.mark.parametrize("how", ["before", "middle", "after"])
+def test_killed_at_any_write_the_log_is_the_journal_after_the_next_start(tmp_path: Path, how: str) -> None:
+    config = replace(AUDITED, storage=replace(AUDITED.storage, checkpoint_every=100))
+    owner = AuditedMember(tmp_path / "a", disk=QUICK, config=config).found()
+    shutil.copytree(tmp_path / "a", tmp_path / "founded")
+    offers = []
+    for step in (1, 2, 3):
+        offers.append(owner.offer(step))
+        owner.take(offers[-1])
+    whole, died, killed = owner.logs[0], 0, True
+    for calls in range(100):
+        folder, mortal = tmp_path / str(calls), MortalDisk(calls, how)
+        shutil.copytree(tmp_path / "founded", folder)
+        try:
+            dying = AuditedMember(folder, disk=Disk(write=mortal.write, fsync=mortal.fsync), config=config)
+        except Killed:
+            died += 1
+            continue
+        killed = False
+        try:
+            for offer in offers[:2]:
+                dying.take(offer)
+        except Killed:
+            killed = True
+        dying.store.close()
+        again = AuditedMember(folder, disk=QUICK, config=config)
+        step = again.replica.state.outer_step
+        assert journal_of(folder, step) == whole.decode().splitlines()[1 : step + 1]
+        assert again.logs == {0: b"".join(whole.splitlines(keepends=True)[: step + 1])}
+        for offer in offers:
+            again.take(offer)
+        assert again.logs == {0: whole} and same(again.replica.snapshot(), owner.replica.snapshot())
+        again.store.close()
+        if not killed:
+            break
+        died += 1
+    assert died > 12 and not killed
+
+
+def test_while_the_log_cannot_be_written_nothing_further_is_held_and_nothing_is_lost(tmp_path: Path) -> None:
+    full = False
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if full and b'"kind":"commit"' in bytes(data) and data[:1] == b"{":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+    owner = AuditedMember(tmp_path / "a").found()
+    member = AuditedMember(tmp_path / "b", "b", Disk(write=write)).found()
+    offers = []
+    for step in (1, 2):
+        offers.append(owner.offer(step))
+        owner.take(offers[-1])
+    full = True
+    member.take(offers[0])
+    assert member.replica.state.outer_step == 1 and len(member.logs[0].splitlines()) == 1
+    for _ in range(2):
+        answer = carry_out(member.replica, ev.Hold(offers[1].update), offer=offers[1])
+        assert isinstance(answer, ev.Failed) and not answer.is_wrong and "audit-log.jsonl: cannot be written" in answer.reason
+    full = False
+    member.take(offers[1])
+    assert member.logs == owner.logs
+    member = member.again()
+    assert member.logs == owner.logs
+
+
+DAMAGES: list[tuple[Callable[[bytes], bytes], str]] = [
+    (lambda text: text[: text.rindex(b"\n", 0, -1) + 1], "no audit log has the 3 entries"),
+    (lambda text: text.replace(b'"reason":"all in"', b'"reason":"all On"', 1), "no audit log has the 3 entries"),
+    (lambda text: text.replace(b'"kind":"genesis"', b'"kind":"genesiS"', 1), "no audit log has the 3 entries"),
+    (lambda text: text.replace(b'"kind":"genesis"', b'"kind" :"genesis"', 1), "its first line is damaged"),
+    (lambda text: text.replace(b'"config_digest":"', b'"config_digest":"0', 1), "was begun with other settings"),
+    (lambda text: b"", "no audit log has the 3 entries"),
+]
+
+
+@pytest.mark.parametrize(("damage", "why"), DAMAGES)
+def test_a_log_that_was_changed_while_nobody_looked_stops_the_start(
+    tmp_path: Path, damage: Callable[[bytes], bytes], why: str
+) -> None:
+    owner = AuditedMember(tmp_path / "a").found()
+    for step in (1, 2):  # a checkpoint every 2 steps
+        owner.take(owner.offer(step))
+    owner.store.close()
+    path = tmp_path / "a" / "audit-log.jsonl"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises((StorageError, ConfigError), match=why):
+        AuditedMember(tmp_path / "a")
+
+
+def test_a_member_that_takes_a_snapshot_says_from_where_on_it_has_the_log(tmp_path: Path) -> None:
+    owner, member = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b")
+    fetch = ev.Fetch(0, 0, owner.replica.state.digest, owner.replica.state.digest, "a", True)
+    assert isinstance(carry_out(member.replica, fetch, source=owner), ev.Applied)
+    assert member.logs == owner.logs, "of the founding it can tell what the log begins with"
+    for step in (1, 2, 3):
+        offer = owner.offer(step)
+        owner.take(offer)
+        if step == 1:
+            member.take(offer)
+    state = owner.replica.state
+    fetch = ev.Fetch(0, state.outer_step, state.digest, state.digest, "a", True)
+    assert isinstance(carry_out(member.replica, fetch, source=owner), ev.Applied)
+    assert [*member.logs] == [0, 4] and member.replica.claimed() == owner.replica.claimed(), "the head is in the state's digest"
+    member = member.again()
+    for step in (4, 5, 6):
+        offer = owner.offer(step)
+        owner.take(offer)
+        member.take(offer)
+    whole, later = owner.logs[0].splitlines(), member.logs[4].splitlines()
+    assert later[1:] == whole[4:] and member.logs[0].splitlines() == whole[:2]
+    log = verified(member.logs[4])
+    assert (log.before, log.outer_step, log.commits, log.verified) == (4, 6, 3, 12)
+    assert log.tree.root() == verified(owner.logs[0]).tree.root()
+    assert verified(member.logs[0]).outer_step == 1
+    member = member.again()
+    assert member.replica.claimed() == owner.replica.claimed()
+
+
+def test_a_snapshot_of_what_is_here_already_goes_on_with_the_same_log(tmp_path: Path) -> None:
+    """As a member takes one whose parameters are damaged in memory, and not on disk."""
+    owner, member = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b").found()
+    offer = owner.offer()
+    owner.take(offer)
+    member.take(offer)
+    fetch = ev.Fetch(0, 1, offer.update.id, offer.update.id, "a", True)
+    assert isinstance(carry_out(member.replica, fetch, source=owner), ev.Applied)
+    offer = owner.offer(2)
+    owner.take(offer)
+    member.take(offer)
+    assert member.logs == owner.logs and member.again().logs == owner.logs
+
+
+@pytest.mark.parametrize("killed", ["before the log", "after the log"])
+def test_killed_while_it_takes_a_snapshot_a_member_goes_on_from_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    owner, member = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b").found()
+    for step in (1, 2, 3, 4, 5):
+        offer = owner.offer(step)
+        owner.take(offer)
+        if step < 3:
+            member.take(offer)
+    before, state = member.logs, owner.replica.state
+
+    def dies(*arguments: Any, **named: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        if killed == "before the log":
+            patched.setattr(member.log, "_make", dies)
+        else:
+            patched.setattr(checkpoint, "save", dies)
+        with pytest.raises(Killed):
+            carry_out(member.replica, ev.Fetch(0, 5, state.digest, state.digest, "a", True), source=owner)
+    member = member.again()
+    assert member.replica.state.outer_step == 2 and member.logs == before
+    assert isinstance(
+        carry_out(member.replica, ev.Fetch(0, 5, state.digest, state.digest, "a", True), source=owner), ev.Applied
+    )
+    assert [*member.logs] == [0, 6] and member.replica.claimed() == owner.replica.claimed()
+    offer = owner.offer(6)
+    owner.take(offer)
+    member.take(offer)
+    assert member.logs[6].splitlines()[1:] == owner.logs[0].splitlines()[6:]
+
+
+def test_a_log_of_an_earlier_lineage_is_kept_beside_the_one_that_takes_its_place(tmp_path: Path) -> None:
+    """After a recovery: what a lost majority agreed on is followed by another outer step than here."""
+    owner, member = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b")
+    for step in (1, 2):
+        owner.take(owner.offer(step))
+    state = owner.replica.state
+    fetch = ev.Fetch(0, 2, state.digest, state.digest, "a", True)
+    assert isinstance(carry_out(member.replica, fetch, source=owner), ev.Applied)
+    member.take(member.offer(9))
+    lost = member.logs[3]
+    owner.take(owner.offer(3))
+    state = owner.replica.state
+    fetch = ev.Fetch(0, 3, state.digest, state.digest, "a", True)
+    assert isinstance(carry_out(member.replica, fetch, source=owner), ev.Applied)
+    assert [*member.logs] == [3, 4] and member.logs[3] == lost
+    member = member.again()
+    assert member.replica.claimed() == owner.replica.claimed() and verified(member.logs[4]).outer_step == 3
+
+
+@pytest.mark.parametrize("peaks", [[], ["00"], ["0" * 64, "1" * 64], "no list", None, [1], ["0" * 64] * 65])
+def test_a_snapshot_whose_head_cannot_be_is_not_taken(tmp_path: Path, peaks: Any) -> None:
+    owner, member = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b").found()
+    owner.take(owner.offer())
+    snapshot = owner.replica.snapshot
+    lies = lambda: replace(snapshot(), metadata={**snapshot().metadata, "audit": peaks})  # noqa: E731
+    owner.replica.snapshot = lies  # type: ignore[method-assign]
+    owner.replica.claimed = lambda: replace(claimed, digest=lies().digest)  # type: ignore[method-assign]
+    state = owner.replica.state
+    claimed = Claimed(state.outer_step, state.digest, "")
+    answer = carry_out(member.replica, ev.Fetch(0, 1, state.digest, state.digest, "a", True), source=owner)
+    assert isinstance(answer, ev.Failed) and "audit log" in answer.reason
+    assert member.replica.state.outer_step == 0
+    assert member.again().replica.state.outer_step == 0
+
+
+def test_an_agreed_update_whose_entry_does_not_fit_is_replaced_by_a_snapshot(two: tuple[AuditedMember, AuditedMember]) -> None:
+    """A quorum has held what this member would not: it goes on with the others, and its log does not say that it saw that."""
+    owner, other = two
+    wrong = owner.offer(2, another_share)
+    owner.replica._proposed = wrong.update.id  # the owner holds what its own engine has made
+    owner.take(wrong)
+    state = owner.replica.state
+    assert isinstance(
+        carry_out(other.replica, ev.Fetch(0, 2, state.digest, state.digest, "a", False), source=owner), ev.Applied
+    )
+    assert other.replica.state == state and [*other.logs] == [0, 3]
+    assert other.logs[0].splitlines() == owner.logs[0].splitlines()[:2] and len(other.logs[3].splitlines()) == 1
+
+
+# -- verifying it --------------------------------------------------------------------------------------------------------------
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    app(["audit", *map(str, words)], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner = AuditedMember(tmp_path / "home" / "part-0").found()
+    for step in (1, 2, 3):
+        owner.take(owner.offer(step))
+    owner.store.close()
+    log, home = verified(owner.logs[0]), tmp_path / "home"
+    said = command(capsys, "verify", home)
+    assert f"run {RUN}\n" in said
+    assert "part 0: 3 commits, each signed by the part's owner, 12 signatures of contributions: verified" in said
+    assert f"head        4 entries, root {log.tree.root().hex()}" in said
+    assert "left out" in command(capsys, "verify", home, "--hashes")
+    assert "(those of 2 commits, drawn at random)" in command(capsys, "verify", home, "--sample", 2)
+    with pytest.raises(ConfigError, match="--sample: has no effect with --hashes"):
+        command(capsys, "verify", home, "--hashes", "--sample", 2)
+    (values,) = json.loads(command(capsys, "verify", home, "--json"))
+    assert (values["part"], values["commits"], values["before"], values["outer_step"]) == (0, 3, 0, 3)
+    (values,) = json.loads(command(capsys, "usage", home, "--json"))
+    assert values["peers"]["p"]["outer_steps"] == 3 and values["peers"]["q"]["tokens"] == 30
+    assert values["peers"]["c"]["missing"] == 3
+    assert "part 0, outer steps 1 to 3" in command(capsys, "usage", home)
+    assert "audit-log.jsonl: 3 commits, outer step 3" in command(capsys, "export", home, tmp_path / "copy")
+    assert (tmp_path / "copy" / "part-0" / "audit-log.jsonl").read_bytes() == owner.logs[0]
+    assert "3 commits" in command(capsys, "verify", tmp_path / "copy")
+    with pytest.raises(ConfigError, match="has no audit log"):
+        command(capsys, "verify", tmp_path)
+    path = tmp_path / "copy" / "part-0" / "audit-log.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"reason":"all in"', b'"reason":"all On"', 1))
+    with pytest.raises(LogFault, match=r"audit-log\.jsonl: entry 1: it is not signed by a, who owned the part"):
+        command(capsys, "verify", tmp_path / "copy", "--hashes")
+    path.parent.rename(tmp_path / "copy" / "part-1")
+    with pytest.raises(LogFault, match="entry 1"):
+        command(capsys, "verify", tmp_path / "copy")
+
+
+def test_every_byte_of_the_log_matters_and_the_entry_is_named(tmp_path: Path) -> None:
+    """Some of them here; more of the last entry, which no later root is of."""
+    owner = AuditedMember(tmp_path / "a", disk=QUICK).found()
+    for step in (1, 2):
+        owner.take(owner.offer(step))
+    log = owner.logs[0]
+    ends = [i for i, byte in enumerate(log) if byte == ord("\n")]
+    for place in {*range(0, len(log), 41), *range(ends[-2], ends[-1], 9)} - {*ends}:
+        entry = sum(end < place for end in ends)
+        changed = bytearray(log)
+        changed[place] ^= 1
+        with pytest.raises(LogFault) as caught:
+            verifier = LogVerifier(signatures=False)
+            for line in bytes(changed).split(b"\n")[:-1]:
+                verifier.take(line)
+        assert any(f"entry {each}" in str(caught.value) for each in (entry, entry + 1)), (place, str(caught.value))
+
+
+# -- hosts ---------------------------------------------------------------------------------------------------------------------
+
+
+def config(verify: int = 0, start: int = 2) -> RunConfig:
+    values: dict[str, Any] = tomllib.loads(TOML.format(start=start, quorum=start))
+    del values["server"]
+    values["outer"] = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+    return RunConfig.from_mapping({**values, "audit": {"enabled": True}, "swarm": {"parts": 1, "verify": verify}})
+
+
+async def grown(swarm: Hosts, members: str = "abc") -> None:
+    swarm.closed = True
+    swarm.found(members[0])
+    await swarm.start(members[0])
+    await swarm.until(lambda: swarm.leader == members[0], passes=1.0)
+    await swarm.enrol(*members[1:], *PEERS)
+    for peer_id in members[1:]:
+        await swarm.start(peer_id)
+    await swarm.until(lambda: swarm.settled(members), passes=1.0)
+
+
+async def take_step(swarm: Hosts, step: int) -> None:
+    await contribute(swarm, step)
+    await swarm.until(lambda: swarm.steps() == dict.fromkeys(swarm.running, step), passes=1.0)
+    assert len(swarm.taken[0, step]) == 1 and swarm.same()
+
+
+def log_of(swarm: Hosts, peer_id: str) -> bytes:
+    return (swarm.folder(peer_id).part(0) / "audit-log.jsonl").read_bytes()
+
+
+def test_all_members_have_the_same_log_when_owners_are_killed_in_between(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=config()) as swarm:
+            await grown(swarm, "abcd")
+            owners = []
+            for step in (1, 2, 3, 4):
+                await take_step(swarm, step)
+                owners.append(swarm.record.parts[0].owner)
+                if step == 2:
+                    await swarm.stop(owners[-1])
+                    await swarm.until(lambda: swarm.owner() is not None, passes=1.0)
+            await swarm.start(owners[1])
+            await swarm.until(lambda: swarm.steps() == dict.fromkeys("abcd", 4), passes=1.0)
+            await take_step(swarm, 5)
+            found = log_of(swarm, "a")
+            assert all(log_of(swarm, peer_id) == found for peer_id in "bcd"), "from the genesis on, byte for byte"
+            log = verified(found)
+            assert (log.outer_step, log.commits, log.part, log.before) == (5, 5, 0, 0)
+            assert log.verified == 5 * 2 * len(PEERS) and log.usage["p"].outer_steps == 5
+            assert {log.digest} == swarm.taken[0, 5]
+            signers = [parse_canonical(line)["owner"] for line in found.splitlines()[1:]]
+            assert signers[:2] == owners[:2] and signers[2] != signers[1]
+
+    run_held(body())
+
+
+def test_it_goes_with_members_that_verify(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=config(verify=1)) as swarm:
+            await grown(swarm)
+            await swarm.until(lambda: len(swarm.record.parts[0].verifiers) == 1, passes=1.0)
+            for step in (1, 2):
+                await take_step(swarm, step)
+            assert log_of(swarm, "a") == log_of(swarm, "b") == log_of(swarm, "c")
+            assert verified(log_of(swarm, "a")).commits == 2
+
+    run_held(body())
+
+
+def test_an_owner_whose_entry_is_wrong_is_named_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=config()) as swarm:
+            await grown(swarm)
+            await take_step(swarm, 1)
+            owner = swarm.record.parts[0].owner
+            store = swarm.running[owner].parts[0].replica._engine
+            assert store is not None and store._entries is not None
+            commit = store._entries.commit
+
+            def lie(outer: Any, records: Any, staged: Any, contributions: Any, **more: Any) -> str:
+                """It leaves q out, though q's contribution is in the update."""
+                less = {i: [each for each in headers if each.peer_id != "q"] for i, headers in contributions.items()}
+                return commit(outer, records, staged, less, **more)
+
+            monkeypatch.setattr(store._entries, "commit", lie)
+            await contribute(swarm, 2)
+            await swarm.until(lambda: swarm.record.parts[0].owner != owner, passes=1.0)
+            said = [text for _, text in swarm.running[swarm.leader]._notices]
+            why = "of q it has a verdict on fragment 0 or a contribution to it, not both"
+            assert any(f"part 0, owned by {owner}: " in text and why in text for text in said), said
+            assert swarm.record.parts[0].outer_step == 1
+            await take_step(swarm, 2)
+            assert log_of(swarm, "a") == log_of(swarm, "b") == log_of(swarm, "c")
+
+    run_held(body())

@@ -1,0 +1,162 @@
+"""Members of a swarm with an audit log, without hosts: one part, its owner's offers, and what others make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from aggregator.storage.journal import Disk
+from aggregator.storage.part_log import PartLog
+from aggregator.storage.state_folder import part_logs
+from aggregator.storage.store import Store
+from aggregator.swarm.offers import Offer
+from aggregator.swarm.owner_entries import OwnerEntries
+from aggregator.swarm.replication import Claimed, PartReplica, PartSnapshot
+from edit.config.run import RunConfig
+from edit.council.record import Enrolled, Member, Part, Record
+from edit.errors import RemoteProtocolError
+from edit.lab.council.parts_on_disk import RUN, outer_state
+from edit.merging.merge import Measured, measure
+from edit.merging.outer_state import MergeRecord, OuterState
+from edit.trust.canonical import canonical, parse_canonical
+from edit.trust.signatures import Signer, key_hash
+from editpb.messages import ContributionHeader
+from editpb.owner_signatures import signed_by_owner
+from editpb.signed_contributions import ContributionSigner
+from tests.support.council.replicated_table import CONFIG
+from tests.support.encoded import encode
+from tests.support.keys import member_key
+
+AUDITED = RunConfig.from_mapping({**CONFIG, "audit": {"enabled": True}, "swarm": {"parts": 1}})
+KEYS = {peer_id: member_key() for peer_id in ("a", "b", "c", "p", "q")}
+GRANT = 1
+
+
+def record_of(**enrolled: Enrolled) -> Record:
+    """What all have agreed on: a owns the part."""
+    known = {peer_id: Enrolled("1" * 32, key_hash(Signer(key).public_key)) for peer_id, key in KEYS.items()}
+    return Record(
+        run_id=RUN,
+        lineage=1,
+        term=1,
+        version=1,
+        members={peer_id: Member(incarnation=1) for peer_id in "abc"},
+        voters=("a#1", "b#1", "c#1"),
+        parts=(Part(owner="a", grant=GRANT, outer_step=0, digest="0" * 64),),
+        enrolled=known | enrolled,
+    )
+
+
+class AuditedMember:
+    """A replica in a folder. disk: of its journal and its log."""
+
+    def __init__(
+        self, folder: Path, peer_id: str = "a", disk: Disk | None = None, config: RunConfig = AUDITED, part: int = 0
+    ) -> None:
+        self.folder, self.peer_id, self.config, self.record = folder, peer_id, config, record_of()
+        self.log = PartLog(folder, RUN, part, config, disk)
+        self.store = Store(folder, config, RUN, disk, part_log=self.log)
+        self.replica = PartReplica(RUN, part, config, self.store, record=lambda: self.record)
+
+    def found(self) -> AuditedMember:
+        self.replica.found(outer_state(self.config, 0))
+        return self
+
+    def again(self, disk: Disk | None = None) -> AuditedMember:
+        """After a stop, or a kill."""
+        self.store.close()
+        return AuditedMember(self.folder, self.peer_id, disk, self.config)
+
+    @property
+    def logs(self) -> dict[int, bytes]:
+        """The bytes of each log, by its first entry."""
+        return {first: path.read_bytes() for first, path in part_logs(self.folder)}
+
+    def offer(
+        self,
+        round_id: int = 1,
+        change: Callable[[dict[str, Any]], Any] = lambda entry: None,
+        key: bytes = KEYS["a"],
+        headers: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Offer:
+        """What the owner of the part offers next.
+
+        Args:
+            change: changes the entry of the log, or returns another one, before the owner signs it.
+            key: that it signs with.
+            headers: changes of the contributions' headers, before their peers sign them.
+        """
+        outer = self.replica.outer
+        records, signed = merged(outer, round_id, self.config, headers)
+        entries = OwnerEntries(self.log, RUN, 0, GRANT, self.config, "a", Signer(key), lambda: 1.7e9)
+        line = entries.commit(
+            outer,
+            records,
+            outer.stage_all(records, None, {}),
+            signed,
+            round_id=round_id,
+            outer_step=outer.outer_step + 1,
+            reason="all in",
+            missing=("c",),
+            injected=None,
+        )
+        entry = parse_canonical(line.encode())
+        changed = change(entry) or entry
+        if canonical(changed) != line.encode():
+            rest = {name: each for name, each in changed.items() if name not in ("key", "signature")}
+            line = signed_by_owner(RUN, rest, Signer(key)).decode()
+        return self.replica.offer(GRANT, round_id, "all in", 30, records, line)
+
+    def take(self, offer: Offer) -> None:
+        """Hold and adopt it, as far as that is not done: the members have agreed on it."""
+        if self.replica.state.outer_step < offer.update.outer_step:
+            if self.replica.state.held != offer.update:
+                self.replica.hold(offer, agreed=True)
+            self.replica.adopt(offer.update.id)
+
+    # -- as a source of others -----------------------------------------------------------------------------------------------
+
+    def kept(self, part: int, outer_step: int, update_id: str) -> Offer:
+        return self.replica.kept(outer_step, update_id)
+
+    def snapshot(self, part: int) -> PartSnapshot:
+        return self.replica.snapshot()
+
+    def confirm(self, part: int, claimed: Claimed) -> None:
+        if claimed != self.replica.claimed():
+            raise RemoteProtocolError("it is another state")
+
+
+def merged(
+    outer: OuterState, round_id: int, config: RunConfig, changed: Mapping[str, Any]
+) -> tuple[list[MergeRecord], dict[int, list[ContributionHeader]]]:
+    """What p and q have contributed to a round, as it is merged, and their signed headers."""
+    generator, records, signed = torch.Generator().manual_seed(round_id), [], dict[int, list[ContributionHeader]]()
+    for fragment in outer.schema.fragments:
+        measured, i = [], fragment.fragment_id
+        for peer_id in ("p", "q"):
+            payload = encode("fp32", 0.1 * torch.randn(fragment.numel, generator=generator))
+            measured.append(Measured(peer_id, 2, 10, measure(payload), payload))
+            header = ContributionHeader(
+                run_id=RUN,
+                round_id=round_id,
+                outer_step=outer.outer_step,
+                peer_id=peer_id,
+                fragment_id=i,
+                schema_hash=outer.schema.schema_hash,
+                inner_steps=2,
+                tokens=10,
+                codec="fp32",
+                numel=fragment.numel,
+                total_bytes=4 * fragment.numel,
+            )
+            header = replace(header, **changed)
+            sign = ContributionSigner(KEYS[peer_id], config, lambda header=header: header.seen)
+            signed.setdefault(i, []).append(sign(header, memoryview(payload.data)))
+        records.append(outer.record(outer.reduce(i, measured)))
+    return records, signed
