@@ -13,13 +13,14 @@
 
 Nobody signs a head: each entry is signed by the owner of the part, with the root of all entries before it.
 
-Used by the part's thread, or by the engine's while that one waits for it.
+Used by the part's thread, and by the engine's: what is kept is appended by one of them at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 
 from aggregator.storage.journal import Disk
 from aggregator.storage.line_file import LineFile
@@ -49,6 +50,7 @@ class PartLog:
         self._tree = MerkleTree()
         self._file: LineFile | None = None
         self._pending: list[bytes] = []  # lines that are still to be appended
+        self._appending = Lock()
 
     @property
     def tree(self) -> MerkleTree:
@@ -127,11 +129,12 @@ class PartLog:
 
     def flush(self) -> None:
         """Append what is kept. Raises StorageError: what is left is kept."""
-        while self._pending:
-            if self._file is None:
-                raise LocalProtocolError("the audit log of a part was not read")
-            self._file.append(self._pending[0])
-            self._tree.append(leaf_hash(self._pending.pop(0)))
+        with self._appending:
+            while self._pending:
+                if self._file is None:
+                    raise LocalProtocolError("the audit log of a part was not read")
+                self._file.append(self._pending[0])
+                self._tree.append(leaf_hash(self._pending.pop(0)))
 
     def close(self) -> None:
         """Close the file."""

@@ -39,7 +39,7 @@ from edit.plain_text import parse_json
 from edit.records import Commit
 from editpb.audit_log import Signed
 from editpb.limits import one_line
-from editpb.part_entries import EntryFault, ExpectedEntry, check_entry
+from editpb.part_entries import EntryFault, ExpectedEntry, check_entry, named_signatures
 from editpb.signed_contributions import config_digest, verified_by_others
 
 __all__ = ["Claimed", "Fetching", "PartReplica", "PartSnapshot", "Source", "Wanted", "carry_out"]
@@ -254,6 +254,8 @@ class PartReplica:
         theirs = offer.merged(outer)
         if theirs.round_id != contributed.round_id:
             raise RemoteProtocolError(f"{what} is of round {theirs.round_id}, its contributions of {contributed.round_id}")
+        if self._store.part_log is not None and named_signatures(theirs.audit.encode()) != contributed.signatures:
+            raise RemoteProtocolError(f"{what}: its entry of the audit log names other contributions than it was merged from")
         records = tuple(outer.record(outer.reduce(i, contributed.fragments[i])) for i in outer.due)
         tokens = {one.fragment_id: weighted_tokens(one, contributed.tokens[one.fragment_id]) for one in records}
         mine = Round(theirs.round_id, theirs.reason, outer.digest, records, theirs.audit)  # which `hold` checks

@@ -52,6 +52,7 @@ class Contributed:
     fragments: Mapping[int, tuple[Measured, ...]]
     round_id: int
     tokens: Mapping[int, Mapping[str, int]]  # by fragment and peer
+    signatures: Mapping[tuple[int, str, int], bytes]  # of each shard, by fragment, peer and rank
 
 
 def enrolled_key(record: Record | None) -> Callable[[str], str]:
@@ -179,7 +180,9 @@ class Verification:
             if len(found) < self._quorum:
                 raise RemoteProtocolError(f"fragment {fragment_id}: {len(found)} contributions, the quorum is {self._quorum}")
         tokens = {i: {one.peer_id: one.tokens for one in found} for i, found in fragments.items()}
-        return Contributed({i: tuple(found) for i, found in fragments.items()}, self._round_id, tokens)
+        headers = [shard.header for shard in self._shards]
+        signatures = {(each.fragment_id, each.peer_id, each.rank): each.signature for each in headers}
+        return Contributed({i: tuple(found) for i, found in fragments.items()}, self._round_id, tokens, signatures)
 
     def close(self) -> None:
         """Let go of all bytes."""

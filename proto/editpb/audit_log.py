@@ -435,6 +435,8 @@ class LogVerifier:
                 raise LogFault(f"entry {index - 1} was changed, or one before it, or what entry {index} says of them")
             if (entry["kind"] == "genesis") != (index == 0):
                 raise ValueError("the first entry is a log's genesis, and no other is")
+            if self.part is not None and entry["kind"] != "commit":
+                raise ValueError(f"is of the kind {entry['kind']}, and only commits are in the log of a swarm's part")
             match entry["kind"]:
                 case "genesis":
                     self._genesis(entry)

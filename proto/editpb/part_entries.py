@@ -23,7 +23,7 @@ from editpb.limits import MAX_ENTRY_BYTES, MAX_VERDICTS, is_id
 from editpb.owner_signatures import check_owner
 from editpb.signed_contributions import config_digest
 
-__all__ = ["EntryFault", "ExpectedEntry", "begins_line", "begun_with", "check_entry", "genesis_line"]
+__all__ = ["EntryFault", "ExpectedEntry", "begins_line", "begun_with", "check_entry", "genesis_line", "named_signatures"]
 
 # What an entry has that a member cannot compute; it checks what it can of that.
 _CLAIMED = {"time", "missing", "unmerged", "contributions", "key", "signature"}
@@ -97,6 +97,18 @@ def check_entry(line: bytes, expected: ExpectedEntry) -> None:
     except DAMAGE as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise EntryFault(f"the owner's entry of the audit log: {why}") from error
+
+
+def named_signatures(line: bytes) -> dict[tuple[int, str, int], bytes]:
+    """Return the signature of each shard that an entry names, by fragment, peer and rank. Raises EntryFault."""
+    try:
+        return {
+            (part["fragment"], peer, part["rank"]): base64.b64decode(part["signature"], validate=True)
+            for peer, given in parse_canonical(line)["contributions"].items()
+            for part in map(_part, given["parts"])
+        }
+    except DAMAGE as error:
+        raise EntryFault(f"the owner's entry of the audit log: {error}") from error
 
 
 def _check_says(entry: Any, expected: ExpectedEntry) -> None:

@@ -17,23 +17,30 @@ import pytest
 
 from aggregator.storage import checkpoint
 from aggregator.storage.journal import Disk, replay_segments
+from aggregator.storage.state_folder import part_logs
 from aggregator.swarm.commands import app
 from aggregator.swarm.replication import Claimed, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
-from edit.council.record import update_id
+from edit.council.record import Update, update_id
 from edit.errors import ConfigError, StorageError
 from edit.lab.council.parts_on_disk import RUN
 from edit.lab.council.replicated import same
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.signatures import Signer
-from editpb.audit_log import LogFault, LogVerifier
+from editpb.audit_log import LogFault, LogVerifier, config_entry, consent_entry, continued_entry, entry_line
+from editpb.consents import signed_consent
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import SeenHead
+from editpb.part_entries import begins_line
+from editpb.signed_contributions import ContributionSigner, config_digest
 from tests.aggregator.storage.test_audit_log import Killed, MortalDisk
+from tests.aggregator.swarm.test_takeover import EITHER, LOST
 from tests.aggregator.swarm.test_verification import PEERS, contribute
-from tests.support.council.audited import AUDITED, AuditedMember, record_of
+from tests.support.council.audited import AUDITED, KEYS, AuditedMember, AuditedTable, record_of
 from tests.support.council.hosts import Hosts, hosts
+from tests.support.council.replicated_table import ReplicatedTable
+from tests.support.council.table import LEASE_S
 from tests.support.keys import member_key
 from tests.support.loops import run_held
 from tests.support.served import TOML
@@ -442,6 +449,47 @@ def test_an_agreed_update_whose_entry_does_not_fit_is_replaced_by_a_snapshot(two
     assert other.logs[0].splitlines() == owner.logs[0].splitlines()[:2] and len(other.logs[3].splitlines()) == 1
 
 
+# -- owners that are killed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", LOST + EITHER)
+def test_whatever_point_an_owner_is_killed_at_all_members_have_the_same_log(
+    tmp_path: Path, point: Callable[[ReplicatedTable], Update]
+) -> None:
+    table = AuditedTable(tmp_path)
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    table.go_on()
+    point(table)
+    table.cut = set()
+    table.run(3 * LEASE_S)
+    table.go_on()
+    table.start("a")
+    table.run(2 * LEASE_S)
+    table.go_on(2)
+    table.check_equal()
+
+
+def test_a_member_that_missed_many_steps_has_the_rest_of_the_log_and_one_that_missed_few_all_of_it(tmp_path: Path) -> None:
+    table = AuditedTable(tmp_path)
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    table.go_on()
+    table.kill("b")
+    table.go_on(3)
+    table.start("b")
+    table.run(LEASE_S)
+    table.kill("e")
+    table.go_on(5)
+    table.start("e")
+    table.run(LEASE_S)
+    assert table.fetched == {"updates": 3, "snapshot": 1}
+    table.go_on()
+    table.check_equal()
+    assert [first for first, _ in part_logs(tmp_path / "b" / "part-0")] == [0]
+    assert [first for first, _ in part_logs(tmp_path / "e" / "part-0")] == [0, 10]
+
+
 # -- verifying it --------------------------------------------------------------------------------------------------------------
 
 
@@ -486,22 +534,46 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
         command(capsys, "verify", tmp_path / "copy")
 
 
-def test_every_byte_of_the_log_matters_and_the_entry_is_named(tmp_path: Path) -> None:
-    """Some of them here; more of the last entry, which no later root is of."""
-    owner = AuditedMember(tmp_path / "a", disk=QUICK).found()
-    for step in (1, 2):
-        owner.take(owner.offer(step))
-    log = owner.logs[0]
+@pytest.mark.parametrize("whole", [True, False], ids=["from the genesis", "after a snapshot"])
+def test_every_byte_of_the_log_matters_and_the_entry_is_named(tmp_path: Path, whole: bool) -> None:
+    """Some of them here; more of the first line, and of the last entry, which no later root is of."""
+    owner, member = AuditedMember(tmp_path / "a", disk=QUICK).found(), AuditedMember(tmp_path / "b", "b", QUICK)
+    for step in (1, 2, 3, 4):
+        offer = owner.offer(step)
+        owner.take(offer)
+        if step == 2:
+            fetch = ev.Fetch(0, 2, offer.update.id, offer.update.id, "a", True)
+            assert isinstance(carry_out(member.replica, fetch, source=owner), ev.Applied)
+        if step > 2:
+            member.take(offer)
+    log, before = (owner.logs[0], 0) if whole else (member.logs[3], 2)
     ends = [i for i, byte in enumerate(log) if byte == ord("\n")]
-    for place in {*range(0, len(log), 41), *range(ends[-2], ends[-1], 9)} - {*ends}:
-        entry = sum(end < place for end in ends)
+    for place in {*range(0, len(log), 41), *range(0, ends[0], 7), *range(ends[-2], ends[-1], 9)} - {*ends}:
+        entry = before + sum(end < place for end in ends)
         changed = bytearray(log)
         changed[place] ^= 1
         with pytest.raises(LogFault) as caught:
-            verifier = LogVerifier(signatures=False)
+            verifier = LogVerifier(signatures=not whole)  # what a first line says of the model, contributions are signed for
             for line in bytes(changed).split(b"\n")[:-1]:
                 verifier.take(line)
-        assert any(f"entry {each}" in str(caught.value) for each in (entry, entry + 1)), (place, str(caught.value))
+        named = (entry, entry + 1, *((0,) if place < ends[0] else ()))  # of a first line that cannot be read no number is known
+        assert any(f"entry {each}" in str(caught.value) for each in named), (place, str(caught.value))
+
+
+def test_what_no_owner_has_signed_is_no_entry_of_a_parts_log(tmp_path: Path) -> None:
+    owner = AuditedMember(tmp_path / "a", disk=QUICK).found()
+    owner.take(owner.offer())
+    log = verified(owner.logs[0])
+    for entry in (
+        continued_entry(7, "0" * 64),
+        config_entry(RunConfig()),
+        consent_entry("p", signed_consent(RUN, "p", config_digest(AUDITED), "", Signer(KEYS["p"]))),
+    ):
+        with pytest.raises(LogFault, match=r"entry 2: is of the kind [a-z]+, and only commits are in the log"):
+            verified(owner.logs[0] + entry_line(log.tree, 1.7e9, entry))
+    begins = begins_line(RUN, 0, AUDITED, "0" * 64, 1, log.digest, log.tree.peaks)
+    with pytest.raises(LogFault, match="entry 2"):
+        verified(owner.logs[0] + begins)
 
 
 # -- hosts ---------------------------------------------------------------------------------------------------------------------
@@ -570,6 +642,34 @@ def test_it_goes_with_members_that_verify(tmp_path: Path) -> None:
                 await take_step(swarm, step)
             assert log_of(swarm, "a") == log_of(swarm, "b") == log_of(swarm, "c")
             assert verified(log_of(swarm, "a")).commits == 2
+
+    run_held(body())
+
+
+def test_an_owner_that_names_another_contribution_than_it_merged_is_found_out_by_who_verifies(tmp_path: Path) -> None:
+    """Peers sign a contribution anew when they send it again: both signatures are good, one of them is of what was merged."""
+
+    async def body() -> None:
+        async with hosts(tmp_path, config=config(verify=1)) as swarm:
+            await grown(swarm)
+            await swarm.until(lambda: len(swarm.record.parts[0].verifiers) == 1, passes=1.0)
+            await take_step(swarm, 1)
+            owner = swarm.record.parts[0].owner
+            store = swarm.running[owner].parts[0].replica._engine
+            assert store is not None and store._entries is not None
+            commit, sign = store._entries.commit, ContributionSigner(swarm.own("p")[0], swarm.config)
+
+            def lie(outer: Any, records: Any, staged: Any, contributions: Any, **more: Any) -> str:
+                (p, q), *others = contributions.values()
+                anew = sign(replace(p, attempt=p.attempt + 1), memoryview(b"anything else"))
+                return commit(outer, records, staged, dict(enumerate([(anew, q), *others])), **more)
+
+            store._entries.commit = lie  # type: ignore[method-assign]
+            await contribute(swarm, 2)
+            await swarm.until(lambda: swarm.record.parts[0].owner != owner, passes=1.0)
+            said = [text for _, text in swarm.running[swarm.leader]._notices]
+            assert any("its entry of the audit log names other contributions than it was merged from" in text for text in said)
+            await take_step(swarm, 2)
 
     run_held(body())
 

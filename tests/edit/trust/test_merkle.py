@@ -93,6 +93,37 @@ def test_consistency_is_proved_of_a_beginning_only(data: st.DataObject) -> None:
         assert not verify_consistency(old, new, wrong, old_root, new_root)
 
 
+@given(st.data())
+def test_a_tree_goes_on_from_the_hashes_of_full_subtrees_alone(data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, 70))
+    tree, later = tree_of(entries_of(70)), MerkleTree.after(size, tree_of(entries_of(size)).peaks)
+    assert len(later) == size and later.root() == tree.root(size) and later.peaks == tree_of(entries_of(size)).peaks
+    for entry in entries_of(70)[size:]:
+        later.append(leaf_hash(entry))
+    assert len(later) == 70 and later.root() == tree.root() and later.peaks == tree.peaks
+    if size < 70:
+        index = data.draw(st.integers(size, 69))
+        assert later.root(index) == tree.root(index) and later.leaf(index) == tree.leaf(index)
+        assert later.inclusion_proof(index, 70) == tree.inclusion_proof(index, 70)
+        assert later.consistency_proof(index, 70) == tree.consistency_proof(index, 70)
+
+
+def test_what_is_not_known_of_a_tree_is_an_error() -> None:
+    later = MerkleTree.after(6, tree_of(INPUTS[:6]).peaks)
+    for call in (lambda: later.leaf(0), lambda: later.leaf(5), lambda: later.root(5), lambda: later.inclusion_proof(2, 6)):
+        with pytest.raises(IndexError):
+            call()
+    for size, peaks in (
+        (5, later.peaks[:1]),
+        (6, later.peaks[:1]),
+        (6, (*later.peaks, bytes(32))),
+        (1, [b"no hash"]),
+        (0, [b""]),
+    ):
+        with pytest.raises(ValueError, match="not the"):
+            MerkleTree.after(size, peaks)
+
+
 def test_an_empty_tree_begins_every_other_and_only_under_its_own_root() -> None:
     tree = tree_of(INPUTS)
     assert verify_consistency(0, 8, (), EMPTY_ROOT, tree.root())

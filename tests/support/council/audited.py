@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,32 +15,35 @@ from aggregator.storage.journal import Disk
 from aggregator.storage.part_log import PartLog
 from aggregator.storage.state_folder import part_logs
 from aggregator.storage.store import Store
+from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.offers import Offer
 from aggregator.swarm.owner_entries import OwnerEntries
 from aggregator.swarm.replication import Claimed, PartReplica, PartSnapshot
 from edit.config.run import RunConfig
-from edit.council.record import Enrolled, Member, Part, Record
+from edit.council.record import Enrolled, Member, Part, Record, Update
 from edit.errors import RemoteProtocolError
-from edit.lab.council.parts_on_disk import RUN, outer_state
+from edit.lab.council.parts_on_disk import RUN, MemberDisk, outer_state
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import MergeRecord, OuterState
+from edit.records import Commit
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.signatures import Signer, key_hash
+from editpb.audit_log import LogVerifier
 from editpb.messages import ContributionHeader
 from editpb.owner_signatures import signed_by_owner
 from editpb.signed_contributions import ContributionSigner
-from tests.support.council.replicated_table import CONFIG
+from tests.support.council.replicated_table import CONFIG, ReplicatedTable
 from tests.support.encoded import encode
 from tests.support.keys import member_key
 
 AUDITED = RunConfig.from_mapping({**CONFIG, "audit": {"enabled": True}, "swarm": {"parts": 1}})
-KEYS = {peer_id: member_key() for peer_id in ("a", "b", "c", "p", "q")}
+KEYS = {peer_id: member_key() for peer_id in "abcdepq"}
+ENROLLED = {peer_id: Enrolled("1" * 32, key_hash(Signer(key).public_key)) for peer_id, key in KEYS.items()}
 GRANT = 1
 
 
 def record_of(**enrolled: Enrolled) -> Record:
     """What all have agreed on: a owns the part."""
-    known = {peer_id: Enrolled("1" * 32, key_hash(Signer(key).public_key)) for peer_id, key in KEYS.items()}
     return Record(
         run_id=RUN,
         lineage=1,
@@ -48,7 +52,7 @@ def record_of(**enrolled: Enrolled) -> Record:
         members={peer_id: Member(incarnation=1) for peer_id in "abc"},
         voters=("a#1", "b#1", "c#1"),
         parts=(Part(owner="a", grant=GRANT, outer_step=0, digest="0" * 64),),
-        enrolled=known | enrolled,
+        enrolled=ENROLLED | enrolled,
     )
 
 
@@ -91,20 +95,8 @@ class AuditedMember:
             key: that it signs with.
             headers: changes of the contributions' headers, before their peers sign them.
         """
-        outer = self.replica.outer
-        records, signed = merged(outer, round_id, self.config, headers)
-        entries = OwnerEntries(self.log, RUN, 0, GRANT, self.config, "a", Signer(key), lambda: 1.7e9)
-        line = entries.commit(
-            outer,
-            records,
-            outer.stage_all(records, None, {}),
-            signed,
-            round_id=round_id,
-            outer_step=outer.outer_step + 1,
-            reason="all in",
-            missing=("c",),
-            injected=None,
-        )
+        records, signed = merged(self.replica.outer, round_id, self.config, headers)
+        line = entry_of(self.replica.outer, records, signed, self.log, round_id, GRANT, self.config, "a", key)
         entry = parse_canonical(line.encode())
         changed = change(entry) or entry
         if canonical(changed) != line.encode():
@@ -160,3 +152,87 @@ def merged(
             signed.setdefault(i, []).append(sign(header, memoryview(payload.data)))
         records.append(outer.record(outer.reduce(i, measured)))
     return records, signed
+
+
+def entry_of(
+    outer: OuterState,
+    records: list[MergeRecord],
+    signed: Mapping[int, list[ContributionHeader]],
+    log: PartLog,
+    round_id: int,
+    grant: int,
+    config: RunConfig,
+    owner: str,
+    key: bytes,
+) -> str:
+    """What an owner writes of a merged round."""
+    entries = OwnerEntries(log, RUN, 0, grant, config, owner, Signer(key), lambda: 1.7e9)
+    staged = outer.stage_all(records, None, {})
+    step = outer.outer_step + 1
+    return entries.commit(
+        outer,
+        records,
+        staged,
+        signed,
+        round_id=round_id,
+        outer_step=step,
+        reason="all in",
+        missing=("c",),
+        injected=None,
+    )
+
+
+class _AuditedDisk(MemberDisk):
+    """The folder of one member, with a log."""
+
+    record: Callable[[], Record | None] = staticmethod(lambda: None)
+    log: PartLog
+
+    def open(self, parts: int, on_commit: Callable[[int, Commit], None]) -> list[PartReplica]:
+        self.killed_after, path = None, MemberFolder(self._folder).part(0)
+        disk = Disk(write=self._write, fsync=self._sync)
+        self.log = PartLog(path, RUN, 0, self._config, disk)
+        self._stores.append(Store(path, self._config, RUN, disk, part_log=self.log))
+        return [PartReplica(RUN, 0, self._config, self._stores[-1], partial(on_commit, 0), lambda: self.record())]
+
+
+class AuditedTable(ReplicatedTable):
+    """Councils around one table whose members keep an audit log."""
+
+    disk = _AuditedDisk
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        super().__init__(folder, config=AUDITED, enrolled=ENROLLED)
+
+    def _open(self, peer_id: str) -> PartReplica:
+        disk = self.members[peer_id]
+        assert isinstance(disk, _AuditedDisk)
+        disk.record = lambda: self.councils[peer_id].record
+        return super()._open(peer_id)
+
+    def merge(self, owner: str) -> Update:
+        record, replica, disk = self.councils[owner].record, self.replicas[owner], self.members[owner]
+        assert record is not None and isinstance(disk, _AuditedDisk)
+        self._seed += 1
+        grant = record.parts[0].grant
+        records, signed = merged(replica.outer, self._seed, self.config, {})
+        line = entry_of(replica.outer, records, signed, disk.log, self._seed, grant, self.config, owner, KEYS[owner])
+        return self.offer(owner, replica.offer(grant, self._seed, "all in", 30, records, line), records)
+
+    def check_equal(self) -> None:
+        """Compare the logs, too: what each member has of it is the same bytes, up to the same entry."""
+        super().check_equal()
+        found = {peer_id: part_logs(MemberFolder(self.folder / peer_id).part(0)) for peer_id in self.members}
+        lines = {peer_id: {i: path.read_bytes().splitlines() for i, path in logs} for peer_id, logs in found.items()}
+        whole = max((logs.get(0, []) for logs in lines.values()), key=len)
+        for logs in lines.values():
+            for first, there in logs.items():
+                entries = there[1:] if first else there
+                assert entries == whole[first : first + len(entries)]
+            last = max(logs)
+            assert last + len(logs[last]) - (last > 0) == len(whole)
+        log = LogVerifier()
+        for line in whole:
+            log.take(line)
+        assert log.commits == max(self.taken)

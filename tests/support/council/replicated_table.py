@@ -29,6 +29,8 @@ SETTINGS = RunConfig.from_mapping(CONFIG)
 class ReplicatedTable(Table):
     """See `Table`. One part. folder: of all members; changes: as there, and to the configuration."""
 
+    disk = MemberDisk
+
     def __init__(self, folder: Path, voters: str = "abcde", *, config: RunConfig = SETTINGS, **changes: Any) -> None:
         self.config = config
         self.taken: dict[int, set[str]] = {}  # the digests that members came to, by outer step
@@ -39,7 +41,7 @@ class ReplicatedTable(Table):
         self._own: dict[tuple[str, str], list[MergeRecord]] = {}
         self._seed = 0
         for peer_id in voters:
-            self.members[peer_id] = MemberDisk(folder / peer_id, self.config, Random(peer_id))
+            self.members[peer_id] = self.disk(folder / peer_id, self.config, Random(peer_id))
             self._open(peer_id).found(self.first_state())
             self.members[peer_id].crash()
         part = Part(owner="a", grant=1, outer_step=0, digest=self.first_state().digest)
