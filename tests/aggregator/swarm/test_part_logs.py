@@ -323,6 +323,21 @@ def test_a_log_that_was_changed_while_nobody_looked_stops_the_start(
         AuditedMember(tmp_path / "a")
 
 
+def test_a_log_that_was_lost_is_restored_from_another_member(tmp_path: Path) -> None:
+    owner, member = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b").found()
+    for step in (1, 2, 3):  # a checkpoint every 2 steps
+        offer = owner.offer(step)
+        owner.take(offer)
+        member.take(offer)
+    member.store.close()
+    (tmp_path / "b" / "audit-log.jsonl").unlink()
+    with pytest.raises(StorageError, match="no audit log has the 3 entries"):
+        AuditedMember(tmp_path / "b", "b")
+    lines = owner.logs[0].splitlines(keepends=True)
+    (tmp_path / "b" / "audit-log.jsonl").write_bytes(b"".join(lines[:3]))
+    assert AuditedMember(tmp_path / "b", "b").logs == owner.logs
+
+
 def test_a_member_that_takes_a_snapshot_says_from_where_on_it_has_the_log(tmp_path: Path) -> None:
     owner, member = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b")
     fetch = ev.Fetch(0, 0, owner.replica.state.digest, owner.replica.state.digest, "a", True)
