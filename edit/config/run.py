@@ -380,7 +380,7 @@ class RunConfig:
         if not self.governance.enabled:
             return
         who = self.governance.approvers
-        rule = "must be empty with [swarm]: there is no coordinator that keeps an audit log, in which approvals stand"
+        rule = "must be empty with [swarm]: its configuration is fixed when it is founded"
         require(self.swarm is None, "governance.approvers", who, rule)
         rule = (
             "must be empty with aggregators.addresses: there is no audit log of several aggregators, in which approvals stand"

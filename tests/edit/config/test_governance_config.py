@@ -54,7 +54,7 @@ def test_approvers_are_names_with_or_without_the_hash_of_a_key() -> None:
             {"governance": BOTH},
             "governance.approvers = ('basel', 'delft', 'oslo'): needs audit.enabled = true: approvals are entries of the",
         ),
-        ({"swarm": {}, "governance": BOTH}, "must be empty with [swarm]: there is no coordinator that keeps an audit log"),
+        ({"swarm": {}, "governance": BOTH}, "must be empty with [swarm]: its configuration is fixed"),
         (
             {"aggregators": {"addresses": ["b.example:7710"]}, "governance": BOTH},
             "must be empty with aggregators.addresses: there is no audit log of several aggregators",
