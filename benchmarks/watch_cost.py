@@ -8,7 +8,7 @@ event loop stands still and is moved on by hand: a second from each message to t
 is committed. What is measured is the CPU time of this process in the seconds with a message, less that in as many without;
 sending them is not part of it. The first messages, which are whole, are counted apart.
 
-With `--send` it is: a process beside this one watches over gRPC on loopback, and is told each two seconds, as a page is. It says
+With `--send` it is: a process beside this one watches over gRPC on loopback, told each two seconds, as a page is. It says
 of each message that it came, which is waited for and counted, too. A line is appended to benchmarks/results/page_cost.jsonl.
 """
 
