@@ -253,7 +253,7 @@ def _consent(settings: Mapping[str, object], coordinator: str) -> Leaving:
 
 def _said(settings: Mapping[str, object], name: str) -> str:
     """Return a setting's value, and its name."""
-    return f"{printable(str(settings[name]))} ({name})" if name in settings else f"as {name} says"
+    return f"{printable(str(settings[name]))} ({name})" if name in settings else f"({name})"
 
 
 def _size(status: RunStatus) -> str:

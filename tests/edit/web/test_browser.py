@@ -169,18 +169,25 @@ def test_nothing_that_others_wrote_is_run(browser: Any, live: LivePage, tmp_path
             assert tab.questions == [] and tab.faults == []
 
 
-def test_a_file_needs_nothing_else_and_fits_a_phone_in_light_and_dark(browser: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("run", "title"), [(busy_run(), "Collecting"), (finished_run(), "Finished")])
+def test_a_file_needs_nothing_else_and_fits_a_phone_in_light_and_dark(
+    browser: Any, tmp_path: Path, run: RunStatus, title: str
+) -> None:
+    """A run with a straggler, a rejected and a lost peer, and a finished one. The pictures stay in the test's folder."""
     report = tmp_path / "report.html"
-    report.write_text(render_page(finished_run()), encoding="utf-8")
+    report.write_text(render_page(run), encoding="utf-8")
     colours = set()
-    for viewport in (DESKTOP, PHONE):
+    for device, viewport in (("desktop", DESKTOP), ("phone", PHONE)):
         for scheme in ("light", "dark"):
             with Tab(browser, viewport=viewport, color_scheme=scheme, is_mobile=viewport is PHONE) as tab:
                 tab.page.goto(report.as_uri())
                 tab.page.locator("[data-chart=bytes] canvas").wait_for()
-                tab.page.locator("h1", has_text="Finished").wait_for()
+                tab.page.locator("h1", has_text=title).wait_for()
                 wide = tab.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
                 assert wide <= 0, f"{viewport['width']} pixels, {scheme}: {wide} too wide"
+                begins = tab.page.evaluate("[...document.querySelectorAll('.leaving td')].map(each => each.offsetLeft)")
+                assert len(set(begins)) == 1, "what is sent is one column"
                 colours.add(tab.page.evaluate("getComputedStyle(document.body).backgroundColor"))
+                tab.page.screenshot(path=tmp_path / f"{device}-{scheme}.png", full_page=True)
                 assert tab.asked == [report.as_uri()] and tab.faults == []
     assert len(colours) == 2
