@@ -30,7 +30,7 @@ from peers.identity.policy import changes, digest_of
 
 __all__ = ["Change", "approve", "ask_change"]
 
-_ANSWER_S = 20.0
+_ANSWER_S = 60.0  # the approval is written between two merges
 _T = TypeVar("_T")
 
 

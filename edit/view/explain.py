@@ -77,8 +77,9 @@ def leaving(
         seen_by="the operator; its name and state: every member",
         kept="the name and events: at the coordinator, for as long as its folder; the address: in its log",
     )
+    approval = (_approval(coordinator),) if settings.get("governance.approvers") else ()
     if role != "peer":
-        return (asked,)
+        return (*approval, asked)
     addresses = settings.get("aggregators.addresses")
     further = tuple(map(str, addresses)) if isinstance(addresses, list) else ()
     return (
@@ -88,6 +89,7 @@ def leaving(
         _heartbeat(settings, coordinator, hidden),
         _schema(coordinator),
         _consent(settings, coordinator),
+        *approval,
         asked,
     )
 
@@ -248,6 +250,19 @@ def _consent(settings: Mapping[str, object], coordinator: str) -> Leaving:
         seen_by="the operator; that there is one: every member"
         + ("; whoever gets the audit log or a copy of it" if audit else ""),
         kept="in the coordinator's audit log, which is not shortened" if audit else "in memory, until the coordinator stops",
+    )
+
+
+def _approval(coordinator: str) -> Leaving:
+    return Leaving(
+        what="where it is one of governance.approvers: its approvals of changed configurations, with digests of both, its "
+        "certificate and a signature",
+        to=coordinator,
+        form="SHA-256 and P-256, over mutual TLS",
+        how_often="with each call of edit-peer approve that approves",
+        size="about 1 kB",
+        seen_by="every member, and whoever gets the audit log or a copy of it",
+        kept="in the coordinator's audit log, which is not shortened",
     )
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "approval_of",
     "check_changes",
     "governance_of",
+    "same_settings",
     "signed_approval",
     "still_needed",
 ]
@@ -165,12 +166,12 @@ class ApprovalRules:
 def still_needed(before: Configuration, after: str, names: Collection[str]) -> int:
     """Return how many more approvals a change needs. after: the changed configuration. names: who has approved it."""
     governance = governance_of(before.text)
-    if not governance.enabled or _same(before.text, after):
+    if not governance.enabled or same_settings(before.text, after):
         return 0
     return max(0, governance.needed - len(names))
 
 
-def _same(before: str, after: str) -> bool:
+def same_settings(before: str, after: str) -> bool:
     """Return whether two configurations have the same settings, though versions of the software wrote them otherwise."""
     if before == after:
         return True
@@ -191,7 +192,7 @@ def check_changes(
 
     Raises RefusedError in one line.
     """
-    if not governance_of(known.text).enabled or _same(known.text, told.text):
+    if not governance_of(known.text).enabled or same_settings(known.text, told.text):
         return ()
     ours = f"configuration {known.number}, sha256:{known.digest}"
     if told.number <= known.number:

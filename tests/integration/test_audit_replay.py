@@ -96,6 +96,7 @@ def test_somebody_else_replays_a_copy_without_any_key_of_the_run(tmp_path: Path)
         "audit-log.head",
         "audit-log.jsonl",
         "audit-log.key",
+        "ca.pem",
         "contributions/step-00000003/fragment-00000",
         "contributions/step-00000003/fragment-00001",
         "outer/step-00000000.journal",

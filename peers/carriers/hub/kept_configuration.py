@@ -14,7 +14,7 @@ from cryptography import x509
 
 from edit.durable_files import read_json, write_json
 from edit.errors import ConfigError
-from editpb.approvals import ApprovalRules, check_changes, governance_of
+from editpb.approvals import ApprovalRules, check_changes, governance_of, same_settings
 from editpb.messages import ConfigChange, Configuration
 
 __all__ = ["KeptConfiguration"]
@@ -72,8 +72,12 @@ class KeptConfiguration:
         return check_changes(self._rules, self._known, told, changes) if self._known is not None else ()
 
     def keep(self, told: Configuration) -> None:
-        """Note that this peer takes part under a configuration that `check` has taken. Raises StorageError."""
-        if told == self._known or (self._known is None and not governance_of(told.text).enabled):
+        """Note that this peer takes part under a configuration that `check` has taken. Raises StorageError.
+
+        One with the same settings as the known one is not noted, whatever its number: that is only said.
+        """
+        known = self._known
+        if not governance_of(told.text).enabled if known is None else same_settings(known.text, told.text):
             return
         values = {"run_id": self._rules.run_id, "number": told.number, "config": told.text}
         write_json(self._path, values, version=_FORMAT)

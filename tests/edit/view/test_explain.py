@@ -171,3 +171,11 @@ def test_what_a_site_does_to_what_it_sends_is_told() -> None:
     assert "all without loss, step_s (protect.hide)" in by_what(told, "reports").what
     plain = leaving(configured(), "peer", AT)
     assert not any("protect" in entry.what for entry in plain)
+
+
+def test_who_may_approve_changes_is_told_what_an_approval_is() -> None:
+    for role in ("peer", "observer"):
+        told = leaving(configured(governance__approvers=["ann"]), role, AT)
+        assert "digests of both, its certificate and a signature" in by_what(told, "where it is one of governance.app").what
+        plain = leaving(configured(governance__approvers=[]), role, AT)
+        assert not any("governance" in each.what for each in plain)
