@@ -24,7 +24,7 @@ from torch import Tensor
 from aggregator.storage import checkpoint
 from aggregator.storage import published_updates as updates
 from aggregator.storage.audit_log import AuditLog
-from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay, replay_segments
+from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, Span, read_round, replay_segments, rounds_in
 from aggregator.storage.kept_contributions import KeptContributions
 from aggregator.storage.pending_injection import Injections
 from aggregator.storage.state_folder import StateFolder
@@ -72,6 +72,7 @@ class Store:
         self.injections = Injections(folder)
         self._folder, self._config, self._run_id, self._disk, self._restore = folder, config, run_id, disk, restore
         self._journal: Journal | None = None
+        self._written: dict[Path, Mapping[int, Span]] = {}  # where the rounds of the segments before it are, as far as is known
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # all that is done to it, in order
         self._writing: Future[None] | None = None
         self._noting: Future[None] | None = None
@@ -183,8 +184,23 @@ class Store:
         if self._noting is not None:
             self._noting.result()
         before = [(base, path) for base, path in checkpoint.segments(self._folder) if base < outer_step]
-        rounds = replay(before[-1][1], before[-1][0]) if before else ()
-        return next((each for each in rounds if each.outer_step == outer_step), None)
+        if not before:
+            return None
+        base, path = before[-1]
+        span = self._rounds_in(base, path).get(outer_step)
+        return read_round(path, span, outer_step) if span is not None else None
+
+    def _rounds_in(self, base: int, path: Path) -> Mapping[int, Span]:
+        """Return where the committed rounds of a segment are. One from before this process is read, once."""
+
+        def written() -> Mapping[int, Span] | None:
+            return dict(self._journal.rounds) if self._journal is not None and self._journal.path == path else None
+
+        if (now := self._writer.submit(written).result()) is not None:
+            return now
+        if path not in self._written:
+            self._written[path] = rounds_in(path, base)
+        return self._written[path]
 
     def applied(self, commit: Commit) -> None:
         """Publish a commit that is on disk, and note the digest that it led to: a recovery will have to come to the same."""
@@ -227,7 +243,7 @@ class Store:
     def replace(self, outer: OuterState) -> None:
         """Write a state that came from elsewhere, in place of the one here. Raises StorageError: `recover` is needed then."""
         self.close()
-        self._updates = {}
+        self._updates, self._written = {}, {}
         try:
             for path_of in (checkpoint.segment_of, checkpoint.updates_of):  # they follow, and led to, another state
                 path_of(self._folder, outer.outer_step).unlink(missing_ok=True)
@@ -250,6 +266,9 @@ class Store:
         before, self._journal = self._journal, journal
         if before is not None:
             before.close()
+            kept = {path for _, path in checkpoint.segments(self._folder)}
+            self._written = {path: rounds for path, rounds in self._written.items() if path in kept}
+            self._written[before.path] = before.rounds
 
     def _open_journal(self) -> Journal:
         if self._journal is None:
