@@ -40,12 +40,14 @@ from edit.errors import LocalProtocolError, StorageError
 from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord
 
-__all__ = ["CommittedRound", "Cut", "Disk", "Journal", "replay", "replay_segments"]
+__all__ = ["CommittedRound", "Cut", "Disk", "Journal", "Span", "read_round", "replay", "replay_segments", "rounds_in"]
 
 # 2: norm statistics of the detector "level", and the slots of buffers are gone; 3: its forecasts; 4: what was merged is
 # encoded, and a commit names the digest before it
 FORMAT = 4
 OLDER = (3,)  # formats that can be replayed, but not added to
+Span = tuple[int, int]
+"""Where in its segment a committed round begins, and ends with its commit, or its digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Journal:
         self._disk = disk
         self._outer_step = survey.outer_step
         self.format = survey.format
+        self.rounds = dict(survey.rounds)  # by the outer step that each leads to
         self._durable = survey.end  # the file up to here is on disk
         self._committed = survey.end  # what follows is cut off when its round is given up; a digest before it is kept
         self._end = survey.end  # the file up to here is whole
@@ -108,7 +111,7 @@ class Journal:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         except OSError as error:
             raise StorageError(f"{path}: cannot be created ({error.strerror})") from error
-        journal = cls(path, descriptor, disk, _Survey(0, base_outer_step, None, FORMAT, None))
+        journal = cls(path, descriptor, disk, _Survey(0, base_outer_step, None, FORMAT, None, {}))
         try:
             journal._begin(base_outer_step)
         except StorageError:
@@ -196,6 +199,7 @@ class Journal:
         self._append({**header, "fragments": sorted(self._fragments)})
         self._make_durable()
         self._outer_step, self._round_id, self._before_last = outer_step, 0, begins
+        self.rounds[outer_step] = begins, self._end
         self._fragments.clear()
 
     def append_digest(self, outer_step: int, digest: str) -> None:
@@ -204,12 +208,15 @@ class Journal:
             raise LocalProtocolError(f"journal: the digest of outer step {outer_step} after {self._outer_step}")
         self._append({"kind": "digest", "outer_step": outer_step, "digest": digest})
         self._committed, self._before_last = self._end, None
+        if outer_step in self.rounds:
+            self.rounds[outer_step] = self.rounds[outer_step][0], self._end
 
     def take_back(self) -> None:
         """Cut off the last commit, which was held only (rule 7); the next one leads to the same outer step."""
         if self._before_last is None:
             raise LocalProtocolError(f"journal: nothing is held after outer step {self._outer_step}")
         self._give_up_round()
+        del self.rounds[self._outer_step]
         self._outer_step -= 1
         self._durable = self._committed = self._before_last
         self._before_last = None
@@ -252,6 +259,9 @@ class Journal:
             self._disk.fsync(self._descriptor)
         except Exception as error:
             self._committed = self._durable  # after a failed fsync nothing since the last one can be trusted
+            if self._outer_step in self.rounds:  # its digest goes
+                begins, ends = self.rounds[self._outer_step]
+                self.rounds[self._outer_step] = begins, min(ends, self._durable)
             self._give_up_round()
             if isinstance(error, OSError):
                 raise StorageError(f"{self.path}: cannot be synced ({error.strerror})") from error
@@ -285,11 +295,35 @@ def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:
     Raises StorageError for damage, with file and offset, and for a segment of another base; FormatError.
     """
     survey = _survey(path, base_outer_step)  # damage is found before anything is applied
-    end, residual_form = survey.end, "" if survey.format == FORMAT else "fp32"
+    if survey.end:
+        yield from _rounds(path, (0, survey.end), "" if survey.format == FORMAT else "fp32")
+
+
+def rounds_in(path: Path, base_outer_step: int) -> Mapping[int, Span]:
+    """Return where each committed round of a segment is, by the outer step that it leads to; none of an older format.
+
+    Reads all of it. Raises as `replay`.
+    """
+    survey = _survey(path, base_outer_step)
+    return survey.rounds if survey.format == FORMAT else {}
+
+
+def read_round(path: Path, span: Span, outer_step: int) -> CommittedRound:
+    """Return the round to this outer step; nothing else of the segment is read. Raises StorageError for damage."""
+    try:
+        found = next(_rounds(path, span, ""), None)
+    except BadRecord as bad:
+        raise StorageError(f"{path}: damaged at byte {bad.offset} ({bad})") from None
+    if found is None or found.outer_step != outer_step:
+        raise StorageError(f"{path}: the round to outer step {outer_step} does not begin at byte {span[0]}")
+    return found
+
+
+def _rounds(path: Path, span: Span, residual_form: str) -> Iterator[CommittedRound]:
     pending: dict[int, tuple[MergeRecord, Tensor | None]] = {}
     round_id, replaces = 0, False
     committed: CommittedRound | None = None  # its digest may follow
-    for record in records(path) if end else ():
+    for record in records(path, span[0]):
         header = record.header
         if committed is not None:
             yield committed if header["kind"] != "digest" else replace(committed, digest=str(header["digest"]))
@@ -303,7 +337,7 @@ def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:
             fragments = [pending[fragment_id] for fragment_id in sorted(pending)]
             committed = replace(_committed(path, record, fragments, replaces), residual_form=residual_form)
             pending = {}
-        if record.end >= end:
+        if record.end >= span[1]:
             break
     if committed is not None:
         yield committed
@@ -360,12 +394,13 @@ class _Survey:
     cut: Cut | None  # what lies behind it
     format: int
     before_last: int | None  # where the round of the last commit begins, if no digest follows it
+    rounds: Mapping[int, Span]  # by the outer step that each leads to
 
 
 def _survey(path: Path, base_outer_step: int) -> _Survey:
     """Read a whole segment. Raises StorageError for damage, FormatError."""
     end, outer_step, round_id, fragments, version = 0, base_outer_step, 0, set[int](), FORMAT
-    before_last: int | None = None
+    before_last, rounds = None, dict[int, Span]()
     reason = "the last round was not committed"
     try:
         for record in records(path):
@@ -379,10 +414,13 @@ def _survey(path: Path, base_outer_step: int) -> _Survey:
             elif header["kind"] == "commit":
                 _check_commit(path, record, outer_step, round_id, fragments)
                 before_last, end, outer_step, fragments = end, record.end, header["outer_step"], set()
+                rounds[outer_step] = before_last, end
             elif header["kind"] == "digest":
                 if header["outer_step"] != outer_step or record.offset != end:
                     raise StorageError(f"{path}: damaged at byte {record.offset} (a digest that follows no commit of its step)")
                 end, before_last = record.end, None
+                if outer_step in rounds:
+                    rounds[outer_step] = rounds[outer_step][0], end
     except BadRecord as bad:
         if good_record_after(path, bad.offset):
             raise StorageError(f"{path}: damaged at byte {bad.offset} ({bad}); restore it from a copy") from None
@@ -390,7 +428,7 @@ def _survey(path: Path, base_outer_step: int) -> _Survey:
     except (KeyError, TypeError) as error:
         raise StorageError(f"{path}: not a journal ({error!r})") from error
     size = path.stat().st_size
-    return _Survey(end, outer_step, Cut(size - end, reason) if size > end else None, version, before_last)
+    return _Survey(end, outer_step, Cut(size - end, reason) if size > end else None, version, before_last, rounds)
 
 
 def _check_base(path: Path, header: Mapping[str, Any], base_outer_step: int) -> int:

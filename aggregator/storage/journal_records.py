@@ -73,8 +73,8 @@ class BadRecord(Exception):
         self.offset = offset
 
 
-def records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file from its start.
+def records(path: Path, offset: int = 0) -> Iterator[Record]:
+    """Yield the records of a file from its start, or from that of another record.
 
     Raises BadRecord where they end before the file does, FormatError for records of another layout, StorageError.
     """
@@ -83,13 +83,12 @@ def records(path: Path) -> Iterator[Record]:
             begins = file.read(len(MAGIC))
             if begins[:3] == MAGIC[:3] and begins[3:].isdigit():
                 check_format(path, int(begins[3:]), int(MAGIC[3:]))
-            yield from _records(file, os.fstat(file.fileno()).st_size)
+            yield from _records(file, offset, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _records(file: BufferedReader, size: int) -> Iterator[Record]:
-    offset = 0
+def _records(file: BufferedReader, offset: int, size: int) -> Iterator[Record]:
     while offset < size:
         record = _read_record(file, offset, size)
         yield record

@@ -25,7 +25,7 @@ from aggregator.storage import checkpoint
 from aggregator.storage import published_updates as updates
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.configurations import configurations_of
-from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, replay, replay_segments
+from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, Span, read_round, replay_segments, rounds_in
 from aggregator.storage.kept_contributions import KeptContributions
 from aggregator.storage.part_log import PartLog
 from aggregator.storage.pending_injection import Injections
@@ -105,6 +105,7 @@ class Store:
         self.injections = Injections(folder)
         self._folder, self._config, self._run_id, self._disk, self._restore = folder, config, run_id, disk, restore
         self._journal: Journal | None = None
+        self._written: dict[Path, Mapping[int, Span]] = {}  # where the rounds of the segments before it are, as far as is known
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # all that is done to it, in order
         self._writing: Future[None] | None = None
         self._noting: Future[None] | None = None
@@ -232,8 +233,23 @@ class Store:
         if self._noting is not None:
             self._noting.result()
         before = [(base, path) for base, path in checkpoint.segments(self._folder) if base < outer_step]
-        rounds = replay(before[-1][1], before[-1][0]) if before else ()
-        return next((each for each in rounds if each.outer_step == outer_step), None)
+        if not before:
+            return None
+        base, path = before[-1]
+        span = self._rounds_in(base, path).get(outer_step)
+        return read_round(path, span, outer_step) if span is not None else None
+
+    def _rounds_in(self, base: int, path: Path) -> Mapping[int, Span]:
+        """Return where the committed rounds of a segment are. One from before this process is read, once."""
+
+        def written() -> Mapping[int, Span] | None:
+            return dict(self._journal.rounds) if self._journal is not None and self._journal.path == path else None
+
+        if (now := self._writer.submit(written).result()) is not None:
+            return now
+        if path not in self._written:
+            self._written[path] = rounds_in(path, base)
+        return self._written[path]
 
     def applied(self, commit: Commit) -> None:
         """Publish a commit that is on disk, and note the digest that it led to: a recovery will have to come to the same."""
@@ -283,7 +299,7 @@ class Store:
         peaks: of the tree that its audit log goes on from (`PartLog.begin`, which may raise RemoteProtocolError: likewise).
         """
         self._close_journal()
-        self._updates, self._held_entry = {}, ""
+        self._updates, self._written, self._held_entry = {}, {}, ""
         if self.part_log is not None:
             self.part_log.begin(outer, peaks)
         try:
@@ -313,6 +329,9 @@ class Store:
         before, self._journal = self._journal, journal
         if before is not None:
             before.close()
+            kept = {path for _, path in checkpoint.segments(self._folder)}
+            self._written = {path: rounds for path, rounds in self._written.items() if path in kept}
+            self._written[before.path] = before.rounds
 
     def _open_journal(self) -> Journal:
         if self._journal is None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator.storage.journal import CommittedRound, Disk, Journal, replay, replay_segments
+from aggregator.storage.journal import CommittedRound, Disk, Journal, read_round, replay, replay_segments, rounds_in
 from edit.codecs.residuals import Residual
 from edit.config.run import CodecConfig, RunConfig
 from edit.errors import LocalProtocolError, StorageError
@@ -409,6 +409,39 @@ def test_only_what_is_held_can_be_taken_back(path: Path) -> None:
     journal.close()
     with pytest.raises(LocalProtocolError, match="nothing is held"):
         Journal.open(path, BASE).take_back()
+
+
+def test_the_journal_knows_where_each_round_is(path: Path) -> None:
+    """Whatever was given up, held, taken back or noted late between them."""
+    full = FullDisk(1 << 30)
+    journal = Journal.create(path, BASE, full.disk())
+    write_round(journal, 21)
+    write_round(journal, 22, commit=False)  # given up
+    journal.append_fragment(22, record(0, 22))
+    journal.append_commit(22, 22, "all in")
+    hold(journal, 23)
+    journal.take_back()
+    hold(journal, 23)
+    journal.append_digest(23, "digest 23")
+    full.syncs = 0
+    with pytest.raises(StorageError, match="cannot be synced"):
+        write_round(journal, 24)  # takes the digest before it along
+    full.syncs = 1 << 30
+    write_round(journal, 24)
+    hold(journal, 25)
+    assert journal.rounds == rounds_in(path, BASE)
+    for whole in replay(path, BASE):
+        found = read_round(path, journal.rounds[whole.outer_step], whole.outer_step)
+        assert dataclasses.replace(found, fragments=()) == dataclasses.replace(whole, fragments=())
+        assert all(map(same, found.fragments, whole.fragments)) and len(found.fragments) == len(whole.fragments)
+    journal.close()
+    again = Journal.open(path, BASE)
+    again.close()
+    assert again.rounds == journal.rounds and {*again.rounds} == {21, 22, 23, 24, 25}
+    with pytest.raises(StorageError, match="the round to outer step 24 does not begin at byte"):
+        read_round(path, again.rounds[23], 24)
+    with pytest.raises(StorageError, match=r"damaged at byte \d+ \(no record begins here"):
+        read_round(path, (again.rounds[23][0] + 1, again.rounds[23][1]), 23)
 
 
 def test_segments_follow_one_another(three: Path, tmp_path: Path) -> None:

@@ -75,6 +75,40 @@ def state(outer: OuterState) -> tuple[object, ...]:
     return outer.metadata(), {name: tensor.numpy().tobytes() for name, tensor in outer.to_tensors().items()}
 
 
+def test_of_the_journal_only_the_round_is_read_that_is_asked_for(tmp_path: Path) -> None:
+    """In a swarm others fetch it: to read the whole journal of a large model takes longer than they wait for a byte."""
+
+    def asked(store: Store, outer_step: int) -> tuple[object, ...]:
+        found = store.committed(outer_step)
+        assert found is not None
+        return found.outer_step, found.base, found.digest, [record.fragment_id for record in found.fragments]
+
+    store = Store(tmp_path, config(2), "run")
+    outer = founded(store, 2)
+    done = [append(store, outer) for _ in range(4)]
+    store.checkpoint(outer)
+    done += [append(store, outer) for _ in range(2)]
+    expected = {step: asked(store, step) for step in range(1, 7)}
+    assert [expected[each.outer_step][2] for each in done if each is not None] == [
+        each.digest for each in done if each is not None
+    ]
+    assert store.committed(7) is None
+    store.close()
+
+    again = Store(tmp_path, config(2), "run")
+    assert again.recover() is not None
+    assert {step: asked(again, step) for step in range(1, 7)} == expected
+    for base, step in ((0, 1), (4, 5)):  # the first rounds of both segments
+        path = checkpoint.segment_of(tmp_path, base)
+        data = bytearray(path.read_bytes())
+        data[next(each for each in records(path) if each.header["kind"] == "fragment").end - 1] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(StorageError, match="damaged at byte"):
+            again.committed(step)
+        assert asked(again, step + 1) == expected[step + 1]
+    again.close()
+
+
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("checkpoints", [(), (1,), (4,), (5,), (1, 2, 4, 5), (1, 2, 3, 4, 5)])
 def test_groups_are_recovered_to_the_bit_with_their_updates(tmp_path: Path, groups: int, checkpoints: tuple[int, ...]) -> None:
