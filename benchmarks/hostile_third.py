@@ -14,9 +14,10 @@ each byte. replay: the last update. one direction: a random one for all, noisy. 
 (Karimireddy et al. 2022): all repeat the first honest peer.
 
 Rules: `mean` and `penalty` (the defaults) without [robust]; `recommended`: geometric_median with its defaults and hostile = 3;
-`as sent`: it without mixing and equal lengths; the others with their defaults. Loss: nats per byte of the outer parameters on
-held-out files, the mean over the seeds, and in % of that of a plain mean of the six honest peers alone. One line of JSON per
-run goes to hostile_third.jsonl as soon as it has ended; runs that are there are not made again.
+`by model`: it with robust.scope = "model"; `as sent`: it without mixing and equal lengths; the others with their defaults.
+Loss: nats per byte of the outer parameters on held-out files, the mean over the seeds, and in % of that of a plain mean of the
+six honest peers alone. One line of JSON per run goes to hostile_third.jsonl as soon as it has ended; runs that are there are
+not made again.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ RULES: dict[str, dict[str, Any]] = {
     "centered_clip": {"robust": RobustConfig(rule="centered_clip", hostile=HOSTILE)},
     "as sent": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE, mixing="none", equalise=False)},
     "recommended": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE)},
+    "by model": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE, scope="model")},
 }
 
 

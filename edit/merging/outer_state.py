@@ -45,6 +45,7 @@ from edit.merging.mergers import merger
 from edit.merging.outer_optimizers import OuterOptimizer, Slots, outer_optimizer
 from edit.merging.penalty import NormStatistics
 from edit.merging.private import Clipped, Noise, clip_contributions, merge_private
+from edit.merging.robust_merger import Chosen, Gathered, RobustMerger
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
 from edit.trust.mask_grid import BLOCK, first_exponent, grid_exponents, largest
 from edit.trust.mask_plan import FragmentPlan
@@ -247,15 +248,34 @@ class OuterState:
         for fragment in self._fragments:
             fragment.unrecorded = None
 
-    def reduce(self, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
+    def reduce(self, fragment_id: int, contributions: Sequence[Measured], chosen: Chosen | None = None) -> Merged:
         """Merge the contributions to one fragment. Changes nothing. Raises as `edit.merging.mergers.Merger.merge`.
 
+        chosen: what `choose` returned, where robust.scope = "model"; else None.
         Raises LocalProtocolError where privacy.level = "organisation": `reduce_private` is to be used.
         """
         if self.config.privacy.of_organisations:
             raise LocalProtocolError("a merge without noise in a run with differential privacy of organisations")
-        fragment, statistics = self.schema.fragments[fragment_id], self._fragments[fragment_id].statistics
-        return self._merger.merge(fragment, contributions, statistics, self._rule(fragment_id))
+        fragment, rule = self.schema.fragments[fragment_id], self._rule(fragment_id)
+        if self.config.robust.of_model:
+            if chosen is None:
+                raise LocalProtocolError("a merge of one fragment by itself in a run that weighs contributions by all of them")
+            return self._robust.merge_chosen(fragment, contributions, chosen, rule)
+        return self._merger.merge(fragment, contributions, self._fragments[fragment_id].statistics, rule)
+
+    def choose(self, contributions: Mapping[int, Sequence[Measured]], rejected: Collection[str] = ()) -> Chosen:
+        """Weigh the contributions to the next outer step as a whole, where robust.scope = "model". Changes nothing.
+
+        contributions: by fragment, of all that are due; rejected: see `RobustMerger.choose`, which says what is raised.
+        """
+        spec, kept = self.schema.fragments, self._fragments
+        gathered = {i: Gathered(spec[i], each, kept[i].statistics, self._rule(i)) for i, each in contributions.items()}
+        return self._robust.choose(gathered, rejected)
+
+    @property
+    def _robust(self) -> RobustMerger:
+        assert isinstance(self._merger, RobustMerger)
+        return self._merger
 
     def plan(self, fragment_id: int) -> FragmentPlan:
         """Return the grid of a masked contribution to the next outer step: of 32 bits until something was merged."""
