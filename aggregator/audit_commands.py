@@ -78,6 +78,8 @@ def verify(
     for change in log.changes:
         by = f", approved by {', '.join(map(printable, change.approvers))}" if change.approvers else ""
         typer.echo(f"changed     to configuration {change.number}, sha256:{change.config_digest}, in entry {change.entry}{by}")
+    if log.confirmed or log.unconfirmed:
+        typer.echo(f"masked      {_masked(log)}")
     if log.privacy:
         typer.echo(f"privacy     {printable(log.privacy)}")
     if log.continued:
@@ -313,6 +315,15 @@ def _fields(one: Usage) -> dict[str, object]:
     return {"outer_steps": one.outer_steps, "tokens": one.tokens, "share": one.share, "missing": one.missing}
 
 
+def _masked(log: LogVerifier) -> str:
+    """Return what a log says of masked sums, in words."""
+    said = f"{log.confirmed} sums, each confirmed by two thirds of those who shared keys for it" if log.confirmed else ""
+    if not log.unconfirmed:
+        return said
+    without = f"{log.unconfirmed} sums of which the log does not say who has confirmed them"
+    return f"{said}; {without}" if said else without
+
+
 def _said(log: LogVerifier, signed: int) -> dict[str, object]:
     return {
         "run_id": log.run_id,
@@ -326,5 +337,6 @@ def _said(log: LogVerifier, signed: int) -> dict[str, object]:
         "key": log.key.text() if log.key is not None else "",
         "continued": log.continued,
         "changes": [change._asdict() for change in log.changes],
+        **({"masked": {"confirmed": log.confirmed, "unconfirmed": log.unconfirmed}} if log.confirmed + log.unconfirmed else {}),
         **({"privacy": log.privacy} if log.privacy else {}),
     }

@@ -60,6 +60,7 @@ from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.mask_plan import FragmentPlan
+from edit.trust.mask_roster import AgreedSet
 from edit.trust.masking import Opening
 from edit.trust.noise import SecretNoise
 from editpb.messages import ContributionHeader, SeenHead
@@ -589,7 +590,7 @@ class RoundRunner:
             ready, entry = outer.stage_plugins(records, injection, staged), ""
             if self._store.audit is not None:
                 ready = outer.stage_all(records, injection, ready)
-                entry = self._audit_entry(effect, records, ready, signed, offered, brings)
+                entry = self._audit_entry(effect, records, ready, signed, offered, brings, agreed)
             if self._store.kept is not None:
                 self._store.kept.committing(effect.outer_step)
             self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest, entry)
@@ -604,6 +605,7 @@ class RoundRunner:
             tokens, injection, signed = self._tokens(current), current.injection, current.signed
             brings = injection.brings if injection is not None else None
             offered = frozenset(current.offered)
+            agreed = self.masked.agreed if self.masked is not None else None
             self.published.begin()
             commit, committed = await self._background.in_worker(commit_and_apply)
         except Exception as error:
@@ -628,6 +630,7 @@ class RoundRunner:
         signed: Mapping[int, Sequence[ContributionHeader]],
         offered: frozenset[str],
         brings: Injected | None,
+        agreed: AgreedSet | None,
     ) -> str:
         assert self._store.audit is not None
         return self._store.audit.commit(
@@ -642,6 +645,7 @@ class RoundRunner:
             unmerged=offered - {header.peer_id for headers in signed.values() for header in headers},
             injected=brings,
             privacy=self._budget.said() if self._budget is not None else None,
+            agreed=agreed,
         )
 
     def _tokens(self, current: _Round) -> int:
