@@ -317,11 +317,16 @@ def _fields(one: Usage) -> dict[str, object]:
 
 def _masked(log: LogVerifier) -> str:
     """Return what a log says of masked sums, in words."""
-    said = f"{log.confirmed} sums, each confirmed by two thirds of those who shared keys for it" if log.confirmed else ""
-    if not log.unconfirmed:
-        return said
-    without = f"{log.unconfirmed} sums of which the log does not say who has confirmed them"
-    return f"{said}; {without}" if said else without
+    said = []
+    if log.confirmed:
+        said.append(f"{_steps(log.confirmed)}: more than two thirds of the peers that had keys confirmed whose sum it is")
+    if log.unconfirmed:
+        said.append(f"{_steps(log.unconfirmed)} without a word of who confirmed the sum, as earlier versions wrote them")
+    return "; ".join(said)
+
+
+def _steps(count: int) -> str:
+    return f"{count} outer step{'s' * (count != 1)}"
 
 
 def _said(log: LogVerifier, signed: int) -> dict[str, object]:

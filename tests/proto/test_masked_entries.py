@@ -254,8 +254,8 @@ def test_a_log_of_an_earlier_version_verifies_and_the_command_says_what_it_lacks
     found = verified(old)
     assert found.verified == 2 * 5 and (found.confirmed, found.unconfirmed) == (0, 1)
     for lines, words in (
-        (log.lines, "1 sums, each confirmed by two thirds of those who shared keys for it"),
-        (old, "1 sums of which the log does not say who has confirmed them"),
+        (log.lines, "1 outer step: more than two thirds of the peers that had keys confirmed whose sum it is"),
+        (old, "1 outer step without a word of who confirmed the sum, as earlier versions wrote them"),
     ):
         tree = MerkleTree(map(leaf_hash, lines))
         (tmp_path / "audit-log.jsonl").write_bytes(b"\n".join(lines) + b"\n")
