@@ -166,7 +166,7 @@ async def _merged(kept: Sequence[Kept], outer: OuterState) -> list[MergeRecord]:
         if not outer.config.robust.of_model:
             return [outer.record(each.and_rejected(outer.reduce(i, each.admitted))) for i, each in screened.items()]
         chosen = outer.choose(fragments, {verdict.peer_id for each in screened.values() for verdict in each.rejected})
-        return [outer.record(outer.reduce(i, measured, chosen)) for i, measured in fragments.items()]
+        return [outer.record(outer.reduce_chosen(i, measured, chosen)) for i, measured in fragments.items()]
 
 
 def _compare(records: Sequence[MergeRecord], outer: OuterState, entry: Mapping[str, Any]) -> None:

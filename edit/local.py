@@ -380,7 +380,7 @@ class LocalRun:
         measured = [one.fragments[fragment_id].measured(peer_id, state.outer_step - one.outer_step) for peer_id, one in held]
         screened = screen(self._policy, state.schema.fragments[fragment_id], measured)
         if self._config.robust.of_model:
-            merged = state.reduce(fragment_id, measured, self._choose(effect.peers))
+            merged = state.reduce_chosen(fragment_id, measured, self._choose(effect.peers))
         else:
             merged = screened.and_rejected(self._merge(effect, screened.admitted))
         self._round.records.append(state.record(merged))

@@ -155,7 +155,7 @@ def multi_krum(rows: Tensor, f: int) -> Tensor:
 
 def by_model(fragments: Sequence[Tensor], rule: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Return what a rule makes of the rows of several fragments, [n, numel] each, where a row is one vector of all of them."""
-    return list(rule(torch.cat(list(fragments), dim=1)).split([rows.shape[1] for rows in fragments]))
+    return list(torch.split(rule(torch.cat(list(fragments), dim=1)), [rows.shape[1] for rows in fragments]))
 
 
 def anchored(rows: Tensor, anchors: Sequence[int]) -> Tensor:

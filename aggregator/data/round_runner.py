@@ -460,7 +460,7 @@ class RoundRunner:
         self, effect: events.Reduce, measured: Sequence[Measured], injection: Injection | None, chosen: Chosen
     ) -> tuple[MergeRecord, Future[None]]:
         """As `_merge`, by what the whole contributions count for."""
-        return self._begin(effect, self.outer.reduce(effect.fragment_id, measured, chosen), injection)
+        return self._begin(effect, self.outer.reduce_chosen(effect.fragment_id, measured, chosen), injection)
 
     def _complete(self, peers: Sequence[str]) -> dict[int, list[Measured]]:
         """Return what these peers say they have contributed, by fragment."""

@@ -248,20 +248,18 @@ class OuterState:
         for fragment in self._fragments:
             fragment.unrecorded = None
 
-    def reduce(self, fragment_id: int, contributions: Sequence[Measured], chosen: Chosen | None = None) -> Merged:
+    def reduce(self, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
         """Merge the contributions to one fragment. Changes nothing. Raises as `edit.merging.mergers.Merger.merge`.
 
-        chosen: what `choose` returned, where robust.scope = "model"; else None.
-        Raises LocalProtocolError where privacy.level = "organisation": `reduce_private` is to be used.
+        Raises LocalProtocolError where privacy.level = "organisation" or robust.scope = "model": `reduce_private` or
+        `reduce_chosen` is to be used.
         """
         if self.config.privacy.of_organisations:
             raise LocalProtocolError("a merge without noise in a run with differential privacy of organisations")
-        fragment, rule = self.schema.fragments[fragment_id], self._rule(fragment_id)
         if self.config.robust.of_model:
-            if chosen is None:
-                raise LocalProtocolError("a merge of one fragment by itself in a run that weighs contributions by all of them")
-            return self._robust.merge_chosen(fragment, contributions, chosen, rule)
-        return self._merger.merge(fragment, contributions, self._fragments[fragment_id].statistics, rule)
+            raise LocalProtocolError("a merge of one fragment by itself in a run that weighs contributions by all of them")
+        fragment, statistics = self.schema.fragments[fragment_id], self._fragments[fragment_id].statistics
+        return self._merger.merge(fragment, contributions, statistics, self._rule(fragment_id))
 
     def choose(self, contributions: Mapping[int, Sequence[Measured]], rejected: Collection[str] = ()) -> Chosen:
         """Weigh the contributions to the next outer step as a whole, where robust.scope = "model". Changes nothing.
@@ -271,6 +269,10 @@ class OuterState:
         spec, kept = self.schema.fragments, self._fragments
         gathered = {i: Gathered(spec[i], each, kept[i].statistics, self._rule(i)) for i, each in contributions.items()}
         return self._robust.choose(gathered, rejected)
+
+    def reduce_chosen(self, fragment_id: int, contributions: Sequence[Measured], chosen: Chosen) -> Merged:
+        """Merge the contributions to one fragment as `choose` has weighed them. Changes nothing. Raises as `merge_chosen`."""
+        return self._robust.merge_chosen(self.schema.fragments[fragment_id], contributions, chosen, self._rule(fragment_id))
 
     @property
     def _robust(self) -> RobustMerger:

@@ -119,7 +119,7 @@ def ours(
     ):
         root, host = Path(scratch), network.hosts[COORDINATOR]
         state, toml = root / "run", root / "run.toml"
-        settings = _settings(peers, codec_name, limit_s, host) | ({"audit": {"enabled": True}} if audited else {})
+        settings: Settings = {**_settings(peers, codec_name, limit_s, host), "audit": {"enabled": audited}}
         toml.write_text(to_toml(settings), encoding="utf-8")
         supervisor.call({"init": (*coordinator, "init", "--state", str(state), "--config", str(toml))})
         supervisor.start(COORDINATOR, host.command((*coordinator, "serve", "--keep-serving", "--state", str(state))))

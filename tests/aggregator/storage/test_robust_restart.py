@@ -37,8 +37,8 @@ def merged(outer: OuterState) -> MergeRecord:
     direction = torch.randn(NUMEL, generator=random)
     deltas = [encode("fp32", 0.01 * (direction + torch.randn(NUMEL, generator=random))) for _ in range(5)]
     sent = [Measured(f"peer-{i}", 1, 1, measure(each), each) for i, each in enumerate(deltas)]
-    chosen = outer.choose({0: sent}) if outer.config.robust.of_model else None
-    return outer.record(outer.reduce(0, sent, chosen))
+    of_model = outer.config.robust.of_model
+    return outer.record(outer.reduce_chosen(0, sent, outer.choose({0: sent})) if of_model else outer.reduce(0, sent))
 
 
 def commit(store: Store | None, outer: OuterState) -> Commit:

@@ -72,7 +72,7 @@ def sent(of: Sequence[Tensor], names: Sequence[str] = "abcdefghi") -> dict[int, 
 
 def merged(outer: OuterState, given: Sent, rejected: Sequence[str] = ()) -> list[Merged]:
     chosen = outer.choose(given, rejected)
-    return [outer.reduce(i, each, chosen) for i, each in given.items()]
+    return [outer.reduce_chosen(i, each, chosen) for i, each in given.items()]
 
 
 def vectors(found: Sequence[Merged]) -> list[Tensor]:
