@@ -78,6 +78,8 @@ def verify(
     for change in log.changes:
         by = f", approved by {', '.join(map(printable, change.approvers))}" if change.approvers else ""
         typer.echo(f"changed     to configuration {change.number}, sha256:{change.config_digest}, in entry {change.entry}{by}")
+    if log.confirmed or log.unconfirmed:
+        typer.echo(f"masked      {_masked(log)}")
     if log.privacy:
         typer.echo(f"privacy     {printable(log.privacy)}")
     if log.continued:
@@ -326,6 +328,20 @@ def _fields(one: Usage) -> dict[str, object]:
     return {"outer_steps": one.outer_steps, "tokens": one.tokens, "share": one.share, "missing": one.missing}
 
 
+def _masked(log: LogVerifier) -> str:
+    """Return what a log says of masked sums, in words."""
+    said = []
+    if log.confirmed:
+        said.append(f"{_steps(log.confirmed)}: more than two thirds of the peers that had keys confirmed whose sum it is")
+    if log.unconfirmed:
+        said.append(f"{_steps(log.unconfirmed)} without a word of who confirmed the sum, as earlier versions wrote them")
+    return "; ".join(said)
+
+
+def _steps(count: int) -> str:
+    return f"{count} outer step{'s' * (count != 1)}"
+
+
 def _said(log: LogVerifier, signed: int) -> dict[str, object]:
     return {
         "run_id": log.run_id,
@@ -339,5 +355,6 @@ def _said(log: LogVerifier, signed: int) -> dict[str, object]:
         "key": log.key.text() if log.key is not None else "",
         "continued": log.continued,
         "changes": [change._asdict() for change in log.changes],
+        **({"masked": {"confirmed": log.confirmed, "unconfirmed": log.unconfirmed}} if log.confirmed + log.unconfirmed else {}),
         **({"privacy": log.privacy} if log.privacy else {}),
     }

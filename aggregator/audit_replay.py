@@ -161,11 +161,12 @@ async def _merged(kept: Sequence[Kept], outer: OuterState) -> list[MergeRecord]:
             assert held is not None
             whole = held.whole(fragment_id, outer.outer_step)
             fragments[fragment_id].append(replace(whole, inner_steps=counts.inner_steps, tokens=counts.tokens))
-        policy, records = admission(outer.config), []
-        for i, measured in fragments.items():
-            screened = screen(policy, outer.schema.fragments[i], measured)
-            records.append(outer.record(screened.and_rejected(outer.reduce(i, screened.admitted))))
-        return records
+        policy = admission(outer.config)
+        screened = {i: screen(policy, outer.schema.fragments[i], measured) for i, measured in fragments.items()}
+        if not outer.config.robust.of_model:
+            return [outer.record(each.and_rejected(outer.reduce(i, each.admitted))) for i, each in screened.items()]
+        chosen = outer.choose(fragments, {verdict.peer_id for each in screened.values() for verdict in each.rejected})
+        return [outer.record(outer.reduce_chosen(i, measured, chosen)) for i, measured in fragments.items()]
 
 
 def _compare(records: Sequence[MergeRecord], outer: OuterState, entry: Mapping[str, Any]) -> None:

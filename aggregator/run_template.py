@@ -102,6 +102,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 #hostile = 0                    # f: how many peers may be hostile; the quorum is then at least 2 f + 1 (multi_krum: 2 f + 3).
 #mixing = "nnm"                 # nnm: each contribution is first replaced by the mean of its nearest ones; or none.
 #equalise = true                # Makes all contributions as long as their median.
+#scope = "fragment"             # model: one set of weights for all fragments of an outer step, merged once all are in.
 #radius = 0.0                   # The distance to which centered_clip shortens; 0: the median distance.
 #trust = "none"                 # anchors: weigh all by their cosine to the mean of the anchors, in place of a rule.
 #anchors = []                   # The organisations that are trusted: their peers' names up to the first dot.

@@ -5,6 +5,10 @@ signatures are real; the payloads are not made. The cost at the coordinator and 
 
     python benchmarks/audit.py --commits 200
     python benchmarks/audit.py --commits 10000 --peers 16 --fragments 12
+    python benchmarks/audit.py --exchange --peers 4      # what the audit adds to one exchange: about 5 minutes
+
+With --exchange: CPU seconds of all processes in one exchange of a whole model (`edit-lab bench exchange`) with the audit and
+without it, one after the other, in turns: signatures, receipts, the log and its fsync, at coordinator and peers.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +28,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from aggregator.audit_verification import entries_of, verified_log
 from edit.config.audit import AuditConfig
 from edit.config.run import RunConfig
+from edit.lab.bench.exchange import ours, require_proc
 from edit.lab.bench.results import append_lines, circumstances
+from edit.lab.bench.turns import Timing
+from edit.lab.processes import COORDINATOR
 from edit.merging.outer_state import MergeRecord, Staged
 from edit.records import EncodedTensor, PeerVerdict, Verdict
 from edit.trust.checkpoints import LogSigner
@@ -117,6 +125,39 @@ def verify(path: Path, head: str, sample: int | None = None) -> tuple[float, flo
     return time.perf_counter() - began, sum(os.times()[:4]) - cpu, log.verified
 
 
+def exchanges(parameters: int, codec_name: str, peers: int, repeat: int, blocks: int) -> dict[str, object]:
+    """Measure `repeat` exchanges in each of so many runs with the audit, and in as many without it, in turns."""
+    require_proc()
+    timings: dict[bool, list[Timing]] = {False: [], True: []}
+    loads = []
+    for block in range(blocks):
+        for audited in (False, True) if block % 2 == 0 else (True, False):
+            loads.append(round(os.getloadavg()[0], 1))
+            timings[audited] += ours(peers, parameters, codec_name, repeat, 600.0, audited=audited)
+    figures: dict[str, object] = {}
+    for audited, name in ((False, "plain"), (True, "audited")):
+        of = timings[audited]
+        figures[f"{name}_cpu_s"] = round(statistics.median(each.total_cpu_s for each in of), 3)
+        figures[f"{name}_best_cpu_s"] = round(min(each.total_cpu_s for each in of), 3)
+        figures[f"{name}_coordinator_cpu_s"] = round(statistics.median(each.cpu_s[COORDINATOR] for each in of), 3)
+        figures[f"{name}_s"] = round(statistics.median(each.wall_s for each in of), 3)
+        figures[f"{name}_all_cpu_s"] = [round(each.total_cpu_s, 3) for each in of]
+    medians, least = (
+        [float(str(figures[f"{name}_{what}"])) for name in ("plain", "audited")] for what in ("cpu_s", "best_cpu_s")
+    )
+    return {
+        "parameters": parameters,
+        "codec": codec_name,
+        "peers": peers,
+        "repeat": repeat,
+        "blocks": blocks,
+        "loads": loads,
+        **figures,
+        "overhead_of_medians": round(medians[1] / medians[0] - 1, 4),
+        "overhead_of_best": round(least[1] / least[0] - 1, 4),
+    }
+
+
 def main() -> None:
     """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -124,9 +165,20 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=16)
     parser.add_argument("--fragments", type=int, default=12)
     parser.add_argument("--sample", type=int, default=100, help="commits whose signatures a sampled verification checks")
+    parser.add_argument("--exchange", action="store_true", help="measure what the audit adds to one exchange instead")
+    parser.add_argument("--parameters", type=int, default=50_331_648, help="with --exchange: of the model")
+    parser.add_argument("--codec", default="int8", help="with --exchange: both ways")
+    parser.add_argument("--repeat", type=int, default=5, help="with --exchange: counted exchanges of one run")
+    parser.add_argument("--blocks", type=int, default=4, help="with --exchange: runs with the audit, and as many without")
     parser.add_argument("--results", type=Path, help="file to append the line to")
     arguments = parser.parse_args()
     before = circumstances()
+    if arguments.exchange:
+        found = exchanges(arguments.parameters, arguments.codec, arguments.peers, arguments.repeat, arguments.blocks)
+        print(json.dumps({**before, **found}, indent=1))
+        if arguments.results is not None:
+            append_lines(arguments.results, [{**before, **found}])
+        return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "audit.jsonl"
         head, signing, writing = write(path, arguments.commits, arguments.peers, arguments.fragments)

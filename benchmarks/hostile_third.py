@@ -11,12 +11,14 @@ sign flip: their own pseudo-gradients, reversed; `half`: half as long. reversed 
 of their own (cosine 0.9 to each other). IPM (Xie et al. 2019): minus half of the honest mean, not lengthened. ALIE (Baruch et
 al. 2019): the honest mean less 1.5 standard deviations, element by element, not lengthened. label flip: they train on 255 minus
 each byte. replay: the last update. one direction: a random one for all, noisy. noise: Gaussian. mimic
-(Karimireddy et al. 2022): all repeat the first honest peer.
+(Karimireddy et al. 2022): all repeat the first honest peer. one fragment: minus the honest mean, 2.5 times as long as the
+median in one fragment and a twentieth as long in the others, so that the whole is about as long as that of an honest one.
 
 Rules: `mean` and `penalty` (the defaults) without [robust]; `recommended`: geometric_median with its defaults and hostile = 3;
-`as sent`: it without mixing and equal lengths; the others with their defaults. Loss: nats per byte of the outer parameters on
-held-out files, the mean over the seeds, and in % of that of a plain mean of the six honest peers alone. One line of JSON per
-run goes to hostile_third.jsonl as soon as it has ended; runs that are there are not made again.
+`by model`: it with robust.scope = "model"; `as sent`: it without mixing and equal lengths; the others with their defaults.
+Loss: nats per byte of the outer parameters on held-out files, the mean over the seeds, and in % of that of a plain mean of the
+six honest peers alone. One line of JSON per run goes to hostile_third.jsonl as soon as it has ended; runs that are there are
+not made again.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ RULES: dict[str, dict[str, Any]] = {
     "centered_clip": {"robust": RobustConfig(rule="centered_clip", hostile=HOSTILE)},
     "as sent": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE, mixing="none", equalise=False)},
     "recommended": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE)},
+    "by model": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE, scope="model")},
 }
 
 
@@ -90,6 +93,12 @@ class Known:
         return self.drawn.setdefault(key, self.noise(like))
 
 
+def concentrated(known: Known, key: tuple[int, int], own: Tensor, honest: Tensor) -> Tensor:
+    """Return minus the honest mean: long in fragment 1, short in the others."""
+    mean, length = honest.mean(dim=0), median(float(one.norm()) for one in honest)
+    return -mean * (length * (2.5 if key[0] == 1 else 0.05) / float(mean.norm()))
+
+
 Attack = Callable[[Known, tuple[int, int], Tensor, Tensor], Tensor]  # known, (fragment, outer step), own, honest [n, numel]
 # The second: the length, of the median of the honest; 0: as it is.
 ATTACKS: dict[str, tuple[Attack, float]] = {
@@ -105,6 +114,7 @@ ATTACKS: dict[str, tuple[Attack, float]] = {
     "one direction": (lambda known, key, own, honest: known.noisy(known.direction(key, own)), 1.0),
     "noise": (lambda known, key, own, honest: known.noise(own), 1.0),
     "mimic": (lambda known, key, own, honest: honest[0], 0.0),
+    "one fragment": (concentrated, 0.0),
 }
 
 

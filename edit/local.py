@@ -29,6 +29,7 @@ from edit.merging.merge import Measured, Merged, ShardPayload, measure
 from edit.merging.mergers import Admission, admission, screen
 from edit.merging.norms import whole_norm
 from edit.merging.outer_state import MergeRecord, OuterState
+from edit.merging.robust_merger import Chosen
 from edit.records import (
     Aborted,
     Commit,
@@ -105,6 +106,7 @@ class _Round:
     merged: set[str] = field(default_factory=set)  # the peers in it
     tokens: int = 0
     judged: JudgedClaims | None = None  # with masks, once the collection is closed
+    chosen: Chosen | None = None  # with robust.scope = "model", likewise
 
 
 class LocalRun:
@@ -218,6 +220,7 @@ class LocalRun:
             first_round_id=1,
             stop_tokens=sync.tokens,
             backs_off=False,
+            whole=self._config.robust.of_model,
         )
         for event in self._all_ready():
             self._feed(event)
@@ -376,7 +379,10 @@ class LocalRun:
         held = [(peer_id, self._held[peer_id]) for peer_id in effect.peers]
         measured = [one.fragments[fragment_id].measured(peer_id, state.outer_step - one.outer_step) for peer_id, one in held]
         screened = screen(self._policy, state.schema.fragments[fragment_id], measured)
-        merged = screened.and_rejected(self._merge(effect, screened.admitted))
+        if self._config.robust.of_model:
+            merged = state.reduce_chosen(fragment_id, measured, self._choose(effect.peers))
+        else:
+            merged = screened.and_rejected(self._merge(effect, screened.admitted))
         self._round.records.append(state.record(merged))
         self._round.merged.update(effect.peers)
         if fragment_id == 0:
@@ -396,6 +402,22 @@ class LocalRun:
         total = sum_of(state.schema.fragments[i], plan, inside)
         Opening.check(total.words, total.lanes, i)
         return state.reduce_sum(plan, total, measured, judged, judged.survivors)
+
+    def _choose(self, peers: Sequence[str]) -> Chosen:
+        """Weigh what these peers have contributed, as a whole; once in a round."""
+        state, current = self.state, self._round
+        if current.chosen is None:
+            held = [(peer_id, self._held[peer_id]) for peer_id in peers]
+            sent = {
+                i: [one.fragments[i].measured(name, state.outer_step - one.outer_step) for name, one in held] for i in state.due
+            }
+            rejected = {
+                verdict.peer_id
+                for i, each in sent.items()
+                for verdict in screen(self._policy, state.schema.fragments[i], each).rejected
+            }
+            current.chosen = state.choose(sent, rejected)
+        return current.chosen
 
     def _claims(self, peers: Iterable[str], fragment_id: int) -> list[Measured]:
         return [self._held[peer_id].fragments[fragment_id].measured(peer_id, 0) for peer_id in peers]

@@ -21,6 +21,7 @@ __all__ = [
     "Inner",
     "anchored",
     "averaged",
+    "by_model",
     "centered_clip",
     "delayed_nesterov",
     "diloco",
@@ -150,6 +151,11 @@ def multi_krum(rows: Tensor, f: int) -> Tensor:
     squares = (rows[:, None] - rows[None]).square().sum(dim=2)
     scores = squares.sort(dim=1).values[:, 1 : len(rows) - f - 1].sum(dim=1)
     return rows[scores.argsort(stable=True)[: len(rows) - f]].mean(dim=0)
+
+
+def by_model(fragments: Sequence[Tensor], rule: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return what a rule makes of the rows of several fragments, [n, numel] each, where a row is one vector of all of them."""
+    return list(torch.split(rule(torch.cat(list(fragments), dim=1)), [rows.shape[1] for rows in fragments]))
 
 
 def anchored(rows: Tensor, anchors: Sequence[int]) -> Tensor:

@@ -22,7 +22,7 @@ from edit.config.run import RunConfig
 from edit.errors import LocalProtocolError, RefusedError, StaleError
 from edit.records import round_number
 from edit.trust.mask_plan import FragmentPlan, plan_digest
-from edit.trust.mask_roster import Advert, Roster, RoundName
+from edit.trust.mask_roster import Advert, AgreedSet, Roster, RoundName
 from edit.trust.masking import (
     Aborted,
     AskConfirm,
@@ -216,6 +216,14 @@ class MaskedRounds:
                 raise StaleError(self._last)
             await self._news.wait()
         return current.opening
+
+    @property
+    def agreed(self) -> AgreedSet | None:
+        """Whose sum was opened in the open round, and who has signed that; None: none was."""
+        current = self._round
+        if current is None or current.server is None or current.opening is None:
+            return None
+        return current.server.agreed
 
     @property
     def status(self) -> MaskStatus | None:

@@ -5,6 +5,7 @@
     the last of them    arrived   measured; with the last shard of a fragment the machine hears that the fragment is in
     with masks          _unmask   before the first Reduce of a round: claims are judged, and what opens the sum is learned
     with noise          _begin_private   likewise: the attempt is counted in the ledger, then contributions are clipped
+    by the whole model  _choose   likewise: with robust.scope = "model" contributions are weighed by all their fragments
     effect Reduce       _reduce   admitted, merged, encoded, begun to be written to the journal; its outer step is staged
     effect Commit       _commit   the commit in the journal, durable; then applied in memory, in place; then published
     effect RoundClosed  _close    contributions that are not carried over are dropped, the round is reported
@@ -54,11 +55,13 @@ from edit.merging.merge import Measured, Merged, measure
 from edit.merging.mergers import Admission, Screened, admission, screen
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.merging.private import Clipped
+from edit.merging.robust_merger import Chosen
 from edit.records import Commit, round_number
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.mask_plan import FragmentPlan
+from edit.trust.mask_roster import AgreedSet
 from edit.trust.masking import Opening
 from edit.trust.noise import SecretNoise
 from editpb.messages import ContributionHeader, SeenHead
@@ -104,6 +107,7 @@ class _Round:
     injection_fixed: bool = False  # its first fragment has been reduced: the others bring the same injection
     unmasked: asyncio.Task[tuple[JudgedClaims, Opening | None]] | None = None  # with masks, once it is closed
     private: asyncio.Task[tuple[Clipped, SecretNoise]] | None = None  # with privacy of organisations, once it is closed
+    chosen: asyncio.Task[Chosen] | None = None  # with robust.scope = "model", once it is closed
 
 
 class RoundRunner:
@@ -175,7 +179,7 @@ class RoundRunner:
             overlap=config.sync.overlap,
             awaited=awaited[0],
             awaits_until=self._clock.monotonic() + awaited[1],
-            whole=self.masked is not None or self._budget is not None,
+            whole=self.masked is not None or self._budget is not None or config.robust.of_model,
             ended=self._budget.used_up if self._budget is not None else "",
         )
         self._load_deadlines()
@@ -364,6 +368,10 @@ class RoundRunner:
                 if current.private is None:
                     current.private = asyncio.ensure_future(self._begin_private(effect, self._budget))
                 merge = partial(self._merge_private, effect, measured, current.injection, *await current.private)
+            elif self.outer.config.robust.of_model:
+                if current.chosen is None:
+                    current.chosen = asyncio.ensure_future(self._choose(effect))
+                merge = partial(self._merge_chosen, effect, measured, current.injection, await current.chosen)
             elif self.masked is None:
                 merge = partial(self._merge, effect, measured, current.injection)
             else:
@@ -437,6 +445,39 @@ class RoundRunner:
         record = self.outer.record(merged)
         return record, self._store.begin_fragment(effect.round_id, record, injection)
 
+    # ---- by the whole model --------------------------------------------------------------------------------------------
+
+    async def _choose(self, effect: events.Reduce) -> Chosen:
+        """Weigh the complete contributions as a whole. Raises RefusedError, StorageError."""
+        claims = self._complete(effect.peers)
+        bounded = {i: self._bounded(claimed) for i, claimed in claims.items()}
+
+        def work() -> Chosen:
+            return self.outer.choose(bounded, self._rejected_anywhere(effect, bounded))
+
+        return await self._background.in_worker(work)
+
+    def _merge_chosen(
+        self, effect: events.Reduce, measured: Sequence[Measured], injection: Injection | None, chosen: Chosen
+    ) -> tuple[MergeRecord, Future[None]]:
+        """As `_merge`, by what the whole contributions count for."""
+        return self._begin(effect, self.outer.reduce_chosen(effect.fragment_id, measured, chosen), injection)
+
+    def _complete(self, peers: Sequence[str]) -> dict[int, list[Measured]]:
+        """Return what these peers say they have contributed, by fragment."""
+        held = [one for one in map(self._contributions.of_peer, peers) if one is not None]
+        step = self.machine.outer_step
+        return {i: [one.whole(i, step) for one in held] for i in self._due(step)}
+
+    def _rejected_anywhere(self, effect: events.Reduce, contributions: Mapping[int, Sequence[Measured]]) -> set[str]:
+        """Return the peers that the policy rejects in a fragment. Raises RefusedError where it leaves too few in one."""
+        rejected = set[str]()
+        for i, claimed in contributions.items():
+            screened = screen(self._policy, self.outer.schema.fragments[i], claimed)
+            self._refuse_too_few(effect, screened)
+            rejected |= {verdict.peer_id for verdict in screened.rejected}
+        return rejected
+
     # ---- with noise ----------------------------------------------------------------------------------------------------
 
     async def _begin_private(self, effect: events.Reduce, budget: PrivacyBudget) -> tuple[Clipped, SecretNoise]:
@@ -444,17 +485,10 @@ class RoundRunner:
 
         The run ends with this round where no other attempt may follow. Raises RefusedError, StorageError.
         """
-        held = [one for one in map(self._contributions.of_peer, effect.peers) if one is not None]
-        step = self.machine.outer_step
-        claims = {i: [one.whole(i, step) for one in held] for i in self._due(step)}
+        claims = self._complete(effect.peers)
 
         def work() -> tuple[Clipped, SecretNoise]:
-            rejected = set[str]()
-            for i, claimed in claims.items():
-                screened = screen(self._policy, self.outer.schema.fragments[i], claimed)
-                self._refuse_too_few(effect, screened)
-                rejected |= {verdict.peer_id for verdict in screened.rejected}
-            clipped = self.outer.clip(claims, rejected)
+            clipped = self.outer.clip(claims, self._rejected_anywhere(effect, claims))
             budget.reserve()
             return clipped, SecretNoise()
 
@@ -499,10 +533,7 @@ class RoundRunner:
         Raises as `MaskedRounds.close_with`.
         """
         assert self.masked is not None
-        held = [one for one in map(self._contributions.of_peer, peers) if one is not None]
-        due = self._due(self.machine.outer_step)
-        claims = {i: [one.whole(i, self.machine.outer_step) for one in held] for i in due}
-        judged = await self._background.in_worker(self.outer.judge_claims, claims)
+        judged = await self._background.in_worker(self.outer.judge_claims, self._complete(peers))
         try:
             return judged, await self.masked.close_with(judged.survivors)
         except SumNotOpened as error:
@@ -560,7 +591,7 @@ class RoundRunner:
             ready, entry = outer.stage_plugins(records, injection, staged), ""
             if (entries := self._store.entries) is not None:
                 ready = outer.stage_all(records, injection, ready)
-                entry = self._audit_entry(entries, effect, records, ready, signed, offered, brings)
+                entry = self._audit_entry(entries, effect, records, ready, signed, offered, brings, agreed)
             if self._store.kept is not None:
                 self._store.kept.committing(effect.outer_step)
             self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest, entry)
@@ -575,6 +606,7 @@ class RoundRunner:
             tokens, injection, signed = self._tokens(current), current.injection, current.signed
             brings = injection.brings if injection is not None else None
             offered = frozenset(current.offered)
+            agreed = self.masked.agreed if self.masked is not None else None
             self.published.begin()
             commit, committed = await self._background.in_worker(commit_and_apply)
         except Exception as error:
@@ -600,6 +632,7 @@ class RoundRunner:
         signed: Mapping[int, Sequence[ContributionHeader]],
         offered: frozenset[str],
         brings: Injected | None,
+        agreed: AgreedSet | None,
     ) -> str:
         return entries.commit(
             self.outer,
@@ -613,6 +646,7 @@ class RoundRunner:
             unmerged=offered - {header.peer_id for headers in signed.values() for header in headers},
             injected=brings,
             privacy=self._budget.said() if self._budget is not None else None,
+            agreed=agreed,
         )
 
     def _tokens(self, current: _Round) -> int:

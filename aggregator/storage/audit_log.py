@@ -32,6 +32,7 @@ from edit.merging.injection import Injected
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.trust.canonical import parse_canonical
 from edit.trust.checkpoints import Checkpoint, LogSigner, NoteKey, open_note, parse_checkpoint
+from edit.trust.mask_roster import AgreedSet
 from edit.trust.merkle import MerkleTree, leaf_hash
 from editpb.audit_log import (
     approval_entry,
@@ -143,6 +144,7 @@ class AuditLog:
         unmerged: Collection[str] = (),
         injected: Injected | None,
         privacy: Mapping[str, object] | None = None,
+        agreed: AgreedSet | None = None,
     ) -> str:
         """Return the entry of a commit that is about to be journalled; `append` it once that is done.
 
@@ -164,6 +166,7 @@ class AuditLog:
             injected=injected,
             privacy=privacy or claimed_privacy(self._config),
             taken_with=asdict(in_force(self._config, outer_step - 1)),
+            agreed=agreed,
         )
         line = entry_line(self._tree, self._now(), entry)
         heads = {peer: len(given.get("seen", ())) for peer, given in entry["contributions"].items()}

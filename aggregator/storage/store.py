@@ -39,6 +39,7 @@ from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.records import MOST_TOKENS, Commit
+from edit.trust.mask_roster import AgreedSet
 from edit.trust.merkle import HASH_BYTES, MOST_PROOF
 from editpb.messages import ContributionHeader, SeenHead
 
@@ -65,6 +66,7 @@ class Entries(Protocol):
         unmerged: Collection[str] = (),
         injected: Injected | None,
         privacy: Mapping[str, object] | None = None,
+        agreed: AgreedSet | None = None,
     ) -> str:
         """See `AuditLog.commit`."""
         ...

@@ -17,6 +17,7 @@ from edit.errors import LocalProtocolError
 from edit.merging.injection import Injected
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.trust.canonical import parse_canonical
+from edit.trust.mask_roster import AgreedSet
 from edit.trust.signatures import Signer
 from editpb.audit_log import check_length, claimed_privacy, commit_entry, entry_line
 from editpb.messages import ContributionHeader, SeenHead
@@ -100,9 +101,10 @@ class OwnerEntries:
         unmerged: Collection[str] = (),
         injected: Injected | None,
         privacy: Mapping[str, object] | None = None,
+        agreed: AgreedSet | None = None,
     ) -> str:
         """Return the signed entry of a round that is about to be proposed. Raises StorageError, RefusedError."""
-        if injected is not None or privacy is not None or outer_step != outer.outer_step + 1:
+        if injected is not None or privacy is not None or agreed is not None or outer_step != outer.outer_step + 1:
             raise LocalProtocolError("this commit is none of a swarm's part")
         entry = computed(
             self._config,

@@ -36,6 +36,10 @@ class RobustConfig:
     mixing: Annotated[str, OneOf("nnm", "none")] = "nnm"
     # Make all contributions as long as their median, at most 4 times as long: else a short one is near all others.
     equalise: bool = True
+    # `fragment`: each fragment has weights of its own, and is merged as soon as it is complete. `model`: contributions are
+    # weighed as one vector of all fragments of an outer step, so that all have the same weights; nothing is merged before the
+    # round closes. Not with aggregators.addresses and [swarm]. docs/robust-merging.md compares the two.
+    scope: Annotated[str, OneOf("fragment", "model")] = "fragment"
     # The distance from the centre to which centered_clip shortens; 0: the median distance.
     radius: Annotated[float, Between(0, 1e12)] = 0.0
     # `none`: all are trusted alike. `anchors`: each contribution is weighed by its cosine to the mean of those of `anchors`
@@ -71,6 +75,11 @@ class RobustConfig:
     def enabled(self) -> bool:
         """Whether anything of this section replaces the weights of the penalty."""
         return self.rule != "none" or self.anchored
+
+    @property
+    def of_model(self) -> bool:
+        """Whether contributions are weighed by all fragments of an outer step together."""
+        return self.scope == "model" and self.enabled and not self.by_element
 
     @property
     def by_element(self) -> bool:

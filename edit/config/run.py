@@ -488,6 +488,11 @@ class RunConfig:
         ):
             require(value == wanted, key, value, f"must be {wanted} {with_rule}: {why}")
         require(self.sync.mode != "eager", "sync.mode", self.sync.mode, f"must not be eager {with_rule}: no estimate is near")
+        if robust.of_model:
+            rule = 'must be empty with robust.scope = "model": each aggregator would see its own fragments only'
+            require(not self.aggregators.addresses, "aggregators.addresses", self.aggregators.addresses, rule)
+            rule = "must be fragment with [swarm]: the owner of a part sees its own fragments only"
+            require(self.swarm is None, "robust.scope", "model", rule)
         fewest = f"must be at least {robust.least} {with_rule} and robust.hostile = {robust.hostile}, or rounds are rolled back"
         require(self.rounds.quorum >= robust.least, "rounds.quorum", self.rounds.quorum, fewest)
 
@@ -598,6 +603,7 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("", "robust", dataclasses.asdict(RobustConfig())),
     ("robust", "trust", "none"),
     ("robust", "anchors", ()),
+    ("robust", "scope", "fragment"),
     ("", "average", dataclasses.asdict(AverageConfig())),
     ("", "audit", dataclasses.asdict(AuditConfig())),
     ("audit", "keep_contributions", 0),
@@ -718,10 +724,19 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("penalty", {"max_share"}, "rounds.merging", ("arrivals",)),
     NoEffect("penalty", {"temperature", "norm", "max_share", "weighting"}, "robust.rule", RULES[1:]),
     NoEffect("penalty", {"temperature", "norm", "max_share", "weighting"}, "robust.trust", ("anchors",)),
-    NoEffect("robust", _keys(RobustConfig, "rule", "trust", "anchors"), "robust.rule", ("none",)),
+    NoEffect("robust", _keys(RobustConfig, "rule", "trust", "anchors", "scope"), "robust.rule", ("none",)),
+    NoEffect(
+        "robust",
+        {"scope"},
+        "robust.rule",
+        ("none",),
+        also=lambda config: not config.robust.anchored,
+        beside="unless `robust.trust` is anchors",
+    ),
     NoEffect("robust", {"anchors"}, "robust.trust", ("none",)),
     NoEffect("robust", {"hostile", "mixing", "equalise"}, "robust.rule", ("clip",)),
     NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
+    NoEffect("robust", {"scope"}, "robust.rule", ("median", "trimmed_mean"), note=", which goes element by element"),
     NoEffect("robust", {"radius"}, "robust.rule", tuple(rule for rule in RULES[1:] if rule != "centered_clip")),
     NoEffect("audit", {"cosign"}, "audit.enabled", (False,)),
     NoEffect(

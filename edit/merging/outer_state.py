@@ -45,6 +45,7 @@ from edit.merging.mergers import merger
 from edit.merging.outer_optimizers import OuterOptimizer, Slots, outer_optimizer
 from edit.merging.penalty import NormStatistics
 from edit.merging.private import Clipped, Noise, clip_contributions, merge_private
+from edit.merging.robust_merger import Chosen, Gathered, RobustMerger
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
 from edit.trust.mask_grid import BLOCK, first_exponent, grid_exponents, largest
 from edit.trust.mask_plan import FragmentPlan
@@ -250,12 +251,33 @@ class OuterState:
     def reduce(self, fragment_id: int, contributions: Sequence[Measured]) -> Merged:
         """Merge the contributions to one fragment. Changes nothing. Raises as `edit.merging.mergers.Merger.merge`.
 
-        Raises LocalProtocolError where privacy.level = "organisation": `reduce_private` is to be used.
+        Raises LocalProtocolError where privacy.level = "organisation" or robust.scope = "model": `reduce_private` or
+        `reduce_chosen` is to be used.
         """
         if self.config.privacy.of_organisations:
             raise LocalProtocolError("a merge without noise in a run with differential privacy of organisations")
+        if self.config.robust.of_model:
+            raise LocalProtocolError("a merge of one fragment by itself in a run that weighs contributions by all of them")
         fragment, statistics = self.schema.fragments[fragment_id], self._fragments[fragment_id].statistics
         return self._merger.merge(fragment, contributions, statistics, self._rule(fragment_id))
+
+    def choose(self, contributions: Mapping[int, Sequence[Measured]], rejected: Collection[str] = ()) -> Chosen:
+        """Weigh the contributions to the next outer step as a whole, where robust.scope = "model". Changes nothing.
+
+        contributions: by fragment, of all that are due; rejected: see `RobustMerger.choose`, which says what is raised.
+        """
+        spec, kept = self.schema.fragments, self._fragments
+        gathered = {i: Gathered(spec[i], each, kept[i].statistics, self._rule(i)) for i, each in contributions.items()}
+        return self._robust.choose(gathered, rejected)
+
+    def reduce_chosen(self, fragment_id: int, contributions: Sequence[Measured], chosen: Chosen) -> Merged:
+        """Merge the contributions to one fragment as `choose` has weighed them. Changes nothing. Raises as `merge_chosen`."""
+        return self._robust.merge_chosen(self.schema.fragments[fragment_id], contributions, chosen, self._rule(fragment_id))
+
+    @property
+    def _robust(self) -> RobustMerger:
+        assert isinstance(self._merger, RobustMerger)
+        return self._merger
 
     def plan(self, fragment_id: int) -> FragmentPlan:
         """Return the grid of a masked contribution to the next outer step: of 32 bits until something was merged."""

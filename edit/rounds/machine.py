@@ -83,11 +83,11 @@ Claims
 19. The inner steps and tokens that a peer says are behind its contribution count, for whatever they count, up to what the
     configuration and the times measured here allow (`edit.rounds.work_claims`). The sum of the tokens stays at MOST_TOKENS.
 
-Masks and noise
-20. With `whole` (secure aggregation, or noise for organisations) nothing is reduced before the close, and of no peer that is
-    not complete then; the shell opens the sum, or draws the noise, when it is asked for the first Reduce, or fails the round.
-    Once the peers have shared the keys of a masked round, it is RESTRICTED to them: nobody waits for another one, which would
-    have nothing to mask with.
+Masks, noise, and coefficients of the whole model
+20. With `whole` (secure aggregation, noise for organisations, or robust.scope = "model") nothing is reduced before the close,
+    and of no peer that is not complete then; the shell opens the sum, draws the noise, or weighs the contributions, when it is
+    asked for the first Reduce, or fails the round. Once the peers have shared the keys of a masked round, it is RESTRICTED to
+    them: nobody waits for another one, which would have nothing to mask with.
 
 The end
 21. A run that can merge no more (a budget of privacy is used up) is ENDED: an open collection is aborted, a round that is being

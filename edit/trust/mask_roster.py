@@ -15,7 +15,17 @@ from edit.trust.masks import KEY_BYTES
 from edit.trust.shamir import MOST_SHARES
 from edit.trust.signatures import MOST_KEY_BYTES, Signer, is_signed, statement
 
-__all__ = ["Advert", "Roster", "RoundName", "advertise", "confirm_set", "is_confirmed", "roster_pin", "threshold_of"]
+__all__ = [
+    "Advert",
+    "AgreedSet",
+    "Roster",
+    "RoundName",
+    "advertise",
+    "confirm_set",
+    "is_confirmed",
+    "roster_pin",
+    "threshold_of",
+]
 
 _ADVERT = "edit-mask-advert-v1"
 _CONFIRM = "edit-mask-confirm-v1"
@@ -112,6 +122,43 @@ class Roster:
         for advert in self.adverts:
             if not advert.is_valid(of_round):
                 raise ValueError(f"the advert of {advert.peer_id} is not signed for this round")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreedSet:
+    """Whose sum was opened in a masked round, and who has signed that it is to be.
+
+    Raises ValueError unless the survivors are sharers, these are on the roster, and as many survivors as the threshold signed.
+    `check` checks their signatures; those of the adverts it does not: whoever signs has checked them.
+    """
+
+    roster: Roster
+    # U1, who has shared keys.
+    sharers: frozenset[str]
+    # U, whose sum it is.
+    survivors: frozenset[str]
+    # `confirm_set` of these sets, by peer.
+    signatures: Mapping[str, bytes] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.sharers <= self.roster.places.keys():
+            raise ValueError(f"{min(self.sharers - self.roster.places.keys())} shared keys, and is not on the roster")
+        if not self.survivors <= self.sharers:
+            raise ValueError(f"{min(self.survivors - self.sharers)} is in the sum, and has shared no keys")
+        if not self.signatures.keys() <= self.survivors:
+            raise ValueError(f"{min(self.signatures.keys() - self.survivors)} has confirmed the sum, and is not in it")
+        if len(self.signatures) < self.roster.threshold:
+            who = ", ".join(sorted(self.signatures)) or "nobody"
+            raise ValueError(
+                f"the sum of {', '.join(sorted(self.survivors))} is confirmed by {who} only; {self.roster.threshold} of the "
+                f"{len(self.roster.adverts)} peers on the roster must have"
+            )
+
+    def check(self) -> None:
+        """Raise ValueError that names a peer that has not signed these sets."""
+        for peer_id, signature in sorted(self.signatures.items()):
+            if not is_confirmed(self.roster, peer_id, signature, self.sharers, self.survivors):
+                raise ValueError(f"{peer_id} has not signed that the sum of {', '.join(sorted(self.survivors))} is opened")
 
 
 def confirm_set(roster: Roster, sharers: Collection[str], survivors: Collection[str], signer: Signer) -> bytes:

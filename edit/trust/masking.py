@@ -68,7 +68,7 @@ from itertools import combinations
 from typing import TypeAlias
 
 from edit.errors import RemoteProtocolError, StaleError
-from edit.trust.mask_roster import Advert, Roster, RoundName, advertise, confirm_set, is_confirmed
+from edit.trust.mask_roster import Advert, AgreedSet, Roster, RoundName, advertise, confirm_set, is_confirmed
 from edit.trust.masks import KEY_BYTES, Words, add_mask, derive, lanes_of, open_box, pair_key, public_key, seal, shared_secret
 from edit.trust.revealed_sets import RevealedSets
 from edit.trust.shamir import MOST_SHARES, SECRET_BYTES, SHARE_BYTES, rebuild, split
@@ -626,6 +626,18 @@ class MaskServer:
         if self.roster is None:
             raise StaleError("the roster is not complete yet")
         return self.roster
+
+    @property
+    def agreed(self) -> AgreedSet | None:
+        """Whose sum is opened, with the signatures of those who agreed; None: that is not decided yet."""
+        if self.asked is None or self.roster is None:
+            return None
+        return AgreedSet(
+            roster=self.roster,
+            sharers=frozenset(self.inboxes),
+            survivors=self.asked.survivors,
+            signatures=self.asked.signatures,
+        )
 
     # Keys.
 

@@ -28,6 +28,7 @@ from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signatures_under
+from edit.trust.mask_roster import Advert, AgreedSet, Roster, RoundName
 from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
 from edit.trust.signatures import is_signed
 from editpb.approvals import ApprovalRules
@@ -51,6 +52,7 @@ __all__ = [
     "LogVerifier",
     "Signed",
     "Usage",
+    "agreed_set",
     "approval_entry",
     "approval_in",
     "check_length",
@@ -58,9 +60,11 @@ __all__ = [
     "commit_entry",
     "config_entry",
     "continued_entry",
+    "counts_anybody",
     "entry_line",
     "fragment_entry",
     "genesis_entry",
+    "is_masked",
     "is_signed_part",
     "seen_heads",
     "verify_signatures",
@@ -172,6 +176,7 @@ def commit_entry(
     injected: Injected | None = None,
     privacy: Mapping[str, object] | None = None,
     taken_with: Mapping[str, object] | None = None,
+    agreed: AgreedSet | None = None,
 ) -> _Entry:
     """Return the entry of a commit to `outer_step`.
 
@@ -185,6 +190,7 @@ def commit_entry(
         injected: what of a run above came in with it.
         privacy: what differential privacy the run has, and has spent; None: it has none, and the entry does not speak of it.
         taken_with: H, batch, outer learning rate and momentum of it (`edit.config.in_force`).
+        agreed: with masks, whose sum was opened; None: there are no masks, or nothing was opened.
     """
     headers = [header for i in sorted(contributions) for header in contributions[i]]
     peers = sorted({header.peer_id for header in headers})
@@ -205,6 +211,7 @@ def commit_entry(
         },
         **({} if privacy is None else {"privacy": dict(privacy)}),
         **({} if taken_with is None else {"in_force": dict(taken_with)}),
+        **({} if agreed is None else {"secagg": _agreed(agreed)}),
     }  # fmt: skip
 
 
@@ -234,6 +241,18 @@ def fragment_entry(record: MergeRecord, staged: Staged) -> _Entry:
         "merged": blake3(record.payload.data).hexdigest() if record.payload is not None else None,
         "update": blake3(staged.payload.data).hexdigest() if staged.payload is not None else None,
         "verdicts": {one.peer_id: _verdict(one) for one in record.verdicts},
+    }
+
+
+def _agreed(agreed: AgreedSet) -> _Entry:
+    """Return what a commit's entry says of a masked round: all that its roster's hash is of, who shared, who is in the sum."""
+    return {
+        "plan": agreed.roster.round.plan.hex(),
+        "hash": agreed.roster.hash.hex(),
+        "roster": {each.peer_id: [_text(each.public_key), _text(each.mask_key)] for each in agreed.roster.adverts},
+        "sharers": sorted(agreed.sharers),
+        "survivors": sorted(agreed.survivors),
+        "confirmed": {peer: _text(signature) for peer, signature in agreed.signatures.items()},
     }
 
 
@@ -339,7 +358,64 @@ def _check_signatures(signed: Signed, entry: _Entry) -> int:
             if not is_signed_part(signed, peer, key, values, heads):
                 raise ValueError(f"{_where(peer, values)}: its signature is not of what the log says")
             verified += 1
+    if (agreed := agreed_set(signed.run_id, entry)) is not None:
+        agreed.check()
+        verified += len(agreed.signatures)
     return verified
+
+
+def agreed_set(run_id: str, entry: _Entry) -> AgreedSet | None:
+    """Return whose sum was opened by the entry of a commit; None where it says nothing of masks. Raises what DAMAGE has.
+
+    Checked is all but the signatures: that the roster's hash is of this round and this roster, that the sum is of those that
+    the verdicts count, that something is held against each other contribution, and that each key is the contributor's.
+    """
+    if (said := entry.get("secagg")) is None:
+        return None
+    name = RoundName(
+        run_id=run_id,
+        config_digest=str(entry["config_digest"]),
+        round_id=str(int(entry["round_id"])),
+        outer_step=int(entry["outer_step"]) - 1,
+        plan=bytes.fromhex(said["plan"]),
+    )
+    keys = {str(peer): [base64.b64decode(each, validate=True) for each in given] for peer, given in said["roster"].items()}
+    adverts = (Advert(peer_id=peer, public_key=key, mask_key=mask, signature=b"") for peer, (key, mask) in sorted(keys.items()))
+    roster = Roster(name, tuple(adverts))
+    if roster.hash.hex() != said["hash"]:
+        raise ValueError("the hash of the masked round's roster is not that of its peers, their keys and this round")
+    agreed = AgreedSet(
+        roster=roster,
+        sharers=frozenset(map(str, said["sharers"])),
+        survivors=frozenset(map(str, said["survivors"])),
+        signatures={str(peer): base64.b64decode(each, validate=True) for peer, each in said["confirmed"].items()},
+    )
+    for fragment in entry["fragments"]:
+        counted = {peer for peer, (_, _, weight, *_) in fragment["verdicts"].items() if float.fromhex(weight) > 0}
+        if counted != agreed.survivors:
+            who = ", ".join(sorted(counted ^ agreed.survivors))
+            raise ValueError(
+                f"fragment {fragment['fragment']}: the sum is not of those who count by the verdicts; not both: {who}"
+            )
+    for peer, given in sorted(entry["contributions"].items()):
+        said_of = {verdicts[peer][0] for verdicts in (each["verdicts"] for each in entry["fragments"]) if peer in verdicts}
+        if peer not in agreed.survivors and said_of <= {"ok", "rejected"}:
+            raise ValueError(f"{peer} contributed and is left out of the sum, though no verdict is against it")
+        if peer in agreed.survivors and base64.b64decode(given["key"], validate=True) != keys[peer][0]:
+            raise ValueError(f"{peer} has signed its contribution with another key than it has on the masked round's roster")
+    return agreed
+
+
+def is_masked(entry: _Entry) -> bool:
+    """Return whether masked contributions were merged by a commit. Raises what DAMAGE has."""
+    parts = (values for given in entry["contributions"].values() for values in given["parts"])
+    return any(len(values) > len(PART) and isinstance(values[len(PART)], str) for values in parts) and counts_anybody(entry)
+
+
+def counts_anybody(entry: _Entry) -> bool:
+    """Return whether a contribution has a weight in a commit. Raises what DAMAGE has."""
+    weights = (weight for each in entry["fragments"] for _, _, weight, *_ in each["verdicts"].values())
+    return any(float.fromhex(weight) > 0 for weight in weights)
 
 
 def seen_heads(given: _Entry) -> list[SeenHead]:
@@ -413,6 +489,8 @@ class LogVerifier:
         self.usage: dict[str, Usage] = {}
         self.consents: dict[str, Consent] = {}  # by peer: the last one
         self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions and consents
+        self.confirmed = 0  # commits of a masked sum that says which peers have confirmed it
+        self.unconfirmed = 0  # and those that do not: an earlier version wrote them
         self.privacy = ""  # what the last commit says of differential privacy, in words
         self.changes: list[Changed] = []  # of the configuration
         self.configuration = Configuration(0, "")  # the present one
@@ -593,6 +671,10 @@ class LogVerifier:
         for fragment in entry["fragments"]:
             if set(fragment["verdicts"]) != contributed.get(fragment["fragment"], set()):
                 raise ValueError(f"fragment {fragment['fragment']}: the verdicts are not of those who contributed")
+        if agreed_set(self.run_id, entry) is not None:
+            self.confirmed += 1
+        elif is_masked(entry):
+            self.unconfirmed += 1
         if self._signatures:
             self.verified += _check_signatures(self.signed, entry)
         self._take_privacy(entry.get("privacy"))

@@ -17,10 +17,10 @@ from edit.trust.canonical import parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signature_of
 from edit.trust.merkle import EMPTY_ROOT, leaf_hash, verify_consistency, verify_inclusion
 from edit.trust.signatures import key_hash
-from editpb.audit_log import DAMAGE, PART, Signed, is_signed_part, seen_heads
+from editpb.audit_log import DAMAGE, PART, Signed, agreed_set, counts_anybody, is_signed_part, seen_heads
 from editpb.messages import LogReceipt, SeenHead, UpdateManifest
 
-__all__ = ["NOTHING_SEEN", "Expected", "Head", "Mine", "ReceiptFault", "check_receipt"]
+__all__ = ["NOTHING_SEEN", "Expected", "Head", "Mine", "ReceiptFault", "SeenMasks", "check_receipt"]
 
 
 class ReceiptFault(RefusedError):
@@ -44,6 +44,15 @@ NOTHING_SEEN = Head(0, EMPTY_ROOT)
 
 
 @dataclass(frozen=True, slots=True)
+class SeenMasks:
+    """What a peer knows of a masked round."""
+
+    roster: bytes  # the hash of the roster that it was shown
+    # Who has shared keys, and whose sum it has signed for; None: it has signed for none.
+    agreed: tuple[frozenset[str], frozenset[str]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Mine:
     """What a peer knows of its own contributions."""
 
@@ -54,6 +63,7 @@ class Mine:
     since: int = 0  # the attempt that these begin with: what has an earlier one, an earlier process has sent
     # Rounds that have said that they have some of it whole, and that take nothing that was sent for another round.
     delivered: frozenset[int] = frozenset()
+    masks: Mapping[int, SeenMasks] = field(default_factory=dict)  # by masked round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +78,7 @@ class Expected:
     before: str  # digest of theta before the step; empty: not known
     mine: Mine
     members: Mapping[str, str] | None = None  # hashes of the keys of the members that this peer knows, by name; None: of none
+    masked: bool = False  # whether contributions are masked in this run
 
 
 def check_receipt(receipt: LogReceipt, expected: Expected) -> tuple[Head, dict[str, Any]]:
@@ -79,6 +90,7 @@ def check_receipt(receipt: LogReceipt, expected: Expected) -> tuple[Head, dict[s
         _check_commit(entry, expected.manifest, expected.before)
         _check_contributions(entry, expected)
         _check_mine(entry, expected)
+        _check_masked(entry, expected)
         _check_seen(receipt, entry, head, expected)
     except DAMAGE as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -190,6 +202,31 @@ def _check_mine(entry: dict[str, Any], expected: Expected) -> None:
                 f"the log names another contribution of this peer to round {part['round_id']}, fragment {part['fragment']} "
                 "than it sent"
             )
+
+
+def _check_masked(entry: dict[str, Any], expected: Expected) -> None:
+    """Check that the sum that was opened is the one that this peer has signed for, and that enough others have signed, too."""
+    round_id, seen = entry["round_id"], expected.mine.masks.get(entry["round_id"])
+    try:
+        if (agreed := agreed_set(expected.run_id, entry)) is not None:
+            agreed.check()
+    except ValueError as error:
+        raise ReceiptFault(f"the masked round {round_id}: {error}") from error
+    if agreed is None:
+        if expected.masked and counts_anybody(entry):
+            raise ReceiptFault(f"the log does not say whose sum was opened in round {round_id}, and who has confirmed that")
+        return
+    if seen is not None and seen.roster != agreed.roster.hash:
+        raise ReceiptFault(f"the log has another roster of the masked round {round_id} than this peer was shown")
+    if seen is not None and seen.agreed is not None and seen.agreed != (agreed.sharers, agreed.survivors):
+        raise ReceiptFault(
+            f"the log says that the sum of {', '.join(sorted(agreed.survivors))} was opened in round {round_id}, "
+            f"this peer has signed for that of {', '.join(sorted(seen.agreed[1]))}"
+        )
+    for advert in agreed.roster.adverts:
+        known = (expected.members or {}).get(advert.peer_id)
+        if known is not None and key_hash(advert.public_key) != known:
+            raise ReceiptFault(f"the log names another key of {advert.peer_id} than the one that this peer knows")
 
 
 def _check_seen(receipt: LogReceipt, entry: dict[str, Any], head: Head, expected: Expected) -> None:

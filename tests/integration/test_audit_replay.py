@@ -32,6 +32,7 @@ SETTINGS = {
     "mean": KEEPS,
     "penalty, int8 records": PENALTY.replace('down = "fp32"', 'down = "int8"\nrecord = "int8"'),
     "robust": KEEPS + '[robust]\nrule = "geometric_median"\nhostile = 1\n',
+    "robust by the model": KEEPS + '[robust]\nrule = "geometric_median"\nhostile = 1\nscope = "model"\n',
 }
 SETTINGS = {
     name: toml.replace("checkpoint_every = 3", "checkpoint_every = 3\nkeep_checkpoints = 2") for name, toml in SETTINGS.items()

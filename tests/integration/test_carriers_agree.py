@@ -145,6 +145,20 @@ def test_grpc_and_the_in_process_run_give_the_same_bits(tmp_path: Path, codecs: 
     assert all(torch.equal(carried[name], local[name]) for name in local)
 
 
+def test_contributions_weighed_by_the_whole_model_give_the_same_bits_over_grpc_too(tmp_path: Path) -> None:
+    robust = '[robust]\nrule = "geometric_median"\nhostile = 1\nscope = "{}"\n[penalty]\n'
+    toml = TOML.format(rounds=ROUNDS, penalty="enabled = true", up="int8", down="bf16")
+    thetas = {}
+    for scope in ("model", "fragment"):
+        folder = new_folder(tmp_path / scope, toml=toml.replace("[penalty]\n", robust.format(scope)))
+        run = LocalRun(RunConfig.from_toml(folder.run_toml), NAMES)
+        thetas[scope] = train({name: run.collective(name) for name in NAMES}, "int8")
+        if scope == "model":
+            carried = over_grpc(folder, "int8")
+            assert all(torch.equal(carried[name], thetas[scope][name]) for name in carried)
+    assert any(not torch.equal(thetas["model"][name], thetas["fragment"][name]) for name in thetas["model"])
+
+
 MIXED = """up_decay = 0.95
 down_decay = 0.5
 [codec.fragments.0]

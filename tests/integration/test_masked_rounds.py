@@ -315,7 +315,7 @@ def test_the_status_and_the_audit_log_of_a_masked_run(tmp_path: Path) -> None:
     log = LogVerifier()
     for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines():
         log.take(line)
-    assert log.commits == 1 and log.verified == 2 * 4
+    assert log.commits == 1 and log.verified == 2 * 4 + 3 and (log.confirmed, log.unconfirmed) == (1, 0)
     entry = json.loads((folder.path / "audit-log.jsonl").read_bytes().splitlines()[-1])
     assert {len(part) for each in entry["contributions"].values() for part in each["parts"]} == {len(PART) + 1}  # and its norm
 

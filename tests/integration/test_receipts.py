@@ -168,8 +168,15 @@ def test_masked_contributions_have_receipts(tmp_path: Path) -> None:
     with running(folder) as here, members(folder, here, tmp_path, "abc") as three:
         for _ in range(2):
             exchange(three)
+        held = [one.collective._receipts.mine.masks for one in three.values()]  # type: ignore[union-attr]
     assert [verify_kept(tmp_path / name).receipts for name in "abc"] == [2, 2, 2]
-    assert log_of(folder).commits == 2
+    log, everybody = log_of(folder), frozenset("abc")
+    assert (log.commits, log.confirmed, log.unconfirmed) == (2, 2, 0)
+    entries = [json.loads(line) for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines()]
+    for entry in entries[1:]:
+        for masks in held:  # what each of them has seen is what its receipts were held to
+            seen = masks[entry["round_id"]]
+            assert (seen.roster.hex(), seen.agreed) == (entry["secagg"]["hash"], (everybody, everybody))
 
 
 def test_a_peer_and_a_coordinator_that_start_anew_go_on_from_what_they_know(tmp_path: Path) -> None:

@@ -101,11 +101,13 @@ def ours(
     *,
     coordinator_mbit: float = 0.0,
     queue_ms: int = QUEUE_MS,
+    audited: bool = False,
 ) -> list[Timing]:
     """Return the timings of exchanges between these peers and a coordinator.
 
     mbit: of the link of each of them, in each direction; 0: all on loopback. coordinator_mbit: of the coordinator's, where it
-    is another one. queue_ms: in front of each direction of a link. Raises ChildDied, ConfigError without such links.
+    is another one. queue_ms: in front of each direction of a link. audited: with `audit.enabled`. Raises ChildDied, ConfigError
+    without such links.
     """
     coordinator, names = Programs().coordinator, [f"peer-{place}" for place in range(peers)]
     others = {COORDINATOR: coordinator_mbit} if coordinator_mbit else {}
@@ -117,7 +119,8 @@ def ours(
     ):
         root, host = Path(scratch), network.hosts[COORDINATOR]
         state, toml = root / "run", root / "run.toml"
-        toml.write_text(to_toml(_settings(peers, codec_name, limit_s, host)), encoding="utf-8")
+        settings: Settings = {**_settings(peers, codec_name, limit_s, host), "audit": {"enabled": audited}}
+        toml.write_text(to_toml(settings), encoding="utf-8")
         supervisor.call({"init": (*coordinator, "init", "--state", str(state), "--config", str(toml))})
         supervisor.start(COORDINATOR, host.command((*coordinator, "serve", "--keep-serving", "--state", str(state))))
         _wait_for(state / "addresses.json", supervisor)

@@ -35,6 +35,8 @@ from peers.carriers.swarm.connect import connect_swarm
 from peers.carriers.swarm.hosts import describe_swarm, hosts_of
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
+from peers.identity.policy import SitePolicy
+from peers.own_site import site_of
 
 __all__ = ["blocks"]
 
@@ -132,8 +134,9 @@ def _connected(io: IoThread, home: Path, through: str) -> Iterator[Sequence[Coll
             yield connection.shares
         return
     join(through, home, time.time())
-    enrolled = PeerFolder(home).load(time.time())
-    collective = HubCollective(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
+    folder = PeerFolder(home)
+    enrolled, site = folder.load(time.time()), site_of(SitePolicy(), folder)
+    collective = HubCollective(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity, site=site)
     yield (collective,)
     collective.close("measured")
 

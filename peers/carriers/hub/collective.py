@@ -43,7 +43,7 @@ from edit.trust.mask_plan import FragmentPlan
 from edit.trust.signatures import Signer
 from editpb.identity import Identity
 from editpb.messages import ContributionHeader, Expel, Heartbeat, Hello, PeerState, RunPhase, View
-from editpb.receipts import Mine
+from editpb.receipts import Mine, SeenMasks
 from editpb.signed_contributions import ContributionSigner, config_digest, signs
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report, configuration_of
@@ -296,6 +296,7 @@ class HubCollective:
             self._refuse,
             self._site.masks.members if self._site.masks is not None else None,
             Cosigner(self._site.key) if config.audit.cosign else None,
+            masked=config.secagg.enabled,
         )
         self._report.cosigned = self._receipts.cosigned
 
@@ -326,7 +327,12 @@ class HubCollective:
             min_peers=config.secagg.min_peers,
             file=self._site.masks.revealed,
             members=self._site.masks.members,
+            saw=self._saw_masks,
         )
+
+    def _saw_masks(self, round_id: int, seen: SeenMasks) -> None:
+        if self._receipts is not None:
+            self._receipts.saw_masks(round_id, seen)
 
     def _advance(self) -> None:
         """Loop's thread, at each news: send what can be sent; fetch what will be asked for."""

@@ -48,6 +48,7 @@ from edit.trust.signatures import Signer
 from editpb import masking_pb2 as pb
 from editpb import masking_pb2_grpc
 from editpb.mask_messages import Closed, Done, PeerMessage, plan_from_pb, reply_from_pb, request_to_pb
+from editpb.receipts import SeenMasks
 from editpb.transport.status import from_rpc
 from peers.carriers.hub.channels import Channels
 from peers.carriers.io_thread import IoThread
@@ -127,6 +128,7 @@ class MaskingSession:
         members: `key_hash` of the public keys that this peer's operator pinned, by peer; None: whom the coordinator names is
             believed.
         draw: returns that many bytes from a cryptographic source.
+        saw: told of each round what this peer was shown and what it has signed; receipts of the audit log are held to it.
 
     Raises StorageError when the file is damaged.
     """
@@ -144,10 +146,12 @@ class MaskingSession:
         file: Path,
         members: Mapping[str, str] | None = None,
         draw: Callable[[int], bytes] = secrets.token_bytes,
+        saw: Callable[[int, SeenMasks], object] = lambda round_id, seen: None,
     ) -> None:
         self._io, self._calls, self._peer_id = io, calls, peer_id
         self._signer, self._run_id, self._config_digest = signer, run_id, config_digest
         self._min_peers, self._file, self._members, self._draw = min_peers, file, members, draw
+        self._saw = saw
         self._revealed = RevealedSets.read(file)
         self._told = ""  # the pin of the roster that the log has
         self._round_id = 0  # that is followed
@@ -218,6 +222,7 @@ class MaskingSession:
         roster = await self._ask(round_id, name, client.advert, Roster)
         (shares,) = _effects(client, ShowRoster(roster=roster))
         self._tell_roster(roster)
+        self._saw(round_id, SeenMasks(roster.hash))
         assert isinstance(shares, Shares)
         inbox = await self._ask(round_id, name, shares, ShowInbox)
         (start,) = _effects(client, inbox)
@@ -232,6 +237,7 @@ class MaskingSession:
         asked = await self._ask(round_id, name, Closed(), AskConfirm)
         (confirm,) = _effects(client, asked)
         assert isinstance(confirm, Confirm)
+        self._saw(round_id, SeenMasks(roster.hash, (inbox.sharers, asked.survivors)))
         signatures = await self._ask(round_id, name, confirm, AskReveal)
         save, reveal = _effects(client, signatures)
         assert isinstance(save, SaveRevealed) and isinstance(reveal, Reveal)

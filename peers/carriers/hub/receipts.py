@@ -18,7 +18,7 @@ from editpb import data_pb2
 from editpb.data_messages import receipt_from_pb
 from editpb.limits import one_line
 from editpb.messages import ContributionHeader, Cosignature, LogReceipt, SeenHead, UpdateManifest
-from editpb.receipts import Expected, Head, Mine, ReceiptFault, check_receipt
+from editpb.receipts import Expected, Head, Mine, ReceiptFault, SeenMasks, check_receipt
 from peers.carriers.hub.kept_receipts import FAULT, FORMAT, RECEIPTS, KeptReceipts, base64_text, pinned_key
 
 __all__ = ["Receipts"]
@@ -39,6 +39,7 @@ class Receipts:
     failed: Callable[[str], object]  # told why the peer must not go on
     kept: KeptReceipts
     cosigner: Cosigner | None = None  # None: this peer does not cosign
+    masked: bool = False  # whether contributions are masked in this run
     position: tuple[int, str] = (-1, "")  # outer step and digest of theta, by the last snapshot or receipt
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _cosigned: Cosignature | None = None  # the last one
@@ -54,6 +55,8 @@ class Receipts:
         failed: Callable[[str], object],
         members: Mapping[str, str] | None = None,
         cosigner: Cosigner | None = None,
+        *,
+        masked: bool = False,
     ) -> Receipts:
         """Go on from what is kept in a peer's folder. log_key: as the coordinator says it.
 
@@ -65,7 +68,8 @@ class Receipts:
                 f"members; to take part all the same, move it and {home / RECEIPTS} away"
             )
         key = pinned_key(home, log_key, run_id)
-        return cls(home, key, run_id, schema_hash, mine, members, failed, KeptReceipts.open(home, key), cosigner)
+        kept = KeptReceipts.open(home, key)
+        return cls(home, key, run_id, schema_hash, mine, members, failed, kept, cosigner, masked)
 
     @property
     def head(self) -> Head:
@@ -109,6 +113,11 @@ class Receipts:
         rounds = frozenset(sorted({*self.mine.delivered, header.round_id})[-_ROUNDS:])
         self.mine = replace(self.mine, delivered=rounds)
 
+    def saw_masks(self, round_id: int, seen: SeenMasks) -> None:
+        """Note what this peer has seen of a masked round, or has signed in it."""
+        masks = {**self.mine.masks, round_id: seen}
+        self.mine = replace(self.mine, masks={each: masks[each] for each in sorted(masks)[-_ROUNDS:]})
+
     def accept(self, manifest: UpdateManifest, message: data_pb2.LogReceipt | None, asked: Head) -> dict[int, str | None]:
         """Check the receipt of an update; return the hashes of the update's bytes by fragment, None of one rolled back.
 
@@ -133,6 +142,7 @@ class Receipts:
                 before=digest if step == manifest.outer_step - 1 else "",
                 mine=self.mine,
                 members=self.members,
+                masked=self.masked,
             )
             head, entry = check_receipt(receipt, expected)
         except (ReceiptFault, RemoteProtocolError) as error:

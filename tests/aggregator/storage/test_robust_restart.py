@@ -22,7 +22,8 @@ SCHEMA = Schema((FragmentSpec(fragment_id=0, name="layer", tensors=(TensorSpec(n
 
 def config(rule: str) -> RunConfig:
     anchored = RobustConfig(trust="anchors", anchors=("peer-1",))
-    robust = anchored if rule == "anchors" else RobustConfig(rule=rule, hostile=1)
+    rule, _, scope = rule.partition(" by ")
+    robust = anchored if rule == "anchors" else RobustConfig(rule=rule, hostile=1, scope=scope or "fragment")
     return RunConfig(
         penalty=PenaltyConfig(enabled=False),
         robust=robust,
@@ -35,7 +36,9 @@ def merged(outer: OuterState) -> MergeRecord:
     random = torch.Generator().manual_seed(100 + outer.outer_step)
     direction = torch.randn(NUMEL, generator=random)
     deltas = [encode("fp32", 0.01 * (direction + torch.randn(NUMEL, generator=random))) for _ in range(5)]
-    return outer.record(outer.reduce(0, [Measured(f"peer-{i}", 1, 1, measure(each), each) for i, each in enumerate(deltas)]))
+    sent = [Measured(f"peer-{i}", 1, 1, measure(each), each) for i, each in enumerate(deltas)]
+    of_model = outer.config.robust.of_model
+    return outer.record(outer.reduce_chosen(0, sent, outer.choose({0: sent})) if of_model else outer.reduce(0, sent))
 
 
 def commit(store: Store | None, outer: OuterState) -> Commit:
@@ -49,7 +52,7 @@ def commit(store: Store | None, outer: OuterState) -> Commit:
     return done
 
 
-@pytest.mark.parametrize("rule", ["centered_clip", "geometric_median", "median", "anchors"])
+@pytest.mark.parametrize("rule", ["centered_clip", "centered_clip by model", "geometric_median", "median", "anchors"])
 @pytest.mark.parametrize("checkpoint", [0, 2, 4])
 def test_what_the_rule_compares_with_is_recovered_from_checkpoint_and_journal(
     tmp_path: Path, rule: str, checkpoint: int
