@@ -134,6 +134,7 @@ class AuditLog:
         unmerged: Collection[str] = (),
         injected: Injected | None,
         privacy: Mapping[str, object] | None = None,
+        trained: tuple[int, int] = (0, 0),
     ) -> str:
         """Return the entry of a commit that is about to be journalled; `append` it once that is done.
 
@@ -154,7 +155,7 @@ class AuditLog:
             unmerged=unmerged,
             injected=injected,
             privacy=privacy or self._claimed(),
-            taken_with=asdict(in_force(self._config, outer_step - 1)),
+            taken_with=asdict(in_force(self._config, outer_step - 1, trained)),
         )
         line = entry_line(self._tree, self._now(), entry)
         heads = {peer: len(given.get("seen", ())) for peer, given in entry["contributions"].items()}
