@@ -33,6 +33,8 @@ warmup_steps = 50               # Inner steps until the learning rate is lr.
 #beta2 = 0.95                   # AdamW's second beta.
 batch_size = 4                  # Sequences in a micro-batch of one peer.
 #accumulation = 1               # Micro-batches in an inner step.
+#batch_growth = 1               # A peer's batch may double up to this many times itself, by a norm test; 1: it stays.
+#norm_test = 0.8                # eta: doubles it where the gradient's variance exceeds eta^2 times its square.
 #clip_norm = 1.0                # Clips the gradient to this norm; 0 turns clipping off.
 #autocast = true                # Computes in bf16 where the device can.
 

@@ -96,6 +96,7 @@ class _Round:
     staged: dict[int, Staged] = field(default_factory=dict)  # of those for which there was memory; likewise
     reserved_bytes: int = 0  # of the uploads' memory, for what is staged
     tokens: dict[int, int] = field(default_factory=dict)  # by fragment_id: behind what was merged with a weight
+    inner_steps: dict[int, int] = field(default_factory=dict)  # likewise
     sources: list[Source] = field(default_factory=list)  # of what is merged, where others verify it
     signed: dict[int, tuple[ContributionHeader, ...]] = field(default_factory=dict)  # of what is merged, for the audit log
     offered: set[str] = field(default_factory=set)  # the peers of whom something came that named it, for the audit log
@@ -388,9 +389,9 @@ class RoundRunner:
             return
         current.sources += sources if self._verified else ()
         current.signed[fragment_id] = signed
-        tokens = {one.peer_id: one.tokens for one in measured}
         current.records[fragment_id] = record
-        current.tokens[fragment_id] = weighted_tokens(record, tokens)
+        current.tokens[fragment_id] = weighted_tokens(record, {one.peer_id: one.tokens for one in measured})
+        current.inner_steps[fragment_id] = weighted_tokens(record, {one.peer_id: one.inner_steps for one in measured})
         seconds = self._clock.monotonic() - began
         self._run_feed.publish(FragmentMerged(effect.round_id, fragment_id, len(measured), seconds))
         self.feed(events.Reduced(effect.round_id, fragment_id))
@@ -591,10 +592,12 @@ class RoundRunner:
             ready, entry = outer.stage_plugins(records, injection, staged), ""
             if (entries := self._store.entries) is not None:
                 ready = outer.stage_all(records, injection, ready)
-                entry = self._audit_entry(entries, effect, records, ready, signed, offered, brings, agreed)
+                entry = self._audit_entry(entries, effect, records, ready, signed, offered, brings, agreed, trained)
             if self._store.kept is not None:
                 self._store.kept.committing(effect.outer_step)
-            self._store.append_commit(effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest, entry)
+            self._store.append_commit(
+                effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest, entry, trained[0]
+            )
             on_disk = True
             commit = outer.commit(effect.round_id, effect.reason, records, injection, ready)
             self._store.applied(commit)
@@ -604,6 +607,7 @@ class RoundRunner:
             records, current.records = list(current.records.values()), {}
             staged, current.staged = current.staged, {}
             tokens, injection, signed = self._tokens(current), current.injection, current.signed
+            trained = self._trained(current)
             brings = injection.brings if injection is not None else None
             offered = frozenset(current.offered)
             agreed = self.masked.agreed if self.masked is not None else None
@@ -633,6 +637,7 @@ class RoundRunner:
         offered: frozenset[str],
         brings: Injected | None,
         agreed: AgreedSet | None,
+        trained: tuple[int, int],
     ) -> str:
         return entries.commit(
             self.outer,
@@ -647,11 +652,16 @@ class RoundRunner:
             injected=brings,
             privacy=self._budget.said() if self._budget is not None else None,
             agreed=agreed,
+            trained=trained,
         )
 
     def _tokens(self, current: _Round) -> int:
         """The tokens behind a commit: with groups each fragment counts for its share of the model, the others for nothing."""
         return commit_tokens(self.outer.schema, current.tokens)
+
+    def _trained(self, current: _Round) -> tuple[int, int]:
+        """The inner steps and tokens behind a commit, counted alike."""
+        return commit_tokens(self.outer.schema, current.inner_steps), self._tokens(current)
 
     def _fail(self, round_id: int, error: Exception) -> None:
         """A merge or a commit raised: end the round; nothing of it is applied."""
@@ -680,7 +690,8 @@ class RoundRunner:
         self.last_closed = (effect.round_id, effect.committed, effect.reason)
         commit = current.commit if current is not None else None
         fragments = commit.fragments if commit is not None else ()
-        taken_with = in_force(self.outer.config, effect.outer_step - 1)
+        trained = self._trained(current) if current is not None else (0, 0)
+        taken_with = in_force(self.outer.config, effect.outer_step - 1, trained)
         report = RoundReport(
             round_id=effect.round_id,
             outer_step=effect.outer_step,
@@ -764,12 +775,15 @@ def _keep(kept: KeptContributions, round_id: int, fragment_id: int, sources: Seq
 
 
 def weighted_tokens(record: MergeRecord, tokens: Mapping[str, int]) -> int:
-    """Return the tokens behind what was merged of a fragment with a weight. tokens: by peer_id."""
+    """Return the tokens behind what was merged of a fragment with a weight; of inner steps likewise. tokens: by peer_id."""
     return sum(tokens[verdict.peer_id] for verdict in record.verdicts if verdict.weight > 0)
 
 
 def commit_tokens(schema: Schema, tokens: Mapping[int, int]) -> int:
-    """Return the tokens behind a commit: a fragment's count for its share of the model. tokens: by fragment_id."""
+    """Return the tokens, or inner steps, behind a commit: a fragment's count for its share of the model.
+
+    tokens: by fragment_id.
+    """
     return sum(count * schema.fragments[i].numel for i, count in tokens.items()) // schema.numel
 
 

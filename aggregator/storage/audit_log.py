@@ -145,6 +145,7 @@ class AuditLog:
         injected: Injected | None,
         privacy: Mapping[str, object] | None = None,
         agreed: AgreedSet | None = None,
+        trained: tuple[int, int] = (0, 0),
     ) -> str:
         """Return the entry of a commit that is about to be journalled; `append` it once that is done.
 
@@ -165,7 +166,7 @@ class AuditLog:
             unmerged=unmerged,
             injected=injected,
             privacy=privacy or claimed_privacy(self._config),
-            taken_with=asdict(in_force(self._config, outer_step - 1)),
+            taken_with=asdict(in_force(self._config, outer_step - 1, trained)),
             agreed=agreed,
         )
         line = entry_line(self._tree, self._now(), entry)

@@ -67,6 +67,7 @@ class Entries(Protocol):
         injected: Injected | None,
         privacy: Mapping[str, object] | None = None,
         agreed: AgreedSet | None = None,
+        trained: tuple[int, int] = (0, 0),
     ) -> str:
         """See `AuditLog.commit`."""
         ...
@@ -170,6 +171,7 @@ class Store:
         injected: Injected | None = None,
         base: str = "",
         audit: str = "",
+        inner_steps: int = 0,
     ) -> None:
         """Commit the round; it is on disk when this returns. Raises StorageError: the round is not committed.
 
@@ -178,10 +180,11 @@ class Store:
             injected: what of a run above is in the outer state after it, when an injection came in; else None.
             base: digest of the outer parameters before it, which a recovery must come to, too.
             audit: its entry in the audit log.
+            inner_steps: behind `tokens`; 0: not known.
         """
         if self._noting is not None:
             self._noting.result()  # done long ago; a bug in it is raised
-        total, said = min(self.tokens + tokens, MOST_TOKENS), self._in_force(outer_step)
+        total, said = min(self.tokens + tokens, MOST_TOKENS), self._in_force(outer_step, (inner_steps, tokens))
         self._writer.submit(
             lambda: self._open_journal().append_commit(
                 round_id, outer_step, reason, total, injected, base, audit=audit, in_force=said
@@ -210,9 +213,9 @@ class Store:
         ).result()
         self._held_entry = audit
 
-    def _in_force(self, outer_step: int) -> dict[str, object] | None:
+    def _in_force(self, outer_step: int, trained: tuple[int, int] = (0, 0)) -> dict[str, object] | None:
         """Return what the commit to this outer step is taken with; None with gossip, which has no outer optimizer."""
-        return asdict(in_force(self._config, outer_step - 1)) if self._config.outer.algorithm == "mean" else None
+        return asdict(in_force(self._config, outer_step - 1, trained)) if self._config.outer.algorithm == "mean" else None
 
     def take_back(self) -> None:
         """Give up the round that is held: nothing of it stays."""

@@ -109,6 +109,7 @@ class EngineStore(Store):
         injected: Injected | None = None,
         base: str = "",
         audit: str = "",
+        inner_steps: int = 0,
     ) -> None:
         """Propose the round, and wait until it is the outer step. Raises RefusedError: it is not, and will not be."""
         if round_id != self._merged_round or not self._merged:

@@ -102,8 +102,12 @@ class OwnerEntries:
         injected: Injected | None,
         privacy: Mapping[str, object] | None = None,
         agreed: AgreedSet | None = None,
+        trained: tuple[int, int] = (0, 0),
     ) -> str:
-        """Return the signed entry of a round that is about to be proposed. Raises StorageError, RefusedError."""
+        """Return the signed entry of a round that is about to be proposed. Raises StorageError, RefusedError.
+
+        trained: not in it: members that look at an entry know what was merged, not what each contribution was trained with.
+        """
         if injected is not None or privacy is not None or agreed is not None or outer_step != outer.outer_step + 1:
             raise LocalProtocolError("this commit is none of a swarm's part")
         entry = computed(

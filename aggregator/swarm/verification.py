@@ -40,7 +40,6 @@ from editpb.signed_contributions import check_payload, check_signature
 
 __all__ = ["Contributed", "Verification", "enrolled_key", "enrolment"]
 
-_TOKENS_PER_STEP = 4  # times the usual ones, which `edit.rounds.work_claims` grants to everybody
 _NO_KEY = "-"
 _SHARE = 4  # of storage.buffer_bytes, for what is verified; the rest lies in files
 
@@ -151,7 +150,7 @@ class Verification:
         least = max(usual.least(0, outer_step), min(header.inner_steps, granted))
         if not least <= work.inner_steps <= max(highest, header.inner_steps):
             raise RemoteProtocolError(f"{who}: {header.inner_steps} inner steps count as {work.inner_steps}")
-        least = min(header.tokens, _TOKENS_PER_STEP * work.inner_steps * usual.step_tokens)
+        least = min(header.tokens, usual.most_tokens(work.inner_steps))
         if not least <= work.tokens <= header.tokens:
             raise RemoteProtocolError(f"{who}: {header.tokens} tokens count as {work.tokens}")
 

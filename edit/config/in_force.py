@@ -1,7 +1,8 @@
-"""What is in force at an outer step: H, the outer learning rate and momentum, all planned in the configuration.
+"""What is in force at an outer step: H, the batch, the outer learning rate and momentum.
 
 They are functions of the outer step's number and the settings, so a replay, a member of a swarm and whoever consents to the
-configuration know them without being told.
+configuration know them without being told. Only a batch that may grow (inner.batch_growth) is counted instead: it has no
+influence on an outer step beyond the tokens that a contribution is weighted by.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class InForce:
 
     # H: inner steps between two exchanges of the same fragment.
     every: int
-    # Sequences in an inner step of one peer.
+    # Sequences in an inner step of one peer; where it may grow the mean of what was merged; 0: not known.
     batch: int
     # Of the outer optimizer; of a plug-in, what the configuration says.
     lr: float
@@ -30,15 +31,26 @@ class InForce:
     momentum: float
 
 
-def in_force(config: RunConfig, outer_step: int) -> InForce:
-    """Return what is in force for the advance from this outer step of a run whose outer.algorithm is "mean"."""
+def in_force(config: RunConfig, outer_step: int, trained: tuple[int, int] = (0, 0)) -> InForce:
+    """Return what is in force for the advance from this outer step of a run whose outer.algorithm is "mean".
+
+    trained: inner steps and tokens behind what was merged, added up; (0, 0): not known. Only a batch that may grow follows
+            them.
+    """
     outer = outer_in_force(config.outer, config.sync, outer_step)
     return InForce(
         every=config.sync.every_at(outer_step),
-        batch=config.inner.batch_size * config.inner.accumulation,
+        batch=_batch(config, *trained),
         lr=outer.lr,
         momentum=outer.momentum if outer.optimizer in _WITH_MOMENTUM else 0.0,
     )
+
+
+def _batch(config: RunConfig, inner_steps: int, tokens: int) -> int:
+    configured = config.inner.batch_size * config.inner.accumulation
+    if config.inner.batch_growth == 1:
+        return configured
+    return round(tokens / (inner_steps * config.model.context)) if inner_steps else 0
 
 
 def outer_in_force(outer: OuterConfig, sync: SyncConfig, outer_step: int) -> OuterConfig:

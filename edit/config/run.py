@@ -161,6 +161,12 @@ class InnerConfig:
     batch_size: Annotated[int, Between(1, 1 << 20)] = 4
     # Micro-batches in an inner step.
     accumulation: Annotated[int, Between(1, 1 << 20)] = 1
+    # The batch of a peer grows to at most so many times batch_size x accumulation: after an exchange it is doubled, by more
+    # micro-batches, where the peer's gradients fail the norm test. 1: it stays. Above 1, accumulation must be at least 2.
+    batch_growth: Annotated[int, Between(1, 1024)] = 1
+    # eta of the norm test (arXiv 2406.13936): it fails where the variance of an inner step's gradient, measured between its
+    # micro-batches, exceeds eta^2 times the gradient's square.
+    norm_test: Annotated[float, Between(0.01, 1)] = 0.8
     # The largest global norm of the gradient; 0: no clipping.
     clip_norm: Annotated[float, Between(0, 1e9)] = 1.0
     # Use bf16 autocast where the device has it.
@@ -168,6 +174,8 @@ class InnerConfig:
 
     def __post_init__(self) -> None:
         check_bounds("inner.", self)
+        rule = f"must be at least 2 with inner.batch_growth = {self.batch_growth}: variance is measured between micro-batches"
+        require(self.batch_growth == 1 or self.accumulation > 1, "inner.accumulation", self.accumulation, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +336,10 @@ class RunConfig:
         self._check_governance()
         self._check_secagg()
         self._check_privacy()
+        rule = f'must be 1 with privacy.level = "{self.privacy.level}": the noise is for the batch that was accounted for'
+        require(
+            not self.privacy.of_examples or self.inner.batch_growth == 1, "inner.batch_growth", self.inner.batch_growth, rule
+        )
         rule = "must be false with [swarm]: there is no coordinator that asks for it; policy.toml of each site may"
         require(self.swarm is None or not self.membership.consent, "membership.consent", True, rule)
         if self.aggregators.addresses:
@@ -600,6 +612,8 @@ _LATER: tuple[tuple[str, str, object], ...] = (
     ("inner", "state", "fp32"),
     ("inner", "options", {}),
     ("inner", "momentum", 0.95),
+    ("inner", "batch_growth", 1),
+    ("inner", "norm_test", 0.8),
     ("", "robust", dataclasses.asdict(RobustConfig())),
     ("robust", "trust", "none"),
     ("robust", "anchors", ()),
@@ -710,6 +724,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("inner", {"momentum"}, "inner.optimizer", ("adamw",)),
     NoEffect("inner", {"state"}, "inner.optimizer", ("muon", "sgd")),
     NoEffect("inner", {"beta1", "beta2"}, "inner.optimizer", ("sgd",)),
+    NoEffect("inner", {"norm_test"}, "inner.batch_growth", (1,)),
     NoEffect(
         "inner",
         {"momentum", "beta1", "beta2", "state"},

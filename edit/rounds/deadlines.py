@@ -12,6 +12,9 @@ a finished exchange to its next contribution, divided by the inner steps behind 
 Where H changes during the run (sync.milestones), times of compute are kept as those of the run's first H, and `pace`, the H in
 force as a multiple of that one, is what they are multiplied by: else the first round of a larger H would close without anybody.
 
+Where batches may double from one exchange to the next (inner.batch_growth), allowed(compute) begins not with the median, but
+with twice the last measurement, if that is more: else a peer would be overdue once its batch is doubled, and many rounds after.
+
 MAD is the median absolute deviation from the median. A download that was never measured counts as 0: then it is part of what
 was measured as compute. Constant times have a MAD of 0; the tenth of the median keeps a margin for them.
 """
@@ -61,6 +64,8 @@ class Deadlines:
         self._steps_s: defaultdict[str, deque[float]] = _windows()  # the same, as measured here
         # How many times the inner steps of the run's first H a peer now computes.
         self.pace = 1.0
+        # Whether its inner steps may take twice as long as those before.
+        self.may_double = False
 
     def record(self, peer_id: str, phase: PeerPhase, seconds: float) -> None:
         """Add one measurement; seconds: finite and not negative, or LocalProtocolError."""
@@ -102,6 +107,8 @@ class Deadlines:
         pace = self._pace_of(phase)
         middle = pace * median(times)
         deviation = median([abs(pace * time - middle) for time in times])
+        if self.may_double and phase is PeerPhase.COMPUTE:
+            middle = max(middle, 2 * pace * times[-1])
         return middle + self._config.spread * max(deviation, SMALLEST_SPREAD * middle)
 
     def _pace_of(self, phase: PeerPhase) -> float:

@@ -240,6 +240,7 @@ class RoundMachine:
         self._work = WorkClaims(work, self.deadlines, idle_s, outer_step) if work is not None else None
         if self._work is not None:
             self.deadlines.pace = self._work.pace
+        self.deadlines.may_double = work is not None and work.growth > 1
         self._timer = PeerTimer(self.deadlines, self._book, overlap)
 
     # -- questions --------------------------------------------------------------------------------------------------------

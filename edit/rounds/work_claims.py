@@ -3,7 +3,7 @@
     inner steps counted = max(least, min(claimed, most))
     least = H / P with schedule = "steps" and without DyLU: nobody contributes earlier; else 1
     most  = slack * H / P * (max(P, rounds) + 1) + 4 * away / step
-    tokens counted = min(claimed, 4 * inner steps counted * usual)
+    tokens counted = min(claimed, inner steps counted * max(4 * usual, growth * configured))
 
 rounds: so many were closed since this peer last began a contribution to these fragments that was merged; merging by arrivals
 only those that were aborted, because nobody waits for the others. Where H changes during the run (sync.milestones), H is the
@@ -12,9 +12,10 @@ merged the last contribution counts with the present one: so after H has shrunk,
 for so many seconds since then the peer was not here: it may have trained on. step: its seconds per inner step as measured here
 (`edit.rounds.deadlines`), but no less than a sixteenth of what the others take; a peer that was never measured gets nothing
 for its absence. slack: 16 with schedule = "time", where only H says how many steps an outer step counts as; 4 where a
-contribution may outlive its round, and training goes on meanwhile. usual: tokens of an inner step by run.toml, or the lower
-median of what the peers last said, if that is more: a user's own loop may have other batches than run.toml says, and a region
-counts the tokens of all its peers.
+contribution may outlive its round, and training goes on meanwhile. configured: tokens of an inner step by run.toml. usual:
+that, or the lower median of what the peers last said, if that is more: a user's own loop may have other batches than run.toml
+says, and a region counts the tokens of all its peers. growth: how many times its batch a peer may train with
+(inner.batch_growth).
 
 A claim out of bounds is bounded, not refused: work of an honest peer would be lost, and its numbers can be unusual for reasons
 that are not known here. So one contribution counts for a few others at most in a weight, in the tokens of the run, in the
@@ -53,8 +54,9 @@ class UsualWork:
     sync: SyncConfig  # H and P
     at_any_step: bool  # whether a peer may contribute before H / P inner steps
     slack: int
-    step_tokens: int  # of one replica
+    step_tokens: int  # of one replica, before its batch has grown
     arrivals: bool  # whether contributions are merged as they arrive
+    growth: int = 1  # how many times as large a replica's batch may become
 
     @classmethod
     def of(cls, config: RunConfig) -> UsualWork:
@@ -67,11 +69,17 @@ class UsualWork:
             slack=_SLACK_BY_TIME if by_time else _SLACK_CARRIED if rounds.max_staleness else 1,
             step_tokens=inner.batch_size * inner.accumulation * config.model.context,
             arrivals=rounds.merging == "arrivals",
+            growth=inner.batch_growth,
         )
 
     def least(self, first: int, outer_step: int) -> int:
         """Return the fewest inner steps of a contribution to `outer_step` by a peer that was at the outer step `first`."""
         return 1 if self.at_any_step else self.sync.least_interval(first, outer_step)
+
+    def most_tokens(self, inner_steps: int, usual: float | None = None) -> int:
+        """Return how many tokens so many inner steps count for. usual: of one; None: as configured."""
+        per_step = max(_PER_STEP * (self.step_tokens if usual is None else usual), self.growth * self.step_tokens)
+        return int(inner_steps * per_step)
 
     @property
     def groups(self) -> int:
@@ -166,7 +174,7 @@ class WorkClaims:
         usual = float(self._usual.step_tokens)
         if len(self._per_step) > 1:
             usual = max(usual, median_low(self._per_step.values()))
-        most = {peer_id: int(_PER_STEP * steps[peer_id] * usual) for peer_id in claims}
+        most = {peer_id: self._usual.most_tokens(steps[peer_id], usual) for peer_id in claims}
         return {peer_id: Work(steps[peer_id], min(claim.tokens, most[peer_id])) for peer_id, claim in claims.items()}
 
     def _while_away(self, peer_id: str, away_s: float) -> int:

@@ -5,6 +5,7 @@ In reading order:
 
 loop                 the training loop of one rank
 trainer              inner steps: learning rate, clipping, accumulation
+batch_growth         a batch that grows by a local norm test
 inner_optimizers     AdamW, Muon and others by name
 data                 text or tokens to batches
 sharding             FSDP2 and tensor parallelism over the ranks of a replica

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -49,8 +49,8 @@ def train_alone(plan: AlonePlan, model: nn.Module, *, device: torch.device, cloc
 
     Raises ConfigError when a result file cannot be written.
     """
-    config = plan.config
-    trainer = Trainer(model, plan.batches, config.inner, total_steps=plan.steps, device=device, clock=clock)
+    inner = replace(plan.config.inner, batch_growth=1)  # it grows after exchanges
+    trainer = Trainer(model, plan.batches, inner, total_steps=plan.steps, device=device, clock=clock)
     try:
         plan.progress.parent.mkdir(parents=True, exist_ok=True)
         with plan.progress.open("w", encoding="utf-8") as lines:

@@ -57,6 +57,8 @@ class Resumable:
         """Begin a checkpoint of the present state. Changes nothing."""
         state = self.worker.state_dict()
         scalars = {"steps": self.trainer.steps, "data": self.batches.state(), "worker": state["scalars"]}
+        if self.trainer.growth is not None:
+            scalars["batch"] = self.trainer.growth.state()
         tensors = {f"worker/{section}/{name}": tensor for section, name, tensor in _sections(state)}
         owners = optimizers_of(self.trainer.optimizers, self._trained())
         for name, parameter in self._trained().items():
@@ -128,6 +130,11 @@ class Resumable:
             what = f"tensor {unknown[0]} is not this training's" if unknown else f"tensor {missing[0]} is missing"
             raise StorageError(f"{saved.path}: damaged ({what})")
         self.trainer.steps = saved.scalars["steps"]
+        if self.trainer.growth is not None and "batch" in saved.scalars:
+            try:
+                self.trainer.growth.load(saved.scalars["batch"])
+            except StorageError as error:
+                raise StorageError(f"{saved.path}: {error}") from error
         self._put_moments(tensors, parameters)
         self.worker.load_state_dict({**sections, "scalars": saved.scalars["worker"]})
         try:

@@ -238,9 +238,10 @@ class Training:
         return f"sync.tokens = {sync.tokens} are merged"
 
     def _step(self, trainer: Trainer, worker: EditWorker) -> None:
-        inner = self._config.inner
-        worker.count_tokens(inner.batch_size * inner.accumulation * self._config.model.context)
+        worker.count_tokens(trainer.batch * self._config.model.context)
         result = trainer.step(lambda: self._position(worker))
+        if worker.round_inner_steps == 0 and trainer.exchanged():
+            _log.info("the batch is doubled to %d sequences in an inner step, by the norm test", trainer.batch)
         hidden = self._options.hide_loss or trainer.private is not None
         if not hidden:
             worker.report(loss=result.loss)

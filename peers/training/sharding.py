@@ -32,6 +32,7 @@ __all__ = [
     "ONE_RANK",
     "RankLayout",
     "clip_gradients",
+    "gradient_norm",
     "make_layout",
     "process_group",
     "rendezvous_prefix",
@@ -181,15 +182,24 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: RankLayout, clip_
     if layout.mesh is None:
         nn.utils.clip_grad_norm_(parameters, clip_norm)
         return
-    gradients = [cast(DTensor, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    owned = [gradient.to_local() for gradient in gradients if _owns(gradient)]
-    norm = nn.utils.get_total_norm(owned).to(gradients[0].to_local().device) if gradients else torch.zeros(())
+    factor = (clip_norm / (gradient_norm(parameters, layout) + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    for parameter in parameters:
+        if parameter.grad is not None:
+            cast(DTensor, parameter.grad).to_local().mul_(factor)
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], layout: RankLayout) -> Tensor:
+    """Return the norm of all gradients over the whole replica, the same at all ranks; 0 where there is none."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if layout.mesh is None:
+        return nn.utils.get_total_norm(gradients)
+    shards = cast(list[DTensor], gradients)
+    owned = [gradient.to_local() for gradient in shards if _owns(gradient)]
+    norm = nn.utils.get_total_norm(owned).to(shards[0].to_local().device) if shards else torch.zeros(())
     total = norm.square()
     for name in layout.mesh.mesh_dim_names or ():  # dp first: then all ranks of a tensor-parallel group end with the same bits
         dist.all_reduce(total, group=layout.mesh.get_group(name))
-    factor = (clip_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    for gradient in gradients:
-        gradient.to_local().mul_(factor)
+    return total.sqrt()
 
 
 def _owns(tensor: DTensor) -> bool:

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from edit.config.run import InnerConfig
 from edit.errors import ConfigError
 from peers.training import quantized_state
+from peers.training.batch_growth import BatchGrowth
 from peers.training.inner_optimizers import inner_optimizers
-from peers.training.sharding import ONE_RANK, RankLayout, clip_gradients
+from peers.training.sharding import ONE_RANK, RankLayout, clip_gradients, gradient_norm
 from peers.training.torchrun import ALONE, Launch
 
 __all__ = ["StepResult", "Trainer", "choose_device", "learning_rate", "use_threads"]
@@ -147,14 +148,30 @@ class Trainer:
         self._clock = clock
         self._layout = layout
         self.private = None if private is None else private(self.model)
+        # None: the batch stays as it is configured.
+        self.growth = BatchGrowth(config.batch_growth, config.norm_test) if config.batch_growth > 1 else None
 
     @property
     def optimizer(self) -> Optimizer:
         """The one whose step ends an inner step."""
         return self.optimizers[-1]
 
+    @property
+    def batch_factor(self) -> int:
+        """How many times the configured batch an inner step trains on now."""
+        return 1 if self.growth is None else self.growth.factor
+
+    @property
+    def batch(self) -> int:
+        """Sequences in an inner step of the replica now."""
+        return self._config.batch_size * self._config.accumulation * self.batch_factor
+
+    def exchanged(self) -> bool:
+        """A contribution has gone out, between two inner steps: return whether the batch has grown because of it."""
+        return self.growth is not None and self.growth.exchanged()
+
     def step(self, position: Callable[[], int] | None = None) -> StepResult:
-        """Take one optimizer step on the mean gradient of `accumulation` micro-batches.
+        """Take one optimizer step on the mean gradient of `accumulation` micro-batches, or more where the batch has grown.
 
         The loss is read from the device once, after everything else is queued: one wait per step, none per micro-batch.
 
@@ -177,17 +194,22 @@ class Trainer:
 
     def _accumulate(self) -> tuple[Tensor, int]:
         """Run backward over this rank's rows of the micro-batches; return the weighted loss and the replica's targets."""
-        total = torch.zeros((), device=self._device)
-        tokens = 0
-        for _ in range(self._config.accumulation):
+        total, first = torch.zeros((), device=self._device), None
+        tokens, count = 0, self._config.accumulation * self.batch_factor
+        for _ in range(count):
             batch = next(self._batches)
             inputs, targets = (_moved(self._layout.rows(part), self._device) for part in batch)
             with self._autocast():
                 loss = self.model(inputs, targets)
-            loss = loss * (self._layout.weight(len(inputs), len(batch[0])) / self._config.accumulation)
+            loss = loss * (self._layout.weight(len(inputs), len(batch[0])) / count)
             loss.backward()
             total += loss.detach()
             tokens += batch[1].numel()
+            if self.growth is not None and first is None:
+                first = gradient_norm(self.model.parameters(), self._layout) * count
+        if self.growth is not None and first is not None:
+            norms = torch.stack([first, gradient_norm(self.model.parameters(), self._layout)]).tolist()
+            self.growth.observe(norms[0], norms[1], count)
         return total, tokens
 
     def _noised(self, private: PrivateGradients) -> tuple[Tensor, int]:

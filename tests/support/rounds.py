@@ -29,7 +29,7 @@ from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from editpb.messages import ContributionHeader
 from tests.support.encoded import encode
-from tests.support.served import SCHEMA, WAIT_S, new_folder, theta
+from tests.support.served import SCHEMA, TOML, WAIT_S, new_folder, theta
 
 
 @dataclass
@@ -149,9 +149,10 @@ async def open_rounds(
     quorum: int = 1,
     policy: Admission | None = None,
     founded: tuple[Store, OuterState] | None = None,
+    toml: str = TOML,
 ) -> AsyncIterator[Rounds]:
     """A run that is founded with `theta()`, or was before; at the end it is left as a SIGKILL would leave it."""
-    folder = new_folder(path / "run", quorum=quorum)
+    folder = new_folder(path / "run", quorum=quorum, toml=toml)
     config = folder.config()
     changed, feed = asyncio.Event(), RunFeed(lambda: 0.0)
     feed.subscribe(lambda event, unix: changed.set())

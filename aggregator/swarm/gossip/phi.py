@@ -286,6 +286,7 @@ class PhiStore(Store):
         injected: Injected | None = None,
         base: str = "",
         audit: str = "",
+        inner_steps: int = 0,
     ) -> None:
         """Swap, then write the steps and the commit. Raises RefusedError when the engine ends meanwhile, StorageError."""
         phi = self.phi

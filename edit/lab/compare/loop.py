@@ -120,16 +120,17 @@ def step_together(
         run: whose rounds block: a peer whose contribution is complete waits until the round is closed, and goes on at the time
             of the last contribution. None: nobody has to wait, because training goes on during an exchange, or because all
             take turns.
-        tokens: of an inner step, to weigh contributions by; 0: they are not counted.
+        tokens: of an inner step, before a batch has grown, to weigh contributions by; 0: they are not counted.
         position: returns the inner step that the learning rate follows; None: the peer's own.
         after: called with the peer after each inner step.
     """
     waiting: list[Peer] = []
     while ready := [peer for peer in peers if peer not in waiting and not is_over(peer)]:
         peer = min(ready, key=lambda one: one.now_s)
+        factor = peer.trainer.batch_factor
         if tokens:
-            peer.worker.count_tokens(tokens)
-        peer.now_s += peer.step_s  # before the step, which ends with the exchange
+            peer.worker.count_tokens(tokens * factor)
+        peer.now_s += peer.step_s * factor  # before the step, which ends with the exchange
         peer.trainer.step(partial(position, peer) if position is not None else None)
         peer.steps += 1
         if run is not None:
@@ -140,3 +141,5 @@ def step_together(
                 waiting.remove(other)
         if after is not None:
             after(peer)
+        if peer.worker.round_inner_steps == 0:
+            peer.trainer.exchanged()

@@ -172,6 +172,11 @@ def _check(method: Method, length: Length) -> None:
         if sync.milestones and (taken := sync.inner_steps_before(sync.outer_steps)) != length.steps:
             rule = f"must end with an outer step; with sync.every and sync.milestones {sync.outer_steps} of them take {taken}"
             raise ConfigError(f"{method.name}: --steps {length.steps} {rule}")
+    if config.inner.batch_growth > 1 and (
+        method.trains not in ("exchange", "one-replica") or config.outer.algorithm == "gossip"
+    ):
+        rule = "must be 1: the harness ends such a trial by the tokens that are merged"
+        raise ConfigError(f"{method.name}: inner.batch_growth = {config.inner.batch_growth} {rule}")
     rule = "has no effect with sync.milestones, whose first H can be 1; leave one of them out"
     if method.harness.get("warmup") and sync.milestones:
         raise ConfigError(f"{method.name}: compare.warmup {rule}")

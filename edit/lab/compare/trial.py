@@ -243,11 +243,13 @@ class _Training:
         if warm is not None:
             for trainer in trainers:
                 _go_on(trainer, warm)
-        timed, tokens = config.sync.schedule == "time", self._step_tokens * length.peers // len(batches)
+        tokens = self._step_tokens * length.peers // len(batches)
+        # Peers do not take as many inner steps as the other methods' then.
+        by_tokens = config.sync.schedule == "time" or config.inner.batch_growth > 1
         if self.trial.slow != 1 and (config.sync.overlap or config.outer.algorithm == "gossip"):
             raise ConfigError(f"--slow: has no meaning for {self.trial.method.name}, whose peers do not wait for each other")
-        if timed:
-            config = _until_tokens(config, length.steps * length.peers * self._step_tokens)
+        if by_tokens:
+            config = _until_tokens(config, (length.steps - before) * length.peers * self._step_tokens)
         run = LocalGossip(config, names) if config.outer.algorithm == "gossip" else LocalRun(config, names)
         self._run = run
         counted = [Counting(run.collective(name)) for name in names]
@@ -256,20 +258,21 @@ class _Training:
         self._model = lambda: self._outer_model(run)
 
         def position(peer: Peer) -> int:
-            if not timed:
+            if not by_tokens:
                 return before + peer.steps
             done = run.tokens if isinstance(run, LocalRun) else 0
-            return min(length.steps, done // (tokens * len(peers)) + peer.worker.round_inner_steps)
+            ahead = peer.worker.round_inner_steps * peer.trainer.batch_factor
+            return min(length.steps, before + done // (tokens * len(peers)) + ahead)
 
         def after(peer: Peer) -> None:
-            self.tokens += tokens
+            self.tokens += tokens * peer.trainer.batch_factor
             step = position(peer)
             if peer is peers[-1]:
                 self.course.at(step, self.model)
 
         step_together(
             peers,
-            lambda peer: run.finished if timed else peer.steps >= length.steps - before,
+            lambda peer: run.finished if by_tokens else peer.steps >= length.steps - before,
             run=run if isinstance(run, LocalRun) and config.sync.overlap == 0 else None,
             tokens=tokens,
             position=position,

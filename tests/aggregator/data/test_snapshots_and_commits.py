@@ -6,15 +6,19 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
+from aggregator.run_feed import RunEvent, RunFeed
 from aggregator.storage.journal import Disk
+from aggregator.storage.journal_records import records
 from edit.fragments.digest import digest
 from editpb import tensors_pb2 as pb
 from editpb.messages import SnapshotRequest
+from editpb.run_status import RoundReport
 from editpb.snapshot_cache import KEPT_S
 from tests.support.rounds import FailingFsync, HeldFsync, Rounds, open_rounds
-from tests.support.served import SCHEMA, theta
+from tests.support.served import SCHEMA, TOML, theta
 
 ONES = [torch.ones(fragment.numel) for fragment in SCHEMA.fragments]
 
@@ -106,3 +110,27 @@ def test_a_commit_that_the_disk_refuses_gives_theta_back_to_readers(tmp_path: Pa
             assert (await rounds.published.describe_snapshot()).digest == digest(theta())
 
     asyncio.run(body())
+
+
+GROWING = "context = 1\n[inner]\nbatch_size = 1\naccumulation = 2\nbatch_growth = 4\n[sync]"
+
+
+def test_a_commit_says_the_batch_that_was_merged_where_it_may_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contribution of `Rounds` is of 2 inner steps and 10 tokens."""
+    said, publish = list[int](), RunFeed.publish
+
+    def note(feed: RunFeed, event: RunEvent) -> None:
+        if isinstance(event, RoundReport):
+            said.append(event.batch)
+        publish(feed, event)
+
+    monkeypatch.setattr(RunFeed, "publish", note)
+
+    async def body() -> None:
+        async with open_rounds(tmp_path, toml=TOML.replace("[sync]", GROWING)) as rounds:
+            await commit(rounds, 1)
+            (header,) = [each.header for each in records(rounds.journal) if each.header["kind"] == "commit"]
+            assert header["in_force"]["batch"] == 5
+
+    asyncio.run(body())
+    assert said == [5]

@@ -107,6 +107,9 @@ def test_what_is_in_force_at_each_outer_step() -> None:
     assert grown.lr == pytest.approx(0.7 * (1 + 0.6 / (1 - 0.6 * 0.4)) / (1 + 0.6 / (1 - 0.6 * 4 / 7)))
     assert (grown.every, grown.momentum) == (8, 0.6)
     assert in_force(configured(outer={"optimizer": "sgd", "lr": 1.0}), 0).momentum == 0.0
+    assert in_force(config, 2, (10, 10 * 16 * 128)).batch == 8, "it stays, whatever a user's own loop counts"
+    growing = configured(inner={"accumulation": 2, "batch_growth": 4})
+    assert in_force(growing, 2, (10, 10 * 16 * 128)).batch == 16 and in_force(growing, 2).batch == 0
 
 
 def test_the_rate_falls_where_successive_steps_agree_more() -> None:

@@ -165,3 +165,17 @@ def test_where_h_changes_compute_is_expected_to_take_as_much_longer() -> None:
     again = Deadlines(CONFIG)
     again.load(deadlines.to_json())
     assert again.expected_s("a") == before == pytest.approx(1.6 * 5.0), "they are kept as of the first H"
+
+
+def test_where_batches_may_double_a_peer_has_twice_the_time_of_its_last_computation() -> None:
+    deadlines = Deadlines(CONFIG)
+    for _ in range(WINDOW):
+        record(deadlines, "a", compute=4.0, upload=1.0)
+    usual = deadlines.expected_s("a")
+    deadlines.may_double = True
+    assert deadlines.expected_s("a") == pytest.approx(1.6 * 2 * 4.0 + 1.6 * 1.0)
+    for doubled in (8.0, 16.0):
+        assert deadlines.allowed_s("a", PeerPhase.COMPUTE) > 1.5 * doubled
+        record(deadlines, "a", compute=doubled, upload=1.0)
+    record(deadlines, "a", compute=1.0, upload=1.0)
+    assert deadlines.expected_s("a") == pytest.approx(usual), "no less than without it"

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edit.rounds.machine
-from edit.config.run import RoundsConfig
+from edit.config.run import InnerConfig, RoundsConfig, RunConfig
 from edit.errors import LocalProtocolError
 from edit.fragments.groups import fragments_due
 from edit.records import MOST_TOKENS
+from edit.rounds.deadlines import FEWEST, MEASURED, PeerPhase
 from edit.rounds.events import (
     Arrived,
     Close,
@@ -44,6 +45,7 @@ from edit.rounds.events import (
     Withdrawn,
 )
 from edit.rounds.machine import RoundMachine
+from edit.rounds.work_claims import UsualWork
 
 FOLDER = Path(edit.rounds.machine.__file__).parent
 PEERS = ("a", "b", "c", "d")
@@ -522,3 +524,21 @@ def test_who_is_known_to_have_lied_in_a_round_that_failed_is_quarantined_after_t
         if number < 3:
             assert rounds.round_id == number + 1
     assert [each.peer_id for each in quarantined] == ["d"]
+
+
+@pytest.mark.parametrize("growth", [1, 2])
+def test_a_round_waits_for_a_peer_whose_batch_was_doubled_only_where_it_may_double(growth: int) -> None:
+    inner = InnerConfig(accumulation=2, batch_growth=growth)
+    rounds = RoundMachine(
+        RoundsConfig(),
+        due=lambda _: (0,),
+        outer_step=0,
+        outer_steps=6,
+        first_round_id=1,
+        work=UsualWork.of(RunConfig(inner=inner)),
+    )
+    for phase in MEASURED:
+        for _ in range(FEWEST):
+            rounds.deadlines.record("a", phase, 10.0 if phase is PeerPhase.COMPUTE else 0.0)
+    waits = rounds.expected_s("a")
+    assert waits is not None and (waits > 20.0) == (growth == 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from edit.config.run import InnerConfig, ModelConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
@@ -158,6 +160,17 @@ def test_own_loops_count_their_tokens_once_two_of_them_agree() -> None:
     assert run.counted(region=region)["region"] == region
     liar = run.counted(liar=LIE)["liar"]
     assert liar.tokens == 4 * 2 * 1000 * EVERY * STEP_TOKENS
+
+
+def test_a_batch_that_may_grow_counts_as_far_as_it_may() -> None:
+    grown = Claimed(replace(usual(), growth=16))
+    most = Work(EVERY, 16 * EVERY * STEP_TOKENS)
+    assert grown.counted(a=most)["a"] == most
+    assert grown.counted(a=Work(EVERY, most.tokens + 1))["a"] == most
+    assert grown.counted(a=LIE)["a"] == Work(2 * EVERY, 2 * most.tokens)
+    assert Claimed(replace(usual(), growth=2)).counted(a=most)["a"].tokens == 4 * EVERY * STEP_TOKENS
+    inner = InnerConfig(accumulation=2, batch_growth=16)
+    assert UsualWork.of(RunConfig(inner=inner)).growth == 16 and usual().growth == 1
 
 
 def test_a_peer_that_says_few_tokens_takes_nothing_from_the_others() -> None:

@@ -23,6 +23,8 @@ class Run:
 
 
 class Trainer:
+    batch_factor = 1
+
     def __init__(self, name: str, run: Run, order: list[str]) -> None:
         self.name, self.run, self.order, self.steps = name, run, order, 0
         self.positions: list[int] = []
@@ -35,8 +37,13 @@ class Trainer:
             self.positions.append(position())
         self.run.stepped(self.name, self.steps)
 
+    def exchanged(self) -> bool:
+        return False
+
 
 class Worker:
+    round_inner_steps = 1
+
     def __init__(self) -> None:
         self.tokens = 0
 

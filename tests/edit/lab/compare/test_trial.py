@@ -157,3 +157,20 @@ def test_gaps_are_paired_by_seed_and_what_diverged_says_so() -> None:
     assert cells[3] == ["", "+0.2000 +- 1.2706", ""]
     for picture in (loss_against_bytes(rows, names, "data-parallel"), curves(rows, names)):
         assert picture.startswith("<svg") and "diloco" in picture
+
+
+GROWS = " inner.batch_size=1 inner.accumulation=2 inner.batch_growth=4 inner.norm_test=0.01"
+
+
+@pytest.mark.parametrize("text", ["muloco", "snoo", "diloco compare.warmup=0.5"])
+def test_a_batch_that_grows_leaves_as_many_tokens_in_fewer_steps(text: str) -> None:
+    row, plain = run_trial(trial(text + GROWS)), run_trial(trial(text))
+    assert plain["tokens"] <= row["tokens"] < 2 * plain["tokens"]
+    assert row["exchanges"] <= plain["exchanges"] and row["loss"] is not None
+    assert row["curve"][-1][0] == LENGTH.steps, "steps are counted in tokens"
+
+
+@pytest.mark.parametrize("text", ["data-parallel", "noloco", "gpa"])
+def test_a_batch_grows_only_where_the_harness_can_count_it(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"inner.batch_growth = 4 must be 1"):
+        trial(text + GROWS)
