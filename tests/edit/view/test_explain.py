@@ -131,7 +131,7 @@ def test_a_member_that_does_not_train_sends_only_its_calls(role: str) -> None:
 def test_what_a_coordinator_leaves_out_or_garbles_is_not_made_up() -> None:
     garbled = replace(status(), rounds=(), settings=(Setting(name="codec.up", value="{", default="null"),))
     told = leaving(garbled, "peer", AT)
-    assert "as codec.up says" in by_what(told, "contributions").form
+    assert "codec (codec.up)" in by_what(told, "contributions").form
     assert "others if the run shares them" in by_what(told, "reports").seen_by
 
 
