@@ -10,8 +10,8 @@ nobody watches. A phase is measured from a commit to a commit, once the page has
 same process serves the page all the time; its resident size is looked at every few seconds. Starting, settling and the kills
 are part of `--minutes`: another pair of phases is begun only where there is time for it, after at least one. What counts is the
 median of the pairs, and between which of them it lies with a probability of 95 % (the order statistics of the sign test): where
-others use the machine, too, single phases are far off. `--read LOG` says that again of what another call has printed, one that was
-ended early, for example.
+others use the machine, too, single phases are far off. `--read LOG` says that again of what another call has printed, for
+example one that was ended early.
 
 Chromium draws on the same machine, and whoever shares a core's caches with the coordinator adds to its CPU seconds. With
 `--no-browser` only what the coordinator itself does for a watcher is left. `--every 0.2` has no page either: this process
