@@ -10,7 +10,8 @@ nobody watches. A phase is measured from a commit to a commit, once the page has
 same process serves the page all the time; its resident size is looked at every few seconds. Starting, settling and the kills
 are part of `--minutes`: another pair of phases is begun only where there is time for it, after at least one. What counts is the
 median of the pairs, and between which of them it lies with a probability of 95 % (the order statistics of the sign test): where
-others use the machine, too, single phases are far off. `--read LOG` says that again of what another call has printed.
+others use the machine, too, single phases are far off. `--read LOG` says that again of what another call has printed, for
+example one that was ended early.
 
 Chromium draws on the same machine, and whoever shares a core's caches with the coordinator adds to its CPU seconds. With
 `--no-browser` only what the coordinator itself does for a watcher is left. `--every 0.2` has no page either: this process
@@ -41,7 +42,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -282,11 +283,14 @@ def main() -> None:
     parser.add_argument("--every", type=float, help="no page: watch from here, and be told so often, in seconds; 0.2 at least")
     parser.add_argument("--label", default="", help="is written beside the figures")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--read", type=Path, help="measure nothing: print the figures of the phases in this text")
+    parser.add_argument("--read", type=Path, help="measure nothing: the figures of the phases in this text")
     asked = parser.parse_args()
     if asked.read is not None:
         phases = [found for line in asked.read.read_text().splitlines() if (found := phase_of(line)) is not None]
-        print(json.dumps(compared(phases), indent=2))
+        sizes = {name: [each["sizes"][name] for each in phases] for name in (PAGE, COORDINATOR)}
+        row = {**circumstances(asked.label), "read": True, **compared(phases), **all_megabytes(sizes)}
+        append_lines(asked.out, [row])
+        print(json.dumps(row, indent=2))
         return
     begins, chance, end = circumstances(asked.label), random.Random(asked.seed), time.monotonic() + 60 * asked.minutes
     if asked.every is not None:
@@ -335,6 +339,11 @@ def one_line(phase: dict[str, Any]) -> str:
     return f"{what} {phase['cpu_ms_per_round']:.2f} ms of the coordinator's CPU per round, {phase['rounds']} rounds"
 
 
+def all_megabytes(sizes: Mapping[str, list[int]]) -> dict[str, float]:
+    """Return what `megabytes` says of each process."""
+    return {key: value for name, of in sizes.items() for key, value in megabytes(name, of).items()}
+
+
 def megabytes(name: str, sizes: list[int]) -> dict[str, float]:
     """Return the mean of the first and the last tenth of a process's sizes, and the largest."""
     part = max(1, len(sizes) // 10)
@@ -342,7 +351,7 @@ def megabytes(name: str, sizes: list[int]) -> dict[str, float]:
     return {f"{name}_mb_{key}": round(size / 1e6, 1) for key, size in of.items()}
 
 
-PHASE = re.compile(r"pair \d+: (open  |closed) ([0-9.]+) ms of the coordinator's CPU per round, (\d+) rounds")
+PHASE = re.compile(r"pair \d+: (open  |closed) ([0-9.]+) ms of the coordinator's CPU per round, (\d+) rounds, (.*)")
 
 
 def phase_of(line: str) -> dict[str, Any] | None:
@@ -350,7 +359,8 @@ def phase_of(line: str) -> dict[str, Any] | None:
     found = PHASE.match(line)
     if found is None:
         return None
-    return {"open": found[1] != "closed", "cpu_ms_per_round": float(found[2]), "rounds": int(found[3])}
+    sizes = {name: round(1e6 * float(size)) for name, size, _ in (words.split() for words in found[4].split(", "))}
+    return {"open": found[1] != "closed", "cpu_ms_per_round": float(found[2]), "rounds": int(found[3]), "sizes": sizes}
 
 
 def compared(phases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -388,7 +398,7 @@ def summary(phases: list[dict[str, Any]], bench: Bench, asked: argparse.Namespac
         "viewer": viewer,
         **({"page_percent": round(asked.every / EVERY_S * found["open_more_percent_median"], 2)} if asked.every else {}),
         "page_cpu_percent": round(statistics.fmean(each["page_cpu_percent"] for each in phases if each["open"]), 1),
-        **{key: value for name, sizes in bench.sizes.items() for key, value in megabytes(name, sizes).items()},
+        **all_megabytes(bench.sizes),
         "aborted": bench.commits.aborted,
         "kills": asked.kills,
         "longest_pause_closed_s": round(max(each["longest_pause_s"] for each in phases if not each["open"]), 3),

@@ -183,7 +183,7 @@ class History:
             if peer.fragments:
                 self._add("norm", peer.peer_id, step, unix, peer.norm)
             if peer.verdict not in (Verdict.OK.value, "absent", "carried"):
-                where = "" if peer.rejected == peer.fragments else f" in {peer.rejected} of {peer.fragments} fragments"
+                where = "" if peer.rejected == peer.fragments else " in some fragments"
                 text = f"outer step {step}: {peer.peer_id} has weight 0{where}: {peer.reason}"
                 self._note(unix, "rejected", peer.peer_id, text, "info" if peer.verdict == Verdict.IDLE.value else "bad")
         self._paced.append((unix, step, self._tokens()))

@@ -22,7 +22,7 @@ STAYS = (
     "the local parameters and the inner optimizer's state",
     "the private key of this peer's certificate",
 )
-TRACKERS = "A tracker (--tracker) sends what you log to where you point it; that is not the run's."
+TRACKERS = "A tracker (--tracker) sends what you log to where you point it: not to the run."
 _DAY_S = 86400.0
 
 

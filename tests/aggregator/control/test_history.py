@@ -122,6 +122,13 @@ def test_verdicts_become_events_and_the_last_one_of_each_peer_is_kept() -> None:
     told.commit(2, verdict("a"))
     assert told.curve("bytes_in").y == (10.0, 20.0)
     assert told.history.verdict("c") == last
+    verdicts = (verdict("b"),), (verdict("b", Verdict.NONFINITE),)
+    some = [
+        FragmentCommit(fragment_id=i, payload=None, verdicts=each, merged_norm=1.0, clip=1.0) for i, each in enumerate(verdicts)
+    ]
+    told.event(closed(3, fragments=tuple(some)))
+    text = told.history.events()[-1].text
+    assert text == "outer step 3: b has weight 0 in some fragments: NaN or infinite values in 1 of 2 fragments"
 
 
 def test_members_that_go_and_return_orders_advice_and_aborted_rounds_are_events() -> None:
