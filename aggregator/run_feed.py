@@ -207,10 +207,9 @@ class Consented:
 
 @dataclass(frozen=True, slots=True)
 class Approved:
-    """digest: of the configuration; standing: what is still waited for, in words."""
+    """standing: which configuration it is, and what is still waited for, in words."""
 
     approver: str
-    digest: str
     standing: str
 
 
@@ -343,8 +342,8 @@ def _line(event: RunEvent) -> tuple[int, str] | None:
         case Consented(peer_id, policy):
             by = f" under a policy of its own, sha256:{policy}" if policy else ""
             return logging.INFO, f"{peer_id}: its site consents to the configuration{by}"
-        case Approved(approver, digest, standing):
-            return logging.INFO, f"{approver} approves configuration sha256:{digest}; {standing}"
+        case Approved(approver, standing):
+            return logging.INFO, f"{approver} approves the changed configuration: {standing}"
         case RankLost(peer_id, reason):
             return logging.INFO, f"{peer_id}: lost to the round ({reason})"
         case ResyncChanged(peer_id, reason):

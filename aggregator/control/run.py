@@ -364,7 +364,7 @@ class Run:
         await self._resources.background.in_worker(audit.approve, name, approval)
         if name not in configurations.approvals:
             configurations.approvals[name] = approval
-            self.feed.publish(Approved(name, approval.config_digest, configurations.text))
+            self.feed.publish(Approved(name, configurations.text))
             if not configurations.missing:
                 self.approved.set()
             self._show_change()

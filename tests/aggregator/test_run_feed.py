@@ -70,7 +70,7 @@ LINES: list[tuple[RunEvent, str]] = [
     (MemberChanged("a", "training", "heartbeat", live=True), ""),
     (Consented("a", ""), "INFO a: its site consents to the configuration"),
     (Consented("a", "ab12"), "INFO a: its site consents to the configuration under a policy of its own, sha256:ab12"),
-    (Approved("ann", "ab12", "waiting for bob"), "INFO ann approves configuration sha256:ab12; waiting for bob"),
+    (Approved("ann", "waiting for bob"), "INFO ann approves the changed configuration: waiting for bob"),
     (RankLost("a", "rank 1: the connection broke"), "INFO a: lost to the round (rank 1: the connection broke)"),
     (PeerReported("a", BEAT), ""),
     (ResyncChanged("a", "digest x"), "WARNING a: digest x"),
