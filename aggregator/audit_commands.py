@@ -251,13 +251,11 @@ def _data(log: LogVerifier) -> dict[str, DataStatement]:
 
 def _of_replay(state: Path, step: int) -> list[Path]:
     """Return the files of a run's folder that a replay of this outer step reads. Raises ConfigError, StorageError."""
-    from aggregator.storage.checkpoint import replayed_from
-    from aggregator.storage.kept_contributions import kept_files
+    from aggregator.storage.audit_files import replayed_files
 
     if not StateFolder.exists(state):
         raise ConfigError(f"--step: {state} is no run's folder")
-    folder = StateFolder(state)
-    return [folder.run_json, folder.run_toml, *replayed_from(folder.outer, step - 1), *kept_files(folder.contributions, step)]
+    return replayed_files(StateFolder(state), step)
 
 
 def _provenance(

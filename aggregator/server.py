@@ -27,6 +27,7 @@ from aggregator.run_feed import Advised, EventLog, RunFeed, Subscriber
 from aggregator.security.authority import Authority, check_equipped
 from aggregator.security.expiry import ExpiryWatch, text_of, watched_files, watched_members
 from aggregator.security.members import Members
+from aggregator.services.audit import AuditService
 from aggregator.services.authorization import Authorizer
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.control import ControlService
@@ -58,7 +59,7 @@ from edit.heaps import limit_heaps, map_large_blocks
 from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
 from edit.trackers.choose import NO_TRACKERS, TrackerChoice
-from editpb import control_pb2_grpc, enrolment_pb2_grpc, governance_pb2_grpc, masking_pb2_grpc
+from editpb import audit_pb2_grpc, control_pb2_grpc, enrolment_pb2_grpc, governance_pb2_grpc, masking_pb2_grpc
 from editpb.invitation import check_dht_peers, endpoint_of
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
@@ -186,6 +187,7 @@ class Coordinator:
         if authority:
             service_of_changes = GovernanceService(run, authorizer)
             governance_pb2_grpc.add_GovernanceServicer_to_server(service_of_changes, coordinator._main)
+            audit_pb2_grpc.add_AuditServicer_to_server(AuditService(run, authorizer, folder), coordinator._main)
         if authority and enrol:
             service = EnrolmentService(authority, clock.unix, coordinator.endpoints, feed)
             enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)

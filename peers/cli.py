@@ -96,6 +96,8 @@ def join(
     if identity.role in ("observer", "operator"):
         typer.echo(f"next: edit-peer watch --home {home}")
         typer.echo(f"or, as a page in the browser: edit-peer web --home {home}")
+    elif identity.role == "auditor":
+        typer.echo(f"next: edit-peer audit fetch OUT --home {home}")
     elif identity.role == "region":
         typer.echo(f"next: edit-peer region --home FOLDER_OF_THE_RUN_ABOVE --below {home}")
     else:
@@ -214,6 +216,28 @@ def approve(
             )
         typer.confirm("\nDo you approve?", abort=True)
     typer.echo(printable(send(change)))
+
+
+@audit.command()
+def fetch(
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    home: HomeOption = Path("edit-peer"),
+    step: Annotated[
+        int, typer.Option(help="Fetch what merging this outer step once more takes, too; 0: the log alone.", min=0)
+    ] = 0,
+) -> None:
+    """Fetch the run's audit log from its coordinator, as an auditor (`edit-coordinator invite NAME --role auditor`).
+
+    `edit-coordinator audit verify --state OUT` then verifies it, and `audit replay --step N --state OUT` merges the outer step
+    once more. With --step the copy has the contributions of that outer step: keep it as you would keep the data.
+
+    Example: edit-peer audit fetch my-audit --step 12 --home auditor
+    """
+    from peers.audit_fetch import fetch as fetch_to
+
+    files, total = fetch_to(home, out, step, time.time())
+    typer.echo(f"{out}: {files} files, {total:,} bytes")
+    typer.echo(f"next: edit-coordinator audit {f'replay --step {step}' if step else 'verify'} --state {out}")
 
 
 @audit.command()

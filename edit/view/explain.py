@@ -133,7 +133,9 @@ def _contribution(
             "the operator sees the norms, and the sum of all peers; other members see norms, weights and verdicts, and the "
             "merged result"
             if masked
-            else f"the operator of each aggregator; other members see {others}, and the merged result"
+            else "the operator of each aggregator"
+            + (", and the auditors that it has invited (audit.keep_contributions)" if steps else "")
+            + f"; other members see {others}, and the merged result"
             + (", which has noise" if private else "")
         ),
         kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only what was merged "

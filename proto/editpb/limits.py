@@ -15,6 +15,7 @@ from edit.records import MAX_METRIC_CHARS, MAX_METRICS
 __all__ = [
     "CHUNK_BYTES",
     "MAX_APPROVALS",
+    "MAX_AUDIT_FILES",
     "MAX_BOXES_PER_TENSOR",
     "MAX_BYTES",
     "MAX_CHANGES",
@@ -80,6 +81,7 @@ MAX_ENTRY_BYTES = 4 << 20  # of a commit in the audit log; 64 peers of 8 ranks w
 MAX_PROOF_HASHES = 64  # of a proof in the log's tree: as many as one of 2^63 leaves has
 MAX_SEEN_PROOFS = 1 << 10  # in one receipt; peers that take part have seen heads of a few sizes
 MAX_LOG_KEY_CHARS = 256
+MAX_AUDIT_FILES = 1 << 17  # that an auditor fetches at a time: one of each fragment of a commit, and few others
 MAX_CHANGES = 64  # of the configuration, that a peer is told of at a time
 MAX_APPROVALS = 32  # of one change: as many as there may be approvers
 MAX_STEP = 1 << 48  # outer and inner steps

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from aggregator import server
 from aggregator.cli import app as coordinator_app
 from aggregator.control.status import run_status
+from aggregator.resources import Clock
 from aggregator.server import Coordinator, serve_changes
 from aggregator.storage import store
 from aggregator.storage.configurations import Configurations, configurations_of
@@ -156,6 +157,35 @@ def test_serve_goes_on_under_the_configuration_that_was_approved(tmp_path: Path)
 
     scenario()
     assert len(verified(folder).changes) == 1
+
+
+def test_a_finished_run_stays_served_while_a_change_waits_that_may_let_it_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new_folder(tmp_path / "run", toml=GOVERNED.replace("outer_steps = 100", "outer_steps = 1"))
+    monkeypatch.setattr(server, "_FAREWELL_S", 0.0)
+
+    @on_a_loop
+    async def scenario() -> None:
+        await founded(folder)
+        change(folder, "outer_steps = 1", "outer_steps = 2")
+        for waits in (True, False):
+            now = iter(range(0, 10**9, 1000))  # whoever is awaited had time enough
+            async with served(folder, Clock(monotonic=lambda: float(next(now)))) as at:  # noqa: B023
+                stop = asyncio.Event()
+                ending = asyncio.create_task(at.coordinator.end_with_the_run(stop))
+                assert at.coordinator.run.finished
+                if waits:
+                    for _ in range(200):
+                        await asyncio.sleep(0)
+                    assert not stop.is_set()
+                else:
+                    await stop.wait()
+                ending.cancel()
+            if waits:
+                change(folder, "outer_steps = 2", "outer_steps = 1")
+
+    scenario()
 
 
 BAD: Sequence[tuple[str, Callable[[Member, Configurations], Approval], str]] = (
@@ -352,8 +382,11 @@ def test_a_peer_does_not_believe_a_coordinator_that_was_not_given_approvals(
             assert config.sync.every == 3
 
 
-def test_a_peer_that_trains_ends_when_a_change_counts_and_follows_when_it_is_started_again(tmp_path: Path) -> None:
-    folder = new_folder(tmp_path / "run", toml=TOML + SECTIONS)
+@pytest.mark.parametrize("sections", [SECTIONS, SECTIONS.partition("[governance]")[0]], ids=["governed", "audited"])
+def test_a_peer_that_trains_ends_when_a_change_counts_and_follows_when_it_is_started_again(
+    tmp_path: Path, sections: str
+) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML + sections)
     with running(folder):
         a, there = joined(folder, tmp_path / "a"), address(folder)
     change(folder, 'listen = "127.0.0.1:0"\nenrol', f'listen = "{there}"\nenrol')
@@ -368,7 +401,7 @@ def test_a_peer_that_trains_ends_when_a_change_counts_and_follows_when_it_is_sta
             coordinator.close()
             change(folder, "every = 2", "every = 3")
             with running(folder) as here:
-                for name in ("cyd", "ann"):
+                for name in ("cyd", "ann") if sections == SECTIONS else ():
                     asyncio.run(Member(here.served, name).approves(here.served))
             coordinator.enter_context(running(folder))
             for _ in range(100_000):

@@ -173,6 +173,12 @@ def test_what_a_site_does_to_what_it_sends_is_told() -> None:
     assert not any("protect" in entry.what for entry in plain)
 
 
+def test_kept_contributions_are_also_the_auditors_to_see() -> None:
+    kept = by_what(leaving(configured(audit__keep_contributions=4), "peer", AT), "contributions").seen_by
+    assert kept.startswith("the operator of each aggregator, and the auditors that it has invited (audit.keep_contributions); ")
+    assert "auditors" not in by_what(leaving(configured(), "peer", AT), "contributions").seen_by
+
+
 def test_who_may_approve_changes_is_told_what_an_approval_is() -> None:
     for role in ("peer", "observer"):
         told = leaving(configured(governance__approvers=["ann"]), role, AT)

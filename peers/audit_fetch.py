@@ -1,0 +1,128 @@
+"""`edit-peer audit fetch`: an auditor's copy of a run's audit log, and of what merging an outer step once more takes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from edit.errors import ConfigError, RemoteProtocolError, TransportError
+from editpb import audit_pb2 as pb
+from editpb import audit_pb2_grpc
+from editpb.limits import MAX_AUDIT_FILES, MAX_BYTES, at_most, fail, within
+from editpb.transport.channel_options import channel_options
+from editpb.transport.status import from_rpc
+from peers.identity.peer_folder import Enrolment, PeerFolder
+
+__all__ = ["fetch"]
+
+_STALL_S = 60.0  # without a message
+_NAME = re.compile(
+    r"audit-log\.(?:jsonl|head|key|cosigned/[A-Za-z0-9][A-Za-z0-9._-]{0,80})|ca\.pem|run\.(?:json|toml)"
+    r"|outer/step-[0-9]{1,20}\.(?:safetensors|journal)|contributions/step-[0-9]{1,20}/fragment-[0-9]{1,10}"
+)
+
+
+def fetch(home: Path, out: Path, step: int, now: float) -> tuple[int, int]:
+    """Fetch to a new folder; return how many files, and bytes. step: see `AuditRequest`. now: unix seconds.
+
+    The folder appears once it is whole. Raises ConfigError, RefusedError (another role, a step that is not kept),
+    RemoteProtocolError, TransportError.
+    """
+    enrolled = PeerFolder(home).load(now)
+    if enrolled.identity.role != "auditor":
+        raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; fetching needs an invitation with role auditor")
+    if out.exists():
+        raise ConfigError(f"{out}: exists; name a new folder")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+            whole = Path(folder) / "whole"
+            whole.mkdir(mode=0o700)
+            found = _from_any(enrolled, whole, step)
+            whole.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    return found
+
+
+def _from_any(enrolled: Enrolment, out: Path, step: int) -> tuple[int, int]:
+    failures = list[str]()
+    for endpoint in enrolled.endpoints:
+        try:
+            return asyncio.run(_from_one(enrolled, endpoint, out, step))
+        except TransportError as error:
+            failures.append(f"the coordinator at {endpoint}: {error}")
+            shutil.rmtree(out)
+            out.mkdir(mode=0o700)
+    raise TransportError("; ".join(failures))
+
+
+async def _from_one(enrolled: Enrolment, endpoint: str, out: Path, step: int) -> tuple[int, int]:
+    request = pb.AuditRequest(run_id=enrolled.run_id, outer_step=step)
+    async with grpc.aio.secure_channel(endpoint, enrolled.credentials, options=channel_options(endpoint)) as channel:
+        call = audit_pb2_grpc.AuditStub(channel).Fetch(request)
+        try:
+            return await _store(_messages(call), out)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise RemoteProtocolError("its software is too old for auditors") from error
+            raise from_rpc(error) from error
+        finally:
+            call.cancel()
+
+
+async def _messages(call: Any) -> AsyncIterator[pb.AuditPart]:
+    while True:
+        try:
+            message = await asyncio.wait_for(call.read(), _STALL_S)
+        except TimeoutError:
+            raise TransportError(f"nothing came for {_STALL_S:g} s") from None
+        if message is grpc.aio.EOF:
+            return
+        yield message
+
+
+async def _store(messages: AsyncIterator[pb.AuditPart], out: Path) -> tuple[int, int]:
+    """Write the files; return how many, and bytes. Raises RemoteProtocolError for other files or bytes than were announced."""
+    first = await anext(messages, None)
+    if first is None or first.WhichOneof("kind") != "files":
+        fail("the files of an audit begin with their list")
+    files = _listed(first.files)
+    total = sum(size for _, size in files)
+    if total > (free := shutil.disk_usage(out).free):
+        raise ConfigError(f"{out.parent}: {total:,} bytes are to come, and {free:,} are free")
+    rest = memoryview(b"")
+    for name, size in files:
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            while size:
+                if not rest:
+                    part = await anext(messages, None)
+                    if part is None or part.WhichOneof("kind") != "data" or not part.data:
+                        fail(f"{name} ends too early")
+                    rest = memoryview(part.data)
+                now, rest = rest[:size], rest[size:]
+                file.write(now)
+                size -= len(now)
+    if rest or await anext(messages, None) is not None:
+        fail("more bytes than the files of the audit have")
+    return len(files), total
+
+
+def _listed(message: pb.AuditFiles) -> list[tuple[str, int]]:
+    at_most("files of an audit", message.files, MAX_AUDIT_FILES)
+    files = [(each.name, within("bytes", each.bytes, 0, MAX_BYTES)) for each in message.files]
+    for name, _ in files:
+        if not _NAME.fullmatch(name):
+            fail(f"{name[:80]!r} is no file of an audit")
+    if len({name for name, _ in files}) != len(files):
+        fail("a file of an audit is listed twice")
+    return files

@@ -1,0 +1,161 @@
+"""An auditor fetches the log, and what a replay takes, over the network, with its role alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from aggregator.audit_replay import replay_step
+from aggregator.cli import app as coordinator_app
+from aggregator.storage.audit_files import audit_files
+from aggregator.storage.state_folder import StateFolder
+from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError
+from editpb import audit_pb2 as pb
+from editpb import audit_pb2_grpc, control_pb2, control_pb2_grpc
+from peers import audit_fetch
+from peers.cli import app
+from tests.integration.test_audit import AUDITED, commit_one, verified
+from tests.integration.test_governance import joined
+from tests.support.loops import on_a_loop
+from tests.support.running import running
+from tests.support.served import found_run, new_folder, served
+
+KEPT = AUDITED.replace("checkpoint_every = 3", "checkpoint_every = 20") + "keep_contributions = 2\n"
+
+
+async def trained(folder: StateFolder, steps: int) -> None:
+    async with served(folder) as at, at.signing_peer("a") as a, at.signing_peer("b") as b:
+        await found_run(a[0], b[0])
+        for step in range(steps):
+            await commit_one([a, b], step)
+
+
+def fetch(home: Path, out: Path, *words: str) -> str:
+    result = CliRunner().invoke(app, ["audit", "fetch", str(out), "--home", str(home), *words])
+    if isinstance(result.exception, EditError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_an_auditor_fetches_verifies_and_merges_once_more(tmp_path: Path) -> None:
+    folder, out = new_folder(tmp_path / "run", start=2, toml=KEPT), tmp_path / "out"
+    asyncio.run(trained(folder, 3))
+    with running(folder):
+        ann, eve = joined(folder, tmp_path / "ann", "auditor"), joined(folder, tmp_path / "eve", "observer")
+        assert f"next: edit-coordinator audit verify --state {out}" in fetch(ann, out)
+        assert verified(out).commits == 3 and not (out / "run.toml").exists()
+        with pytest.raises(ConfigError, match="exists; name a new folder"):
+            fetch(ann, out)
+        with pytest.raises(RefusedError, match="the contributions to outer step 1 are not kept; those to these are: 2, 3"):
+            fetch(ann, tmp_path / "first", "--step", "1")
+        assert not (tmp_path / "first").exists() and not list(tmp_path.glob(".*"))
+        with pytest.raises(ConfigError, match="enrolled as observer; fetching needs an invitation with role auditor"):
+            fetch(eve, tmp_path / "eves")
+        assert "audit replay --step 3" in fetch(ann, tmp_path / "third", "--step", "3")
+    third = tmp_path / "third"
+    assert replay_step(third, 3, len(verified(third).tree)).peers == ("a", "b")
+    said = CliRunner().invoke(coordinator_app, ["audit", "replay", "--step", "3", "--state", str(third)])
+    assert said.exit_code == 0 and "the same verdicts" in said.stdout
+    assert not [path for path in third.rglob("*") if path.suffix == ".key" and path.name != "audit-log.key"]
+    assert verified(third).key is not None and (third / "audit-log.key").read_text().strip() == verified(third).key.text()
+
+
+def test_the_role_opens_nothing_else_and_no_other_role_opens_this(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=KEPT)
+
+    @on_a_loop
+    async def scenario() -> None:
+        await trained(folder, 1)
+        async with served(folder) as at:
+            request = pb.AuditRequest(run_id=folder.run_id, outer_step=1)
+            for role in ("peer", "region", "observer", "operator"):
+                async with at.channel("x", role) as channel:
+                    with pytest.raises(grpc.aio.AioRpcError, match=f"role {role} may not do this; it needs auditor"):
+                        await audit_pb2_grpc.AuditStub(channel).Fetch(request).read()
+            async with at.channel("ann", "auditor") as channel:
+                with pytest.raises(grpc.aio.AioRpcError, match="role auditor may not do this"):
+                    await control_pb2_grpc.ControlStub(channel).Status(control_pb2.StatusRequest())
+                with pytest.raises(grpc.aio.AioRpcError, match="role auditor may not do this"):
+                    await control_pb2_grpc.ControlStub(channel).Pause(control_pb2.PauseRequest())
+                with pytest.raises(grpc.aio.AioRpcError, match="this is run"):
+                    await audit_pb2_grpc.AuditStub(channel).Fetch(pb.AuditRequest(run_id="another")).read()
+
+    scenario()
+
+
+def test_a_run_without_a_log_has_nothing_for_an_auditor(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run")
+
+    @on_a_loop
+    async def scenario() -> None:
+        async with served(folder) as at, at.channel("ann", "auditor") as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="this run keeps no audit log"):
+                await audit_pb2_grpc.AuditStub(channel).Fetch(pb.AuditRequest(run_id=folder.run_id)).read()
+
+    scenario()
+
+
+def test_a_file_that_goes_away_or_shrinks_meanwhile_is_named(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=KEPT)
+    asyncio.run(trained(folder, 1))
+    log = next(each for each in audit_files(folder, 1, "key") if each.name == "audit-log.jsonl")
+    with (folder.path / "audit-log.jsonl").open("ab") as file:
+        file.write(b"more")
+    assert b"".join(log.parts(100)) == (folder.path / "audit-log.jsonl").read_bytes()[:-4]
+    (folder.path / "audit-log.jsonl").write_bytes(b"x")
+    with pytest.raises(EditError, match=r"audit-log\.jsonl: has become shorter"):
+        list(log.parts(100))
+    (folder.path / "audit-log.jsonl").unlink()
+    with pytest.raises(RefusedError, match=r"audit-log\.jsonl is kept no longer"):
+        list(log.parts(100))
+
+
+def files(*listed: tuple[str, int]) -> pb.AuditPart:
+    return pb.AuditPart(files=pb.AuditFiles(files=[pb.AuditFile(name=name, bytes=size) for name, size in listed]))
+
+
+async def told(*parts: pb.AuditPart) -> AsyncIterator[pb.AuditPart]:
+    for part in parts:
+        yield part
+
+
+DATA = pb.AuditPart(data=b"12345678")
+LIES: tuple[tuple[tuple[pb.AuditPart, ...], str], ...] = (
+    ((), "begin with their list"),
+    ((DATA,), "begin with their list"),
+    ((files(("../peer.key", 8)), DATA), "'../peer.key' is no file of an audit"),
+    ((files(("/etc/passwd", 8)), DATA), "is no file of an audit"),
+    ((files(("audit-log.cosigned/..", 8)), DATA), "is no file of an audit"),
+    ((files(("outer/step-1.safetensors/x", 8)), DATA), "is no file of an audit"),
+    ((files(("peer.key", 8)), DATA), "is no file of an audit"),
+    ((files(("run.json", 1 << 50)),), "bytes is"),
+    ((files(("run.json", 4), ("run.json", 4)), DATA), "listed twice"),
+    ((files(("run.json", 9)), DATA), r"run\.json ends too early"),
+    ((files(("run.json", 9)), DATA, files(("ca.pem", 1))), r"run\.json ends too early"),
+    ((files(("run.json", 9)), DATA, pb.AuditPart(data=b"")), r"run\.json ends too early"),
+    ((files(("run.json", 7)), DATA), "more bytes than"),
+    ((files(("run.json", 8)), DATA, DATA), "more bytes than"),
+)
+
+
+@pytest.mark.parametrize(("parts", "why"), LIES)
+def test_a_coordinator_that_sends_something_else_is_refused(tmp_path: Path, parts: tuple[pb.AuditPart, ...], why: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=why):
+        asyncio.run(audit_fetch._store(told(*parts), tmp_path))
+
+
+def test_bytes_are_put_together_over_files_and_the_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = files(("run.json", 3), ("ca.pem", 0), ("outer/step-00000000.journal", 13))
+    assert asyncio.run(audit_fetch._store(told(listed, DATA, DATA), tmp_path)) == (3, 16)
+    assert (tmp_path / "run.json").read_bytes() == b"123" and (tmp_path / "ca.pem").read_bytes() == b""
+    assert (tmp_path / "outer/step-00000000.journal").read_bytes() == b"4567812345678"
+    usage: Callable[[Path], object] = lambda _: type("Usage", (), {"free": 15})  # noqa: E731
+    monkeypatch.setattr(audit_fetch.shutil, "disk_usage", usage)
+    with pytest.raises(ConfigError, match="16 bytes are to come, and 15 are free"):
+        asyncio.run(audit_fetch._store(told(listed, DATA, DATA), tmp_path))
