@@ -287,7 +287,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.read is not None:
         phases = [found for line in asked.read.read_text().splitlines() if (found := phase_of(line)) is not None]
-        sizes = {name: [each["sizes"][name] for each in phases] for name in (PAGE, COORDINATOR)}
+        sizes = {name: [each["sizes"][name] for each in phases] for name in phases[0]["sizes"]}
         row = {**circumstances(asked.label), "read": True, **compared(phases), **all_megabytes(sizes)}
         append_lines(asked.out, [row])
         print(json.dumps(row, indent=2))
@@ -313,8 +313,8 @@ def main() -> None:
             pair = time.monotonic()
             for open_ in chance.sample((False, True), 2):
                 phases.append(bench.phase(open_=open_, seconds=asked.phase))
-                sizes = ", ".join(f"{name} {of[-1] / 1e6:.1f} MB" for name, of in bench.sizes.items())
-                print(f"pair {(len(phases) + 1) // 2}: {one_line(phases[-1])}, {sizes}", flush=True)
+                looked = ", ".join(f"{name} {of[-1] / 1e6:.1f} MB" for name, of in bench.sizes.items())
+                print(f"pair {(len(phases) + 1) // 2}: {one_line(phases[-1])}, {looked}", flush=True)
             longest = max(longest, time.monotonic() - pair)
         bench.link.repair()
         enrol(bench.folder / "state", "another", bench.folder / "another")

@@ -11,11 +11,11 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from edit.trust.masks import KEY_BYTES
 from edit.trust.shamir import MOST_SHARES
 from edit.trust.signatures import MOST_KEY_BYTES, Signer, is_signed, statement
 
 __all__ = [
+    "KEY_BYTES",
     "Advert",
     "AgreedSet",
     "Roster",
@@ -27,6 +27,7 @@ __all__ = [
     "threshold_of",
 ]
 
+KEY_BYTES = 32  # of X25519, and of what is derived from it; here, so that who reads a log needs no numpy
 _ADVERT = "edit-mask-advert-v1"
 _CONFIRM = "edit-mask-confirm-v1"
 _ROSTER = "edit-mask-roster-v1"

@@ -68,8 +68,8 @@ from itertools import combinations
 from typing import TypeAlias
 
 from edit.errors import RemoteProtocolError, StaleError
-from edit.trust.mask_roster import Advert, AgreedSet, Roster, RoundName, advertise, confirm_set, is_confirmed
-from edit.trust.masks import KEY_BYTES, Words, add_mask, derive, lanes_of, open_box, pair_key, public_key, seal, shared_secret
+from edit.trust.mask_roster import KEY_BYTES, Advert, AgreedSet, Roster, RoundName, advertise, confirm_set, is_confirmed
+from edit.trust.masks import Words, add_mask, derive, lanes_of, open_box, pair_key, public_key, seal, shared_secret
 from edit.trust.revealed_sets import RevealedSets
 from edit.trust.shamir import MOST_SHARES, SECRET_BYTES, SHARE_BYTES, rebuild, split
 from edit.trust.signatures import SIGNATURE_BYTES, Signer, key_hash

@@ -23,9 +23,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
+from edit.trust.mask_roster import KEY_BYTES
+
 __all__ = [
     "BITS",
-    "KEY_BYTES",
     "LANES",
     "Words",
     "add_mask",
@@ -43,7 +44,6 @@ __all__ = [
 
 Words = NDArray[np.unsignedinteger]
 
-KEY_BYTES = 32
 BITS = (8, 16, 32)
 LANES = 8
 _BLOCK = 16  # bytes of an AES block

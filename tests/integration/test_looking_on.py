@@ -17,6 +17,7 @@ from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError, EditError, EvictedError, TransportError
 from editpb.run_status import RunStatus
 from peers.cli import app
+from peers.identity.peer_folder import PeerFolder
 from tests.integration.test_readme import run
 from tests.support.loops import on_a_loop
 from tests.support.served import found_run, new_folder, served
@@ -89,4 +90,4 @@ async def test_all_addresses_of_the_coordinator_are_asked(tmp_path: Path) -> Non
     identity["endpoints"] = []
     (home / "identity.json").write_text(json.dumps(identity))
     with pytest.raises(ConfigError, match="its run has no coordinator"):
-        await status(home)
+        PeerFolder(home).load()
