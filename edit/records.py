@@ -109,6 +109,7 @@ class Verdict(Enum):
     UNPAIRED = "unpaired"  # gossip: no swap with this partner; it did not answer, or found fault itself
     OUTLIER = "outlier"  # a robust rule gives it no weight
     COPIED = "copied"  # so much like another contribution that they share one weight, or like the last merged one: then 0
+    HARMFUL = "harmful"  # its peer's contributions do not lower the loss that scorers measure, or much less than the others'
     # Not admitted by a policy of the run (`edit.merging.mergers.Admission`), or left out because of another fragment, where one
     # set of contributions is merged in all of them.
     REJECTED = "rejected"

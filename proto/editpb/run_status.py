@@ -34,6 +34,7 @@ _WORST = (
     Verdict.NONFINITE,
     Verdict.REJECTED,
     Verdict.ANOMALOUS,
+    Verdict.HARMFUL,
     Verdict.COPIED,
     Verdict.OUTLIER,
     Verdict.UNPAIRED,
@@ -568,6 +569,8 @@ def _why(verdict: Verdict, norm: float, median: float) -> str:
             return "a copy of another contribution, or of the last update"
         case Verdict.OUTLIER:
             return "far from most of the others, or it points away from the anchors"
+        case Verdict.HARMFUL:
+            return "its last ones did not lower the loss that scorers measure, or much less than the others'"
         case Verdict.UNPAIRED:
             return "no swap with its partner"
         case Verdict.REJECTED:
