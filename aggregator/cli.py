@@ -248,7 +248,7 @@ def serve(
 def invite(
     name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],
     state: State = Path("edit-run"),
-    role: Annotated[str, typer.Option(help="peer, region, observer or operator.")] = "peer",
+    role: Annotated[str, typer.Option(help="peer, region, observer, scorer or operator.")] = "peer",
     hours: Annotated[float, typer.Option(help="How many hours the invitation is valid.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation, one line on stdout. Send it to the member's operator over a channel you trust.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_METRICS",
     "MAX_METRIC_CHARS",
+    "MOST_SCORE",
     "MOST_TOKENS",
     "Aborted",
     "Arriving",
@@ -46,6 +47,7 @@ __all__ = [
 MAX_METRICS, MAX_METRIC_CHARS = 32, 64  # that one peer reports, and of the name of each
 ROUNDS_PER_START = 1_000_000  # what `round_number` cuts off: ids of a start, and of a swarm's owner, begin at a multiple of it
 MOST_TOKENS = (1 << 63) - 1  # a run counts no further: what a signed 64-bit number holds
+MOST_SCORE = 1.0  # the largest magnitude of what a scorer says of a contribution
 
 
 def round_number(round_id: int) -> int:

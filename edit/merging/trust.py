@@ -26,11 +26,11 @@ from torch import Tensor
 
 from edit.merging.portable_math import moving_rate
 from edit.merging.robust import organisation
+from edit.records import MOST_SCORE
 
-__all__ = ["MOST_SCORE", "Trust", "after_scores", "agreed", "factors", "score", "scores"]
+__all__ = ["Trust", "after_scores", "agreed", "factors", "score", "score_of", "scores"]
 
 STEP = 0.5  # of a contribution, that a scorer takes
-MOST_SCORE = 1.0  # the largest magnitude of a score
 _RATE = 0.4
 _HARMFUL = 0.25  # of the median
 _MOST = 4.0  # times the median
@@ -78,13 +78,18 @@ def scores(
     before = loss(theta)
     if not math.isfinite(before) or before <= 0:
         return {}
-    found = {}
-    for peer_id, fragments in contributions:
-        if not all(bool(delta.isfinite().all()) for delta in fragments.values()):
-            continue
-        moved = [part if i not in fragments else part.sub(fragments[i], alpha=STEP) for i, part in enumerate(theta)]
-        found[peer_id] = score(before, loss(moved))
-    return found
+    each = ((peer_id, score_of(theta, before, fragments, loss)) for peer_id, fragments in contributions)
+    return {peer_id: found for peer_id, found in each if found is not None}
+
+
+def score_of(
+    theta: Sequence[Tensor], before: float, fragments: Mapping[int, Tensor], loss: Callable[[Sequence[Tensor]], float]
+) -> float | None:
+    """Return the score of one contribution, see `scores`; None where it is not finite. before: the loss of theta."""
+    if not all(bool(delta.isfinite().all()) for delta in fragments.values()):
+        return None
+    moved = [part if i not in fragments else part.sub(fragments[i], alpha=STEP) for i, part in enumerate(theta)]
+    return score(before, loss(moved))
 
 
 def agreed(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Measured, Merged
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.merging.outer_state import Staged as StagedUpdate
+from edit.merging.trust import Trust
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
 
 __all__ = ["Calendar", "Met", "Phi", "PhiStore"]
@@ -287,6 +288,7 @@ class PhiStore(Store):
         base: str = "",
         audit: str = "",
         inner_steps: int = 0,
+        trust: Mapping[str, Trust] | None = None,
     ) -> None:
         """Swap, then write the steps and the commit. Raises RefusedError when the engine ends meanwhile, StorageError."""
         phi = self.phi
