@@ -171,7 +171,7 @@ class MemberStatus:
     """One member. The numbers of its last heartbeat are 0 before it attends."""
 
     peer_id: str  # the member's name
-    role: str  # peer, region, observer, operator
+    role: str  # peer, region, observer, scorer, operator
     state: str  # invited, starting, training, exchanging, lost, left, evicted
     reason: str  # of the last change
     silent_s: float = 0.0  # since the last sign of life

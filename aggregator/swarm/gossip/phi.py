@@ -228,6 +228,7 @@ class Phi(OuterState):
         records: list[MergeRecord],
         injection: Injection | None = None,
         staged: Mapping[int, StagedUpdate] | None = None,
+        trust: Mapping[str, Trust] | None = None,
     ) -> Commit:
         """Take what was decided; at a restart, what the records say."""
         decided, self._decided, self._own = self._decided, None, {}
