@@ -228,11 +228,11 @@ def distance(parts: Sequence[Tensor]) -> float:
     return float((parts[0] - TARGET).square().mean())
 
 
-def run(trust: str, scorer: Scorer | None = None, steps: int = 12) -> LocalRun:
+def run(trust: str, scorer: Scorer | None = None, steps: int = 12, **robust: Any) -> LocalRun:
     """Peers that go a part of the way to the target, each with noise; x and y send that with the sign flipped."""
     config = RunConfig(
         penalty=OFF,
-        robust=RobustConfig(trust=trust),
+        robust=RobustConfig(trust=trust, **robust),
         sync=SyncConfig(every=1, outer_steps=steps),
         outer=OuterConfig(optimizer="sgd", lr=0.5),
         rounds=RoundsConfig(quorum=1),
@@ -270,6 +270,11 @@ def test_hostile_peers_lose_their_weight_within_three_outer_steps_and_without_tr
     blind = run("none")
     assert {verdicts_of(blind, 12)[name] for name in "xy"} == {(Verdict.OK, 0.125)}
     assert distance(scored.state.theta) < 0.1 * distance(blind.state.theta)
+
+
+def test_with_weights_for_the_whole_model_who_is_harmful_has_none_either() -> None:
+    found = run("loss", partial(scores, loss=distance), steps=4, rule="clip", scope="model")
+    assert {verdicts_of(found, 4)[name] for name in "xy"} == {(Verdict.HARMFUL, 0.0)}
 
 
 @pytest.mark.parametrize("silent_from", [0, 3])
