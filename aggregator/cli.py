@@ -265,6 +265,8 @@ def invite(
     if folder.config().audit.enabled:
         invitation = replace(invitation, log_key=open_log_key(folder.path, folder.run_id).key.text())
     typer.echo(invitation.encode())
+    if role == "scorer" and not folder.config().robust.scored:
+        typer.echo('robust.trust is not "loss" in run.toml: a scorer has nothing to do in this run', err=True)
     typer.echo(f"for {name} ({role}), single use, valid {hours:g} h; authority {authority.fingerprint}", err=True)
     typer.echo(f"redeemed at {', '.join(enrol)}", err=True)
     if all(is_loopback(endpoint.rpartition(":")[0]) for endpoint in enrol):
