@@ -64,7 +64,7 @@ def replay_step(state: Path, outer_step: int, signed: int) -> Replayed:
     files, LogFault where the result, or what was merged, is not what the log says.
     """
     folder = StateFolder(state)
-    entry = _entry_of(state / AUDIT_LOG, outer_step, signed)
+    entry, trust = _entry_of(state / AUDIT_LOG, outer_step, signed)
     config = configurations_of(folder).config
     if (digest := config_digest(config)) != entry["config_digest"]:
         raise ConfigError(
@@ -78,6 +78,8 @@ def replay_step(state: Path, outer_step: int, signed: int) -> Replayed:
         raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
     if outer.digest != entry["before"]:
         raise LogFault(f"outer step {outer_step - 1} has digest {outer.digest[:12]}, the log says {entry['before'][:12]}")
+    if trust is not None and {peer: [each.mean.hex(), each.count] for peer, each in outer.trust.items()} != trust:
+        raise LogFault(f"outer step {outer_step - 1}: the trust in peers is not what the log says")
     kept = load_kept(folder.contributions, outer_step, outer.schema)
     try:
         _check_kept(kept, entry)
@@ -94,18 +96,26 @@ def replay_step(state: Path, outer_step: int, signed: int) -> Replayed:
     )
 
 
-def _entry_of(path: Path, outer_step: int, signed: int) -> Mapping[str, Any]:
-    """Return the last commit to this outer step among the entries that are verified."""
+def _entry_of(path: Path, outer_step: int, signed: int) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Return the last commit to this outer step among the entries that are verified, and the trust in peers before it.
+
+    None: no entry says it.
+    """
     found: Mapping[str, Any] | None = None
+    trust: Mapping[str, Any] | None = None
     for index, line in enumerate(entries_of(path)):
         if index == signed:
             break
         entry = parse_canonical(line)
-        if entry["kind"] == "commit" and entry["outer_step"] == outer_step:
+        if entry["kind"] != "commit":
+            continue
+        if entry["outer_step"] == outer_step:
             found = entry
+        elif entry["outer_step"] < outer_step and "trust" in entry:
+            trust = entry["trust"]["peers"]
     if found is None:
         raise ConfigError(f"{path}: has no commit to outer step {outer_step}")
-    return found
+    return found, trust
 
 
 def _less(one: Kept) -> bool:

@@ -248,7 +248,7 @@ def serve(
 def invite(
     name: Annotated[str, typer.Argument(help="The peer_id of the new member.")],
     state: State = Path("edit-run"),
-    role: Annotated[str, typer.Option(help="peer, region, observer, auditor or operator.")] = "peer",
+    role: Annotated[str, typer.Option(help="peer, region, observer, auditor, scorer or operator.")] = "peer",
     hours: Annotated[float, typer.Option(help="How many hours the invitation is valid.", min=0.01, max=24 * 365)] = 24.0,
 ) -> None:
     """Print a single-use invitation, one line on stdout. Send it to the member's operator over a channel you trust.
@@ -265,6 +265,8 @@ def invite(
     if folder.config().audit.enabled:
         invitation = replace(invitation, log_key=open_log_key(folder.path, folder.run_id).key.text())
     typer.echo(invitation.encode())
+    if role == "scorer" and not folder.config().robust.scored:
+        typer.echo('robust.trust is not "loss" in run.toml: a scorer has nothing to do in this run', err=True)
     typer.echo(f"for {name} ({role}), single use, valid {hours:g} h; authority {authority.fingerprint}", err=True)
     typer.echo(f"redeemed at {', '.join(enrol)}", err=True)
     if all(is_loopback(endpoint.rpartition(":")[0]) for endpoint in enrol):

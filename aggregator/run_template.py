@@ -106,7 +106,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 #equalise = true                # Makes all contributions as long as their median.
 #scope = "fragment"             # model: one set of weights for all fragments of an outer step, merged once all are in.
 #radius = 0.0                   # The distance to which centered_clip shortens; 0: the median distance.
-#trust = "none"                 # anchors: weigh all by their cosine to the mean of the anchors, in place of a rule.
+#trust = "none"                 # anchors: weigh by the cosine to the anchors' mean; loss: by what scorers measure.
 #anchors = []                   # The organisations that are trusted: their peers' names up to the first dot.
 
 [outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.

@@ -40,7 +40,7 @@ from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.configurations import configurations_of
 from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.journal import Disk
-from aggregator.storage.kept_contributions import KeptContributions
+from aggregator.storage.kept_contributions import KEPT_FOR_SCORERS, KeptContributions
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.privacy_budget import PrivacyBudget
 from aggregator.storage.state_folder import StateFolder
@@ -142,7 +142,7 @@ class Coordinator:
         mark = HighWaterMark(folder.high_water, files, accept_rollback=accept_rollback)
         feed.subscribe(mark.on_event)
         audit = AuditLog.open(folder.path, folder.run_id, config, clock.unix, disk) if config.audit.enabled else None
-        steps = config.audit.keep_contributions
+        steps = max(config.audit.keep_contributions, KEPT_FOR_SCORERS if config.robust.scored else 0)
         kept = KeptContributions(folder.contributions, steps) if steps else None
         resources = Resources(
             store=Store(folder.outer, config, folder.run_id, disk, audit=audit, kept=kept),

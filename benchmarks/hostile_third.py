@@ -15,10 +15,11 @@ each byte. replay: the last update. one direction: a random one for all, noisy. 
 median in one fragment and a twentieth as long in the others, so that the whole is about as long as that of an honest one.
 
 Rules: `mean` and `penalty` (the defaults) without [robust]; `recommended`: geometric_median with its defaults and hostile = 3;
-`by model`: it with robust.scope = "model"; `as sent`: it without mixing and equal lengths; the others with their defaults.
-Loss: nats per byte of the outer parameters on held-out files, the mean over the seeds, and in % of that of a plain mean of the
-six honest peers alone. One line of JSON per run goes to hostile_third.jsonl as soon as it has ended; runs that are there are
-not made again.
+`by model`: it with robust.scope = "model"; `as sent`: it without mixing and equal lengths; `clip by loss` and `recommended by
+loss`: with robust.trust = "loss", a scorer that measures 64 windows of held-out text, on none of which the loss below is
+measured; the others with their defaults. Loss: nats per byte of the outer parameters on held-out files, the mean over the
+seeds, and in % of that of a plain mean of the six honest peers alone. One line of JSON per run goes to hostile_third.jsonl as
+soon as it has ended; runs that are there are not made again.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before site-packages: opacus installs a package `benchmarks`, too
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,10 +48,13 @@ from benchmarks.damage import INNER, MODEL, OUTER, Peer, Tapped, corpus
 from edit.codecs import codec, decode
 from edit.config.robust import RobustConfig
 from edit.config.run import PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
-from edit.local import LocalRun
+from edit.fragments.digest import digest
+from edit.local import LocalRun, Scorer
+from edit.merging.trust import scores
 from edit.records import Commit, Committed, Contribution, Outcome
+from edit.replica.layout import exchanged
 from peers.models.gpt import GPT
-from peers.training.data import evaluate
+from peers.training.data import Tokens, evaluate
 from peers.training.trainer import learning_rate, use_threads
 
 RESULTS = Path(__file__).parent / "results" / "hostile_third.jsonl"
@@ -64,7 +70,10 @@ RULES: dict[str, dict[str, Any]] = {
     "as sent": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE, mixing="none", equalise=False)},
     "recommended": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE)},
     "by model": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE, scope="model")},
+    "clip by loss": {"robust": RobustConfig(rule="clip", trust="loss")},
+    "recommended by loss": {"robust": RobustConfig(rule="geometric_median", hostile=HOSTILE, trust="loss")},
 }
+BATCHES, WINDOWS_PER_BATCH, SCORED_WINDOWS = 32, 16, 64
 
 
 @dataclass
@@ -155,6 +164,28 @@ class Side(Tapped):
                 self._known.merged[part.fragment_id] = decode(part.payload)
 
 
+def judge(held_out: Tokens, seed: int) -> Scorer:
+    """Return a scorer, on windows of the held-out text that `evaluate` leaves out, drawn by theta's digest."""
+    model = GPT(MODEL, seed).eval()
+    schema, named = exchanged(model, "local")
+    available = (len(held_out) - 1) // MODEL.context
+    measured = np.arange(BATCHES * WINDOWS_PER_BATCH) * available // (BATCHES * WINDOWS_PER_BATCH)
+    others = np.setdiff1d(np.arange(available), measured) * MODEL.context
+
+    @torch.no_grad()
+    def loss(rows: Tensor, fragments: Sequence[Tensor]) -> float:
+        for flat, fragment in zip(fragments, schema.fragments, strict=True):
+            for part, spec in zip(torch.split(flat, [each.numel for each in fragment.tensors]), fragment.tensors, strict=True):
+                named[spec.name].copy_(part.view(spec.shape))
+        return float(model(rows[:, :-1], rows[:, 1:]))
+
+    def score(theta: Sequence[Tensor], sent: Iterable[tuple[str, Mapping[int, Tensor]]]) -> Mapping[str, float]:
+        starts = np.random.default_rng(int(digest(theta)[:16], 16)).choice(others, SCORED_WINDOWS, replace=False)
+        return scores(theta, sent, partial(loss, held_out.windows(starts, MODEL.context + 1)))
+
+    return score
+
+
 def trained(rule: str, attack: str, seed: int) -> float:
     """Return the held-out loss of a run. attack: empty for the honest peers alone."""
     texts, held_out = corpus(PEERS, seed)
@@ -168,7 +199,8 @@ def trained(rule: str, attack: str, seed: int) -> float:
         rounds=RoundsConfig(quorum=least, start_peers=max(1, least)),
         **settings,
     )
-    run = LocalRun(config, [f"peer-{i}" for i in range(count)])
+    scorer = judge(held_out, seed) if config.robust.scored else None
+    run = LocalRun(config, [f"peer-{i}" for i in range(count)], scorer=scorer)
     known = Known(torch.Generator().manual_seed(seed))
     bad = [i >= PEERS - HOSTILE and attack != "none" for i in range(count)]
     sides = [Side(run, f"peer-{i}", seed, known, attack if bad[i] else "") for i in range(count)]
@@ -186,7 +218,7 @@ def trained(rule: str, attack: str, seed: int) -> float:
         peer.worker.synchronize()
     model = GPT(MODEL, seed)
     model.load_state_dict(peers[0].worker.outer_state_dict(), strict=False)
-    return evaluate(model, held_out, MODEL.context, 32)
+    return evaluate(model, held_out, MODEL.context, BATCHES, WINDOWS_PER_BATCH)
 
 
 def table(found: Mapping[tuple[str, str, int], float], rules: Sequence[str], seeds: Sequence[int]) -> list[str]:

@@ -9,7 +9,7 @@ ranks step by step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -25,11 +25,12 @@ from edit.fragments.shards import Box, Shard, partition_fault
 from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle, settling
 from edit.merging.injection import Injection, check_content, check_order, check_run
 from edit.merging.masked import JudgedClaims, sum_of
-from edit.merging.merge import Measured, Merged, ShardPayload, measure
+from edit.merging.merge import Measured, Merged, ShardPayload, decoded, measure
 from edit.merging.mergers import Admission, admission, screen
 from edit.merging.norms import whole_norm
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.merging.robust_merger import Chosen
+from edit.merging.trust import after_scores
 from edit.records import (
     Aborted,
     Commit,
@@ -51,7 +52,11 @@ from edit.rounds.machine import RoundMachine
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.masking import Opening
 
-__all__ = ["LocalCollective", "LocalGossip", "LocalRun"]
+__all__ = ["LocalCollective", "LocalGossip", "LocalRun", "Scorer"]
+
+# What a scorer says of the contributions to an outer step, by peer_id: of theta before it, one flat fp32 tensor per fragment,
+# and of each peer what it sent of each fragment, by fragment_id. See `edit.merging.trust.scores`.
+Scorer = Callable[[Sequence[Tensor], Iterable[tuple[str, Mapping[int, Tensor]]]], Mapping[str, float]]
 
 NOW = 0.0  # the machine's clock stands still: no peer is ever overdue, and an open round waits for every peer that joins
 
@@ -126,6 +131,8 @@ class LocalRun:
         peers: the names of all peers.
         theta: the initial outer parameters, one flat fp32 tensor per fragment; without it the first to join founds the run.
         policy: what may be merged; None: as the configuration says.
+        scorer: with robust.trust = "loss", is asked after each outer step; what it says counts from the next but one on, as
+            over gRPC. `functools.partial(edit.merging.trust.scores, loss=...)` is one. None: nobody scores.
     """
 
     def __init__(
@@ -134,11 +141,16 @@ class LocalRun:
         peers: Sequence[str],
         theta: Sequence[Tensor] | None = None,
         policy: Admission | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         if not peers or len(set(peers)) != len(peers):
             raise LocalProtocolError(f"LocalRun needs distinct peers, not {list(peers)}")
         rule = "needs a coordinator, which counts what is spent; there is none in one process"
         require(not config.privacy.of_organisations, "privacy.level", config.privacy.level, rule)
+        rule = "must be loss where a scorer is given"
+        require(scorer is None or config.robust.scored, "robust.trust", config.robust.trust, rule)
+        self._scorer = scorer
+        self._scores: Mapping[str, float] = {}  # of the last outer step; they count with the next commit
         self._config = config
         self._policy = policy or admission(config)
         self._named = tuple(peers)
@@ -423,9 +435,20 @@ class LocalRun:
         return [self._held[peer_id].fragments[fragment_id].measured(peer_id, 0) for peer_id in peers]
 
     def _commit(self, effect: events.Commit) -> events.CommitSucceeded:
-        self._commits.append(self.state.commit(effect.round_id, effect.reason, self._round.records, self._injection))
-        self._injection = None
+        state, scorer = self.state, self._scorer
+        trust = after_scores(state.trust, self._scores) if self._scores else None
+        scored = scorer(state.theta, self._sent(state.due)) if scorer is not None else {}
+        records, injection = self._round.records, self._injection
+        self._commits.append(state.commit(effect.round_id, effect.reason, records, injection, None, trust))
+        self._injection, self._scores = None, scored
         return events.CommitSucceeded(effect.round_id, self._round.tokens)
+
+    def _sent(self, due: Sequence[int]) -> Iterator[tuple[str, Mapping[int, Tensor]]]:
+        """Yield what each peer has sent of these fragments for the open round, decoded."""
+        schema = self.state.schema
+        for peer_id in sorted(self._round.merged):
+            fragments = self._held[peer_id].fragments
+            yield peer_id, {i: decoded(schema.fragments[i], fragments[i].measured(peer_id, 0)) for i in due}
 
     def _close_round(self, effect: events.RoundClosed) -> None:
         """Keep what is carried over. Peers whose contribution is lost with an aborted round are notified."""

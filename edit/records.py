@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_METRICS",
     "MAX_METRIC_CHARS",
+    "MOST_SCORE",
     "MOST_TOKENS",
     "Aborted",
     "Arriving",
@@ -46,6 +47,7 @@ __all__ = [
 MAX_METRICS, MAX_METRIC_CHARS = 32, 64  # that one peer reports, and of the name of each
 ROUNDS_PER_START = 1_000_000  # what `round_number` cuts off: ids of a start, and of a swarm's owner, begin at a multiple of it
 MOST_TOKENS = (1 << 63) - 1  # a run counts no further: what a signed 64-bit number holds
+MOST_SCORE = 1.0  # the largest magnitude of what a scorer says of a contribution
 
 
 def round_number(round_id: int) -> int:
@@ -109,6 +111,7 @@ class Verdict(Enum):
     UNPAIRED = "unpaired"  # gossip: no swap with this partner; it did not answer, or found fault itself
     OUTLIER = "outlier"  # a robust rule gives it no weight
     COPIED = "copied"  # so much like another contribution that they share one weight, or like the last merged one: then 0
+    HARMFUL = "harmful"  # its peer's contributions do not lower the loss that scorers measure, or much less than the others'
     # Not admitted by a policy of the run (`edit.merging.mergers.Admission`), or left out because of another fragment, where one
     # set of contributions is merged in all of them.
     REJECTED = "rejected"

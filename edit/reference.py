@@ -33,6 +33,8 @@ __all__ = [
     "gossip_pairs",
     "heloco",
     "integers",
+    "loss_priors",
+    "loss_score",
     "masked_integers",
     "masked_mean",
     "masked_steps",
@@ -163,6 +165,28 @@ def anchored(rows: Tensor, anchors: Sequence[int]) -> Tensor:
     server = rows[list(anchors)].mean(dim=0)
     scores = [max(0.0, float(row @ server / (row.norm() * server.norm()))) for row in rows]
     return sum((s * server.norm() / row.norm() * row for s, row in zip(scores, rows, strict=True)), 0 * server) / sum(scores)
+
+
+def loss_score(loss: Callable[[Tensor], float], theta: Tensor, contribution: Tensor) -> float:
+    """Return what half of a contribution lowers the loss by, as a share of it."""
+    return (loss(theta) - loss(theta - 0.5 * contribution)) / loss(theta)
+
+
+def loss_priors(scores: Sequence[Sequence[float]]) -> list[float]:
+    """Return the prior of each peer from the scores of all outer steps, [steps][peers], normalised.
+
+    The moving mean with rate 0.4; 0 below a quarter of the median, four times the median at most; uniform where no median is.
+    """
+    ages = range(len(scores) - 1, -1, -1)
+    means = [
+        sum(0.6**age * row[m] for age, row in zip(ages, scores, strict=True)) / sum(0.6**age for age in ages)
+        for m in range(len(scores[0]))
+    ]
+    middle = median(means)
+    if middle <= 0:
+        return [1 / len(means)] * len(means)
+    kept = [min(mean, 4 * middle) if mean >= middle / 4 else 0.0 for mean in means]
+    return [each / sum(kept) for each in kept]
 
 
 def private_mean(contributions: Sequence[Tensor], clip: float, noise: Tensor, denominator: int) -> Tensor:

@@ -98,6 +98,8 @@ def join(
         typer.echo(f"or, as a page in the browser: edit-peer web --home {home}")
     elif identity.role == "auditor":
         typer.echo(f"next: edit-peer audit fetch OUT --home {home}")
+    elif identity.role == "scorer":
+        typer.echo(f"next: edit-peer score --home {home} --data PATH")
     elif identity.role == "region":
         typer.echo(f"next: edit-peer region --home FOLDER_OF_THE_RUN_ABOVE --below {home}")
     else:
@@ -415,6 +417,49 @@ def explain(
         typer.echo(json_text({"sent": [entry.as_json() for entry in entries], "not_sent": list(STAYS)}, indent=2))
     else:
         print_leaving(Console(), enrolled.run_id, enrolled.identity.peer_id, entries)
+
+
+@app.command()
+def score(
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Held-out data that no peer has: text file, .jsonl file, folder of these, or token file.", metavar="PATH"
+        ),
+    ],
+    home: HomeOption = Path("edit-peer"),
+    field: FieldOption = None,
+    windows: Annotated[
+        int, typer.Option(help="How many windows of model.context tokens a loss is measured on.", min=1, max=1 << 20)
+    ] = 64,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    allow: AllowOption = None,
+    model_folder: FolderOption = None,
+) -> None:
+    """Score the contributions to each outer step by what they do to the loss on held-out data, where robust.trust = "loss".
+
+    Needs an invitation with --role scorer. After each commit it reads what was merged, measures the loss of the outer
+    parameters before it with and without half of each contribution, and tells the coordinator by how much it fell. The run
+    waits for no scorer. Ctrl-C ends it.
+
+    Example: edit-peer score --home judge --data held-out.txt
+    """
+    log_lines()
+    with loading():
+        from peers.scoring import score_run
+        from peers.training.trainer import choose_device, use_threads
+
+    use_threads(threads)
+    score_run(
+        home,
+        data,
+        field=field,
+        windows=windows,
+        device=choose_device(device),
+        allowed=frozenset(allow or ()),
+        folder=model_folder,
+    )
 
 
 @app.command()

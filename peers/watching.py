@@ -61,7 +61,7 @@ async def _of_one(folder: PeerFolder, address: str, who: str, every_s: float) ->
 @contextlib.asynccontextmanager
 async def _renewed(folder: PeerFolder, enrolled: Enrolment) -> AsyncIterator[None]:
     """Keep the certificate renewed of a member for whom nothing else does: one that only looks on."""
-    if enrolled.identity.role not in ("observer", "operator"):
+    if enrolled.identity.role not in ("observer", "scorer", "operator"):
         yield
         return
     channels = Channels(enrolled.endpoints, enrolled.credentials)

@@ -27,6 +27,7 @@ from functools import partial
 from aggregator.data.contributions import Contributions, ShardUpload
 from aggregator.data.masked_rounds import MaskedRounds, SumNotOpened
 from aggregator.data.published import CommittedState, PublishedState
+from aggregator.data.scores import Scores
 from aggregator.resources import Resources
 from aggregator.run_feed import (
     Advised,
@@ -39,7 +40,7 @@ from aggregator.run_feed import (
     RunEnded,
     StepCommitted,
 )
-from aggregator.storage.kept_contributions import Kept, KeptContributions
+from aggregator.storage.kept_contributions import Kept, KeptContributions, KeptShard
 from aggregator.storage.pending_injection import check_bytes
 from aggregator.storage.privacy_budget import PrivacyBudget
 from aggregator.storage.store import Entries
@@ -56,6 +57,7 @@ from edit.merging.mergers import Admission, Screened, admission, screen
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.merging.private import Clipped
 from edit.merging.robust_merger import Chosen
+from edit.merging.trust import Trust, after_scores
 from edit.records import Commit, round_number
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
@@ -77,6 +79,7 @@ _FAST_BYTES_PER_S = 150e6
 _FAST_S = 0.05
 # Times that the sum of one outer step may fail to be opened; then nothing is merged in it, and the next one begins.
 _MASKED_TRIES = 3
+_NO_SCORERS = 'the run has no scorers: robust.trust is not "loss"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,8 @@ class RoundRunner:
             now = resources.clock.monotonic
             self.masked = MaskedRounds(run_id, config, resources.background, now, self._restrict, self._masks_failed)
         codecs = self.masked.codec if self.masked is not None else config.codec.uplink
+        # With robust.trust = "loss": what scorers say of the last outer step.
+        self.scores = Scores(self._store.update(outer.outer_step)) if config.robust.scored else None
         self._not_opened = (0, 0)  # the outer step whose sum failed to be opened last, and how often
         self._contributions = Contributions(outer.schema, codecs, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
@@ -479,6 +484,31 @@ class RoundRunner:
             rejected |= {verdict.peer_id for verdict in screened.rejected}
         return rejected
 
+    # ---- with scorers --------------------------------------------------------------------------------------------------
+
+    def contributed(self, outer_step: int) -> list[KeptShard]:
+        """Return what was merged in the commit to an outer step, as it is kept for scorers; it reads a few files.
+
+        Raises RefusedError where the run has no scorers, GoneError, StorageError.
+        """
+        if self.scores is None or self._store.kept is None:
+            raise RefusedError(_NO_SCORERS)
+        return self._store.kept.shards(outer_step, self.published.schema)
+
+    async def score(self, scorer: str, outer_step: int, scores: Mapping[str, float]) -> None:
+        """Take what a scorer says of the contributions to the last outer step; it counts with the next commit.
+
+        Raises as `Scores.report`, StorageError where it cannot be logged, and RefusedError where the run has no scorers.
+        """
+        if self.scores is None:
+            raise RefusedError(_NO_SCORERS)
+        with self.scores.report(scorer, outer_step, scores) as new:
+            if new and self._store.audit is not None:
+                await self._background.in_worker(self._store.audit.score, scorer, outer_step, scores)
+        if new:
+            said = ", ".join(f"{peer_id} {value:+.4g}" for peer_id, value in sorted(scores.items()))
+            _log.info("scores of outer step %d by %s: %s", outer_step, scorer, said)
+
     # ---- with noise ----------------------------------------------------------------------------------------------------
 
     async def _begin_private(self, effect: events.Reduce, budget: PrivacyBudget) -> tuple[Clipped, SecretNoise]:
@@ -590,19 +620,22 @@ class RoundRunner:
         def commit_and_apply() -> tuple[Commit, CommittedState]:  # one call: a process that stops must not end in between
             nonlocal on_disk
             ready, entry = outer.stage_plugins(records, injection, staged), ""
+            trust = after_scores(outer.trust, scored) if scored else None
             if (entries := self._store.entries) is not None:
                 ready = outer.stage_all(records, injection, ready)
-                entry = self._audit_entry(entries, effect, records, ready, signed, offered, brings, agreed, trained)
+                entry = self._audit_entry(
+                    entries, effect, records, ready, signed, offered, brings, agreed, trained, (scorers, trust)
+                )
             if self._store.kept is not None:
                 self._store.kept.committing(effect.outer_step)
-            self._store.append_commit(
-                effect.round_id, effect.outer_step, effect.reason, tokens, brings, outer.digest, entry, trained[0]
-            )
+            step, reason = effect.outer_step, effect.reason
+            self._store.append_commit(effect.round_id, step, reason, tokens, brings, outer.digest, entry, trained[0], trust)
             on_disk = True
-            commit = outer.commit(effect.round_id, effect.reason, records, injection, ready)
+            commit = outer.commit(effect.round_id, reason, records, injection, ready, trust)
             self._store.applied(commit)
             return commit, CommittedState.of(outer)
 
+        scorers, scored = self.scores.begin_commit() if self.scores is not None else ((), {})
         try:
             records, current.records = list(current.records.values()), {}
             staged, current.staged = current.staged, {}
@@ -617,9 +650,13 @@ class RoundRunner:
             if on_disk:
                 raise
             self.published.undo()
+            if self.scores is not None:
+                self.scores.undo_commit()
             self._fail(effect.round_id, error)
             return
         current.commit = commit
+        if self.scores is not None:
+            self.scores.committed(commit)
         self.published.show(committed)
         self._store.injections.committed(committed.injected)
         self._run_feed.publish(StepCommitted(commit, effect.missing))
@@ -638,6 +675,7 @@ class RoundRunner:
         brings: Injected | None,
         agreed: AgreedSet | None,
         trained: tuple[int, int],
+        scored: tuple[Sequence[str], Mapping[str, Trust] | None],
     ) -> str:
         return entries.commit(
             self.outer,
@@ -653,6 +691,7 @@ class RoundRunner:
             privacy=self._budget.said() if self._budget is not None else None,
             agreed=agreed,
             trained=trained,
+            scored=scored,
         )
 
     def _tokens(self, current: _Round) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ControlService"]
 
 _HELLO_S = 30.0  # an Attend stream whose first message, or whose schema, takes longer is closed
-_WATCHERS = ("operator", "observer", "peer", "region")
+_WATCHERS = ("operator", "observer", "scorer", "peer", "region")
 _NO_CONSENT = (
     "its site has not consented to the run's configuration, which this run asks for (membership.consent): "
     "run `edit-peer consent`, then start the peer again"
@@ -51,15 +51,17 @@ class ControlService:
         """A peer's stream: Hello, then heartbeats up; Welcome, then views down, one whenever something changed."""
         async with abort_on_error(context):
             try:
-                identity = self._authorizer.authorize(context, "peer", "region")
+                identity = self._authorizer.authorize(context, "peer", "region", "scorer")
             except (EvictedError, RefusedError) as error:
                 await _discard_first(messages)  # a client whose write fails does not read the reason
                 yield _expel(error)
                 return
             try:
                 hello = await self._hello(identity, messages)
-                attendance = None  # without a schema: a peer that only asks for the configuration, or a regional aggregator
+                attendance = None  # without a schema: who only asks for the configuration, or a regional aggregator
                 if hello.schema_hash:
+                    if identity.role == "scorer":
+                        raise RefusedError("a scorer takes no part in the rounds; start it with `edit-peer score`")
                     if identity.role == "region":
                         raise RefusedError(
                             "a regional aggregator takes no part in the rounds here; start it with `edit-peer region`"

@@ -19,7 +19,8 @@ from aggregator.control.views import injection_state
 from aggregator.security.certificates import public_hash
 from aggregator.services.authorization import Authorizer
 from aggregator.services.readers import SnapshotReaders, UpdateReaders, send
-from edit.errors import EditError, GoneError, RefusedError, RemoteProtocolError
+from aggregator.storage.kept_contributions import KeptShard
+from edit.errors import EditError, GoneError, RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
 from edit.merging.injection import Injection
@@ -29,7 +30,10 @@ from editpb import data_pb2 as dpb
 from editpb import tensors_pb2 as tpb
 from editpb.data_messages import (
     contribution_header_from_pb,
+    contribution_header_to_pb,
+    contribution_request_from_pb,
     found_header_from_pb,
+    scores_from_pb,
     snapshot_manifest_to_pb,
     snapshot_request_from_pb,
     update_manifest_to_pb,
@@ -37,7 +41,7 @@ from editpb.data_messages import (
 )
 from editpb.identity import Identity
 from editpb.injection_messages import inject_header_from_pb, injection_state_to_pb
-from editpb.limits import MAX_COUNT, MAX_READ_S
+from editpb.limits import MAX_COUNT, MAX_READ_S, MAX_STEP, check_id, within
 from editpb.messages import ContributionHeader, UpdateRequest
 from editpb.signed_contributions import check_signature, config_digest, signs
 from editpb.transport.abort_on_error import abort_on_error
@@ -57,6 +61,9 @@ _Part = TypeVar("_Part", dpb.ContributePart, dpb.FoundPart, dpb.InjectPart)
 ContributePart = dpb.ContributePart | ReceivedChunk
 
 _DRAIN_S = 5.0
+_CONTRIBUTION_CHUNK_BYTES = 1 << 18  # to a scorer: as much as one that reads nothing holds in memory
+_UPDATE_READERS = ("peer", "scorer")  # the roles that may
+_SNAPSHOT_READERS = ("peer", "region", "observer", "scorer", "operator")
 _CLOCKS_S = 1.0  # by which a deadline may seem later here
 
 
@@ -72,6 +79,7 @@ class DataService:
         self._run, self._authorizer, self._limit_of = run, authorizer, limit_of
         self._snapshot_readers, self._update_readers = SnapshotReaders(), UpdateReaders()
         self._signed = config_digest(run.config) if signs(run.config) else ""
+        self._contributed: tuple[int, dict[tuple[str, int, int], KeptShard]] = 0, {}  # of one commit: by peer, fragment, rank
 
     async def Contribute(self, parts: AsyncIterator[ContributePart], context: Context) -> dpb.ContributionReceipt:
         """Receive one fragment of a pseudo-gradient, or a rank's part of it.
@@ -143,7 +151,7 @@ class DataService:
         A request that names the open round gets what there is of its update ahead of the commit, sealed: see data.proto.
         """
         async with abort_on_error(context):
-            identity = self._authorizer.authorize(context, "peer")
+            identity = self._authorizer.authorize(context, *_UPDATE_READERS)
             published = self._run.rounds.published
             wanted = update_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
@@ -158,7 +166,7 @@ class DataService:
     ) -> AsyncGenerator[dpb.UpdatePart | bytes, None]:
         published = self._run.rounds.published
         coming = await published.coming(wanted) if wanted.round_id and not wanted.digest else None
-        self._authorizer.authorize(context, "peer")  # it may have waited
+        self._authorizer.authorize(context, *_UPDATE_READERS)  # it may have waited
         if coming is not None:
             first: dpb.UpdatePart | None = dpb.UpdatePart(ahead=dpb.UpdateAhead())
             async with contextlib.aclosing(self._frames(context, coming.fragments, wanted, room, limit, coming.key)) as frames:
@@ -207,7 +215,7 @@ class DataService:
                     chunk_bytes=lambda: min(self._update_readers.chunk_bytes, limit.chunk_bytes),
                 )
                 for frame in frames:
-                    self._authorizer.authorize(context, "peer")
+                    self._authorizer.authorize(context, *_UPDATE_READERS)
                     yield frame
                 if (left := left - (len(data) - start)) <= 0:
                     return
@@ -215,7 +223,7 @@ class DataService:
     async def DescribeSnapshot(self, request: dpb.SnapshotManifestRequest, context: Context) -> dpb.SnapshotManifest:
         """Describe the newest snapshot, and name members that serve it, too."""
         async with abort_on_error(context):
-            identity = self._authorizer.authorize(context, "peer", "region", "observer", "operator")
+            identity = self._authorizer.authorize(context, *_SNAPSHOT_READERS)
             self._run.check_run_id(request.run_id)
             published = self._run.rounds.published
             manifest = await published.describe_snapshot()
@@ -230,13 +238,11 @@ class DataService:
         deadline: at that, gRPC takes back what is not read, which nothing else does.
         """
         async with abort_on_error(context):
-            readers = ("peer", "region", "observer", "operator")
-            identity = self._authorizer.authorize(context, *readers)
+            identity = self._authorizer.authorize(context, *_SNAPSHOT_READERS)
             published = self._run.rounds.published
             wanted = snapshot_request_from_pb(request, published.schema)
             self._run.check_run_id(wanted.run_id)
-            if not (context.time_remaining() or math.inf) <= MAX_READ_S + _CLOCKS_S:
-                raise RemoteProtocolError(f"a snapshot is read with a deadline of at most {MAX_READ_S:g} s")
+            _check_deadline(context, "a snapshot is read")
             limit = self._limit_of(context)
             each = (published.snapshot_chunks(one, limit.chunk_bytes) for one in wanted.one_by_one())
             chunks = _limited(itertools.chain.from_iterable(each), wanted.limit)
@@ -245,10 +251,74 @@ class DataService:
 
                     async def admitted() -> AsyncGenerator[tpb.Chunk, None]:
                         for chunk in itertools.chain([first], chunks):
-                            self._authorizer.authorize(context, *readers)
+                            self._authorizer.authorize(context, *_SNAPSHOT_READERS)
                             yield chunk
 
                     await send(context.write, admitted(), stalled=place.give_up, limit=limit)
+
+    async def DescribeContributions(self, request: dpb.ContributionsRequest, context: Context) -> None:
+        """Describe what was merged in a commit, for a scorer."""
+        async with abort_on_error(context):
+            identity = self._authorizer.authorize(context, "scorer")
+            self._run.check_run_id(check_id("run_id", request.run_id))
+            _check_deadline(context, "contributions are read")
+            shards = await self._shards(within("outer_step", request.outer_step, 1, MAX_STEP))
+            with self._snapshot_readers.place(identity.peer_id, identity.role) as place:
+
+                async def headers() -> AsyncGenerator[dpb.ContributionHeader, None]:
+                    for shard in shards.values():
+                        self._authorizer.authorize(context, "scorer")
+                        yield contribution_header_to_pb(shard.header)
+
+                await send(context.write, headers(), stalled=place.give_up, limit=self._limit_of(context))
+
+    async def FetchContribution(self, request: dpb.ContributionRequest, context: Context) -> None:
+        """Send a scorer the bytes of one shard of what was merged, or a range of them. With a deadline, as FetchSnapshot."""
+        async with abort_on_error(context):
+            identity = self._authorizer.authorize(context, "scorer")
+            wanted = contribution_request_from_pb(request)
+            self._run.check_run_id(wanted.run_id)
+            _check_deadline(context, "a contribution is read")
+            shard = (await self._shards(wanted.outer_step)).get((wanted.peer_id, wanted.fragment_id, wanted.rank))
+            if shard is None:
+                what = f"fragment {wanted.fragment_id} of {wanted.peer_id}, rank {wanted.rank}"
+                raise RemoteProtocolError(f"{what} is not in the commit to outer step {wanted.outer_step}")
+            limit, total = self._limit_of(context), shard.header.total_bytes
+            end = min(total, wanted.offset + wanted.limit) if wanted.limit else total
+            with self._snapshot_readers.place(identity.peer_id, identity.role) as place:
+
+                async def chunks() -> AsyncGenerator[tpb.Chunk, None]:
+                    at = wanted.offset
+                    while at < end:
+                        size = min(_CONTRIBUTION_CHUNK_BYTES, limit.chunk_bytes, end - at)
+                        data = await asyncio.to_thread(shard.read, at, at + size)
+                        if len(data) != size:
+                            raise StorageError(f"{shard.path}: is cut short")
+                        self._authorizer.authorize(context, "scorer")
+                        yield tpb.Chunk(offset=at, data=data)
+                        at += size
+
+                await send(context.write, chunks(), stalled=place.give_up, limit=limit)
+
+    async def _shards(self, outer_step: int) -> dict[tuple[str, int, int], KeptShard]:
+        """Return what was merged in a commit, which does not change any more. Raises as `RoundRunner.contributed`."""
+        rounds = self._run.rounds
+        if outer_step > rounds.published.outer_step:
+            raise StaleError(f"outer step {outer_step} is not committed yet; the last one is {rounds.published.outer_step}")
+        if self._contributed[0] != outer_step:
+            found = await asyncio.to_thread(rounds.contributed, outer_step)
+            by_key = {(each.header.peer_id, each.header.fragment_id, each.header.rank): each for each in found}
+            self._contributed = outer_step, by_key
+        return self._contributed[1] if self._contributed[0] == outer_step else await self._shards(outer_step)
+
+    async def Score(self, request: dpb.Scores, context: Context) -> dpb.ScoresReply:
+        """Take what a scorer says of the last commit's contributions."""
+        async with abort_on_error(context):
+            identity = self._authorizer.authorize(context, "scorer")
+            report = scores_from_pb(request)
+            self._run.check_run_id(report.run_id)
+            await self._run.rounds.score(identity.peer_id, report.outer_step, report.scores)
+        return dpb.ScoresReply()
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
         """Receive the founder's initial parameters, or some of them, or only say how much of them is here."""
@@ -290,6 +360,12 @@ class DataService:
             self._run.check_run_id(request.run_id)
             return injection_state_to_pb(injection_state(self._run.rounds))
         raise AssertionError("unreachable: abort raises")
+
+
+def _check_deadline(context: Context, what: str) -> None:
+    """Raise RemoteProtocolError unless the call has a deadline: at that, gRPC takes back what is not read."""
+    if not (context.time_remaining() or math.inf) <= MAX_READ_S + _CLOCKS_S:
+        raise RemoteProtocolError(f"{what} with a deadline of at most {MAX_READ_S:g} s")
 
 
 async def _first(parts: AsyncIterator[_Part | ReceivedChunk], what: str) -> _Part:

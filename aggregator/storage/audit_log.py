@@ -27,9 +27,18 @@ from aggregator.storage.state_folder import AUDIT_COSIGNED, AUDIT_HEAD, AUDIT_LO
 from edit.config.in_force import in_force
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
-from edit.errors import BusyError, GoneError, LocalProtocolError, RefusedError, RemoteProtocolError, StorageError
+from edit.errors import (
+    BusyError,
+    GoneError,
+    LocalProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    StaleError,
+    StorageError,
+)
 from edit.merging.injection import Injected
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
+from edit.merging.trust import Trust
 from edit.trust.canonical import parse_canonical
 from edit.trust.checkpoints import Checkpoint, LogSigner, NoteKey, open_note, parse_checkpoint
 from edit.trust.mask_roster import AgreedSet
@@ -44,6 +53,7 @@ from editpb.audit_log import (
     continued_entry,
     entry_line,
     genesis_entry,
+    score_entry,
 )
 from editpb.limits import MAX_SEEN_PROOFS
 from editpb.messages import Approval, Consent, ContributionHeader, Cosignature, LogReceipt, SeenHead
@@ -146,8 +156,11 @@ class AuditLog:
         privacy: Mapping[str, object] | None = None,
         agreed: AgreedSet | None = None,
         trained: tuple[int, int] = (0, 0),
+        scored: tuple[Sequence[str], Mapping[str, Trust] | None] = ((), None),
     ) -> str:
         """Return the entry of a commit that is about to be journalled; `append` it once that is done.
+
+        scored: whose scores count with it, and the trust in peers that follows; None: nobody's.
 
         Raises StorageError while the log cannot be written, RefusedError for an entry that nobody could read: nothing is to be
         committed then.
@@ -168,6 +181,7 @@ class AuditLog:
             privacy=privacy or claimed_privacy(self._config),
             taken_with=asdict(in_force(self._config, outer_step - 1, trained)),
             agreed=agreed,
+            scored=scored,
         )
         line = entry_line(self._tree, self._now(), entry)
         heads = {peer: len(given.get("seen", ())) for peer, given in entry["contributions"].items()}
@@ -264,6 +278,16 @@ class AuditLog:
             others = [one for one in self._commits.items() if one[0] != step]
             commit = _Commit(len(self._tree), line, seen)
             self._commits = dict([*others, (step, commit)][-self._config.kept_updates :])
+
+    def score(self, scorer: str, outer_step: int, scores: Mapping[str, float]) -> None:
+        """Append what a scorer says of the last commit.
+
+        Raises StaleError when another commit has come meanwhile, StorageError: it does not count.
+        """
+        self._say_consents()
+        if (last := self._last[1]) != outer_step:
+            raise StaleError(f"scores of outer step {outer_step} come too late: the last one is {last}")
+        self._say(score_entry(scorer, outer_step, scores))
 
     def consent(self, peer_id: str, consent: Consent) -> None:
         """Append a consent, unless the log has it, or `_MOST_CONSENTS` of this peer to this configuration.
@@ -417,6 +441,8 @@ def _position(line: bytes, before: tuple[str, int, str]) -> _Position:
                 return _Position((entry["config_digest"], entry["outer_step"], entry["digest"]))
             case "config":
                 return _Position((entry["config_digest"], outer_step, digest))
+            case "score":
+                return _Position(before)
             case "consent":
                 return _Position(before, keys=frozenset({(str(entry["peer"]), str(entry["key"]))}))
             case "approval":

@@ -39,6 +39,7 @@ from edit.durable_files import check_format, sync
 from edit.errors import LocalProtocolError, StorageError
 from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord
+from edit.merging.trust import Trust
 
 __all__ = ["CommittedRound", "Cut", "Disk", "Journal", "Span", "read_round", "replay", "replay_segments", "rounds_in"]
 
@@ -65,6 +66,7 @@ class CommittedRound:
     injection: Injection | None = None  # what of a run above came in with it; what it was computed for (`base`) is not kept
     update: Mapping[str, Any] | None = None  # in a swarm: the update that its members agree on; JSON values
     audit: str = ""  # its entry in the audit log; empty: there was no log
+    trust: Mapping[str, Trust] | None = None  # what scorers have said of peers until then; None: nothing new
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +179,13 @@ class Journal:
         update: Mapping[str, object] | None = None,
         audit: str = "",
         in_force: Mapping[str, object] | None = None,
+        trust: Mapping[str, Trust] | None = None,
     ) -> None:
         """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
 
         base: digest of the outer parameters before it; a replay must come to the same. update: rule 7. audit: its entry in the
-        audit log. in_force: what it was taken with (`edit.config.in_force`), to be read by people. Raises StorageError.
+        audit log. in_force: what it was taken with (`edit.config.in_force`), to be read by people.
+        trust: what scorers have said of peers until then; None: nothing new. Raises StorageError.
         """
         self._check_step(outer_step)
         if round_id != self._round_id or not self._fragments:
@@ -195,6 +199,8 @@ class Journal:
             header["audit"] = audit
         if in_force is not None:
             header["in_force"] = in_force
+        if trust is not None:
+            header["trust"] = {peer_id: each.to_json() for peer_id, each in trust.items()}
         begins = self._committed
         self._append({**header, "fragments": sorted(self._fragments)})
         self._make_durable()
@@ -351,6 +357,7 @@ def _committed(
         brings = Injected.from_json(header["injected"])
         injected = {fragment.fragment_id: vector for fragment, vector in fragments if vector is not None}
         injection = Injection(brings=brings, base=None, replaces=replaces, fragments=injected) if brings is not None else None
+        trust = header.get("trust")
         return CommittedRound(
             round_id=header["round_id"],
             outer_step=header["outer_step"],
@@ -362,8 +369,9 @@ def _committed(
             injection=injection,
             update=header.get("update"),
             audit=str(header.get("audit", "")),
+            trust=None if trust is None else {peer_id: Trust.from_json(written) for peer_id, written in trust.items()},
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path}: the record at byte {record.offset} is not a commit ({error!r})") from error
 
 

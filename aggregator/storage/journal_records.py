@@ -44,6 +44,7 @@ __all__ = [
     "frame",
     "good_record_after",
     "number",
+    "outlines",
     "records",
     "verdicts_from",
     "verdicts_written",
@@ -93,6 +94,26 @@ def _records(file: BufferedReader, offset: int, size: int) -> Iterator[Record]:
         record = _read_record(file, offset, size)
         yield record
         offset = record.end
+
+
+def outlines(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield of each record of a file its header, and where its body begins and ends. Bodies are not read, nor checked.
+
+    Raises BadRecord, OSError.
+    """
+    with path.open("rb") as file:
+        offset, size = 0, os.fstat(file.fileno()).st_size
+        while offset < size:
+            file.seek(offset)
+            prefix = file.read(_PREFIX.size)
+            if len(prefix) < _PREFIX.size:
+                raise BadRecord(offset, "the record is cut short")
+            magic, header_bytes, body_bytes, _ = _PREFIX.unpack(prefix)
+            begin = offset + _PREFIX.size + header_bytes
+            if magic != MAGIC or begin + body_bytes > size:
+                raise BadRecord(offset, "no whole record begins here")
+            yield _header(offset, file.read(header_bytes)), begin, begin + body_bytes
+            offset = begin + body_bytes
 
 
 def _read_record(file: BufferedReader, offset: int, size: int) -> Record:

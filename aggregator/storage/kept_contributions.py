@@ -1,4 +1,5 @@
-"""The contributions behind the last outer steps, as they were sent, so that anybody who has them can merge them once more.
+"""The contributions behind the last outer steps, as they were sent, so that anybody who has them can merge them once more, and
+scorers can read them.
 
     FOLDER/step-00000012/fragment-00003   what was merged of fragment 3 in the commit to outer step 12
     FOLDER/pending/...                    the same of the open round
@@ -14,22 +15,24 @@ from __future__ import annotations
 import base64
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from aggregator.storage.journal_records import BadRecord, Buffer, frame, records
-from edit.errors import EditError, StorageError
+from aggregator.storage.journal_records import BadRecord, Buffer, frame, outlines, records
+from edit.errors import EditError, GoneError, StorageError
 from edit.fragments.schema import Schema
 from edit.rounds.work_claims import Work
 from editpb import data_pb2
 from editpb.data_messages import contribution_header_from_pb, contribution_header_to_pb
 from editpb.messages import ContributionHeader
 
-__all__ = ["Kept", "KeptContributions", "kept_files", "load_kept", "step_folder"]
+__all__ = ["KEPT_FOR_SCORERS", "Kept", "KeptContributions", "KeptShard", "kept_files", "load_kept", "step_folder"]
 
+KEPT_FOR_SCORERS = 2  # outer steps: the last one, and the one before, which a scorer may be reading
 _PENDING = "pending"
 _FORMAT = 1
 
@@ -43,8 +46,28 @@ class Kept:
     data: Buffer
 
 
+@dataclass(frozen=True, slots=True)
+class KeptShard:
+    """Where a shard lies whose bytes are `header.total_bytes` long."""
+
+    header: ContributionHeader
+    path: Path
+    begin: int
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return these bytes of the shard. Raises GoneError when it is kept no longer, StorageError."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.begin + start)
+                return file.read(end - start)
+        except FileNotFoundError as error:
+            raise _gone(self.path) from error
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be read ({error.strerror})") from error
+
+
 class KeptContributions:
-    """The folder of a run that keeps them. Used in the worker thread, but for the constructor.
+    """The folder of a run that keeps them. Used in the worker thread, but for the constructor and `shards`.
 
     Args:
         steps: of so many outer steps, the last ones; at least 1.
@@ -85,6 +108,19 @@ class KeptContributions:
             if step <= outer_step - self._steps or step > outer_step:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def shards(self, outer_step: int, schema: Schema) -> list[KeptShard]:
+        """Return what was merged in the commit to this outer step, without its bytes.
+
+        Raises GoneError when it is not kept, StorageError for what is damaged.
+        """
+        place = step_folder(self._folder, outer_step)
+        try:
+            return [shard for path in sorted(place.iterdir()) for shard in _shards(path, schema)]
+        except FileNotFoundError as error:
+            raise _gone(place) from error
+        except OSError as error:
+            raise StorageError(f"{place}: cannot be read ({error.strerror})") from error
+
 
 def step_folder(folder: Path, outer_step: int) -> Path:
     """Return where the contributions to this outer step lie."""
@@ -106,14 +142,34 @@ def kept_files(folder: Path, outer_step: int) -> list[Path]:
 
 
 def _read(path: Path, schema: Schema) -> Iterator[Kept]:
-    try:
+    with _damage(path):
         for record in records(path):
             values = record.header
-            if values["format"] != _FORMAT:
-                raise StorageError(f"{path}: is of format {values['format']}; this software reads {_FORMAT}")
-            message = data_pb2.ContributionHeader.FromString(base64.b64decode(values["header"], validate=True))
-            header = contribution_header_from_pb(message, schema)
+            header = _header_in(path, values, schema)
             yield Kept(header, Work(int(values["inner_steps"]), int(values["tokens"])), record.body)
+
+
+def _shards(path: Path, schema: Schema) -> Iterator[KeptShard]:
+    with _damage(path):
+        for values, begin, end in outlines(path):
+            header = _header_in(path, values, schema)
+            if header.total_bytes != end - begin:
+                raise BadRecord(begin, "the shard has another size than its header says")
+            yield KeptShard(header, path, begin)
+
+
+def _header_in(path: Path, values: Mapping[str, Any], schema: Schema) -> ContributionHeader:
+    if values["format"] != _FORMAT:
+        raise StorageError(f"{path}: is of format {values['format']}; this software reads {_FORMAT}")
+    message = data_pb2.ContributionHeader.FromString(base64.b64decode(values["header"], validate=True))
+    return contribution_header_from_pb(message, schema)
+
+
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Raise StorageError for what is not as it was written."""
+    try:
+        yield
     except (BadRecord, DecodeError, KeyError, TypeError, ValueError) as error:
         raise StorageError(f"{path}: is damaged ({error})") from error
     except StorageError:
@@ -142,6 +198,10 @@ def _kept(folder: Path) -> list[tuple[int, Path]]:
         with contextlib.suppress(ValueError):
             found.append((int(path.name.removeprefix("step-")), path))
     return sorted(found)
+
+
+def _gone(path: Path) -> GoneError:
+    return GoneError(f"contributions are kept of the last outer steps only, and {path.name} is not there any more")
 
 
 def _refused(path: Path, error: OSError) -> StorageError:

@@ -38,6 +38,7 @@ from edit.errors import ConfigError, EditError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
+from edit.merging.trust import Trust
 from edit.records import MOST_TOKENS, Commit
 from edit.trust.mask_roster import AgreedSet
 from edit.trust.merkle import HASH_BYTES, MOST_PROOF
@@ -68,6 +69,7 @@ class Entries(Protocol):
         privacy: Mapping[str, object] | None = None,
         agreed: AgreedSet | None = None,
         trained: tuple[int, int] = (0, 0),
+        scored: tuple[Sequence[str], Mapping[str, Trust] | None] = ((), None),
     ) -> str:
         """See `AuditLog.commit`."""
         ...
@@ -172,6 +174,7 @@ class Store:
         base: str = "",
         audit: str = "",
         inner_steps: int = 0,
+        trust: Mapping[str, Trust] | None = None,
     ) -> None:
         """Commit the round; it is on disk when this returns. Raises StorageError: the round is not committed.
 
@@ -181,13 +184,14 @@ class Store:
             base: digest of the outer parameters before it, which a recovery must come to, too.
             audit: its entry in the audit log.
             inner_steps: behind `tokens`; 0: not known.
+            trust: what scorers have said of peers until then; None: nothing new.
         """
         if self._noting is not None:
             self._noting.result()  # done long ago; a bug in it is raised
         total, said = min(self.tokens + tokens, MOST_TOKENS), self._in_force(outer_step, (inner_steps, tokens))
         self._writer.submit(
             lambda: self._open_journal().append_commit(
-                round_id, outer_step, reason, total, injected, base, audit=audit, in_force=said
+                round_id, outer_step, reason, total, injected, base, audit=audit, in_force=said, trust=trust
             )
         ).result()
         self.tokens = total
@@ -488,7 +492,9 @@ def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
         outer.residual_form = committed.residual_form or outer.config.codec.down_residual
         if committed.base:
             _check_digest(committed.outer_step - 1, committed.base, outer.digest)
-        commit = outer.commit(committed.round_id, committed.reason, list(committed.fragments), committed.injection)
+        commit = outer.commit(
+            committed.round_id, committed.reason, list(committed.fragments), committed.injection, None, committed.trust
+        )
         if committed.digest:
             _check_digest(committed.outer_step, committed.digest, commit.digest)
         return commit

@@ -13,7 +13,7 @@ council gives an owner that is not heard, or whose disk fails, another grant. Wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from edit.council.record import Update
 from edit.errors import LocalProtocolError, RefusedError
 from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord, OuterState
+from edit.merging.trust import Trust
 from edit.records import Commit
 
 __all__ = ["EngineStore", "Proposal"]
@@ -110,6 +111,7 @@ class EngineStore(Store):
         base: str = "",
         audit: str = "",
         inner_steps: int = 0,
+        trust: Mapping[str, Trust] | None = None,
     ) -> None:
         """Propose the round, and wait until it is the outer step. Raises RefusedError: it is not, and will not be."""
         if round_id != self._merged_round or not self._merged:

@@ -16,6 +16,7 @@ from edit.config.run import RunConfig
 from edit.errors import LocalProtocolError
 from edit.merging.injection import Injected
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
+from edit.merging.trust import Trust
 from edit.trust.canonical import parse_canonical
 from edit.trust.mask_roster import AgreedSet
 from edit.trust.signatures import Signer
@@ -103,12 +104,19 @@ class OwnerEntries:
         privacy: Mapping[str, object] | None = None,
         agreed: AgreedSet | None = None,
         trained: tuple[int, int] = (0, 0),
+        scored: tuple[Sequence[str], Mapping[str, Trust] | None] = ((), None),
     ) -> str:
         """Return the signed entry of a round that is about to be proposed. Raises StorageError, RefusedError.
 
         trained: not in it: members that look at an entry know what was merged, not what each contribution was trained with.
         """
-        if injected is not None or privacy is not None or agreed is not None or outer_step != outer.outer_step + 1:
+        if (
+            injected is not None
+            or privacy is not None
+            or agreed is not None
+            or scored[1] is not None
+            or outer_step != outer.outer_step + 1
+        ):
             raise LocalProtocolError("this commit is none of a swarm's part")
         entry = computed(
             self._config,

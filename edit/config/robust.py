@@ -44,7 +44,9 @@ class RobustConfig:
     radius: Annotated[float, Between(0, 1e12)] = 0.0
     # `none`: all are trusted alike. `anchors`: each contribution is weighed by its cosine to the mean of those of `anchors`
     # and made as long as that mean; what points away from it has no weight (FLTrust, arXiv 2012.13995). It replaces the rule.
-    trust: Annotated[str, OneOf("none", "anchors")] = "none"
+    # `loss`: a contribution counts in proportion to how much its peer's last ones lowered the loss on data that a member
+    # of the role scorer holds (`edit-peer score`). It goes with the rules that weigh contributions as a whole, and with none.
+    trust: Annotated[str, OneOf("none", "anchors", "loss")] = "none"
     # The organisations that are trusted with trust = "anchors": the names of their peers up to the first dot. A fragment to
     # which none of them has contributed well is rolled back.
     anchors: tuple[str, ...] = ()
@@ -56,6 +58,9 @@ class RobustConfig:
             require(self.rule == "none", "robust.rule", self.rule, rule)
             rule = 'must name at least one organisation with robust.trust = "anchors"'
             require(bool(self.anchors), "robust.anchors", list(self.anchors), rule)
+        if self.scored:
+            rule = f'must not be {self.rule} with robust.trust = "loss": element by element, no contribution has a weight'
+            require(not self.by_element, "robust.rule", self.rule, rule)
         for name in self.anchors:
             rule = "must be the name of an organisation: 1 to 64 letters, digits, '-' or '_', as the names of its peers begin"
             require(_ORGANISATION.fullmatch(name) is not None, "robust.anchors", name, rule)
@@ -72,9 +77,14 @@ class RobustConfig:
         return self.trust == "anchors"
 
     @property
+    def scored(self) -> bool:
+        """Whether contributions are weighed by what scorers say of those before them."""
+        return self.trust == "loss"
+
+    @property
     def enabled(self) -> bool:
         """Whether anything of this section replaces the weights of the penalty."""
-        return self.rule != "none" or self.anchored
+        return self.rule != "none" or self.trust != "none"
 
     @property
     def of_model(self) -> bool:

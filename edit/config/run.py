@@ -408,8 +408,9 @@ class RunConfig:
         least, on = self.secagg.min_peers, "with secagg.enabled"
         rule = f"must be none {on}: a robust rule compares contributions, which nobody sees"
         require(self.robust.rule == "none", "robust.rule", self.robust.rule, rule)
-        rule = f"must be none {on}: a contribution that nobody sees cannot be compared with those of the anchors"
-        require(not self.robust.anchored, "robust.trust", self.robust.trust, rule)
+        compared = "cannot be compared with those of the anchors" if self.robust.anchored else "cannot be scored"
+        rule = f"must be none {on}: a contribution that nobody sees {compared}"
+        require(self.robust.trust == "none", "robust.trust", self.robust.trust, rule)
         for key, value, wanted, why in (
             ("swarm", "" if self.swarm is None else "[swarm]", "", "there is no coordinator that opens the sum"),
             ("aggregators.addresses", self.aggregators.addresses, (), "one set of peers is opened, by one aggregator"),
@@ -451,7 +452,7 @@ class RunConfig:
             ("aggregators.addresses", self.aggregators.addresses, (), "the norm of a contribution is of all its fragments"),
             ("secagg.enabled", self.secagg.enabled, False, "nobody can clip a masked contribution"),
             ("robust.rule", self.robust.rule, "none", "its coefficients depend on all contributions, without a bound"),
-            ("robust.trust", self.robust.trust, "none", "the anchors would decide on all others, without a bound"),
+            ("robust.trust", self.robust.trust, "none", "the weights of all depend on other contributions, without a bound"),
             ("penalty.enabled", self.penalty.enabled, False, "verdicts and weights depend on the others' contributions"),
             ("penalty.weighting", self.penalty.weighting, "uniform", "no contribution may count for more than the clip"),
             ("outer.algorithm", self.outer.algorithm, "mean", "a swap shows each partner the other's parameters"),
@@ -490,7 +491,8 @@ class RunConfig:
         robust = self.robust
         if not robust.enabled:
             return
-        with_rule = f'with robust.trust = "{robust.trust}"' if robust.anchored else f'with robust.rule = "{robust.rule}"'
+        of_trust = robust.rule == "none"
+        with_rule = f'with robust.trust = "{robust.trust}"' if of_trust else f'with robust.rule = "{robust.rule}"'
         for key, value, wanted, why in (
             ("outer.algorithm", self.outer.algorithm, "mean", "a gossiping peer sees one other only"),
             ("outer.direction", self.outer.direction, "mean", "lengths and directions are the rule's"),
@@ -507,6 +509,15 @@ class RunConfig:
             require(self.swarm is None, "robust.scope", "model", rule)
         fewest = f"must be at least {robust.least} {with_rule} and robust.hostile = {robust.hostile}, or rounds are rolled back"
         require(self.rounds.quorum >= robust.least, "rounds.quorum", self.rounds.quorum, fewest)
+        if robust.scored:
+            self._check_scored()
+
+    def _check_scored(self) -> None:
+        """Raise ConfigError where contributions cannot be scored."""
+        rule = "must not be loss with [swarm]: there is no coordinator that keeps contributions for a scorer, and its scores"
+        require(self.swarm is None, "robust.trust", "loss", rule)
+        rule = "must not be loss with aggregators.addresses: each aggregator has a part of a contribution, and a loss is of all"
+        require(not self.aggregators.addresses, "robust.trust", "loss", rule)
 
     def check_swaps(self) -> None:
         """Raise ConfigError where hosts of a swarm cannot run these settings with outer.algorithm = "gossip"."""
@@ -738,17 +749,17 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("penalty", {"step_power", "relearn", "max_ratio", "max_share"}, "penalty.detector", ("edit",)),
     NoEffect("penalty", {"max_share"}, "rounds.merging", ("arrivals",)),
     NoEffect("penalty", {"temperature", "norm", "max_share", "weighting"}, "robust.rule", RULES[1:]),
-    NoEffect("penalty", {"temperature", "norm", "max_share", "weighting"}, "robust.trust", ("anchors",)),
+    NoEffect("penalty", {"temperature", "norm", "max_share", "weighting"}, "robust.trust", ("anchors", "loss")),
     NoEffect("robust", _keys(RobustConfig, "rule", "trust", "anchors", "scope"), "robust.rule", ("none",)),
     NoEffect(
         "robust",
         {"scope"},
         "robust.rule",
         ("none",),
-        also=lambda config: not config.robust.anchored,
-        beside="unless `robust.trust` is anchors",
+        also=lambda config: config.robust.trust == "none",
+        beside="unless `robust.trust` is anchors or loss",
     ),
-    NoEffect("robust", {"anchors"}, "robust.trust", ("none",)),
+    NoEffect("robust", {"anchors"}, "robust.trust", ("none", "loss")),
     NoEffect("robust", {"hostile", "mixing", "equalise"}, "robust.rule", ("clip",)),
     NoEffect("robust", {"mixing", "equalise"}, "robust.rule", ("median", "trimmed_mean")),
     NoEffect("robust", {"scope"}, "robust.rule", ("median", "trimmed_mean"), note=", which goes element by element"),

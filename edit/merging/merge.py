@@ -8,7 +8,7 @@ depends on how anybody shards. Source: arXiv 2412.07210, section 3.3.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from edit.fragments.shards import Shard, partition_fault
 from edit.merging.heloco import Momentum, correct
 from edit.merging.norms import norm, norm_of_encoded
 from edit.merging.penalty import NormStatistics
+from edit.merging.trust import Trust
 from edit.records import EncodedTensor, PeerVerdict, Verdict
 
 __all__ = ["Measured", "MergeRule", "Merged", "ShardPayload", "clip_factor", "decoded", "measure", "pieces", "weighted_mean"]
@@ -70,6 +71,8 @@ class MergeRule:
     outer_step: int = 0
     # What was merged last of this fragment, bf16 of shape [fragment.numel]; None: nothing yet, or no rule asks for it.
     last: Tensor | None = None
+    # What scorers have said of peers, by peer_id; empty: nothing yet, or nobody is asked.
+    trust: Mapping[str, Trust] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from edit.merging.outer_optimizers import OuterOptimizer, Slots, outer_optimizer
 from edit.merging.penalty import NormStatistics
 from edit.merging.private import Clipped, Noise, clip_contributions, merge_private
 from edit.merging.robust_merger import Chosen, Gathered, RobustMerger
+from edit.merging.trust import Trust
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
 from edit.trust.mask_grid import BLOCK, first_exponent, grid_exponents, largest
 from edit.trust.mask_plan import FragmentPlan
@@ -162,6 +163,7 @@ class OuterState:
         self._merger = merger(config)
         self._outer_step = 0  # see `_turn_to`
         self._injected: Injected | None = None
+        self._trust: Mapping[str, Trust] = {}
         self._lent: list[weakref.ref[np.ndarray] | None] = [None for _ in schema.fragments]
         self._optimizer = outer_optimizer(config.outer)  # with the settings in force at this outer step
         self._lr = config.outer.lr
@@ -198,6 +200,11 @@ class OuterState:
     def injected(self) -> Injected | None:
         """What of a run above is in theta; None: nothing."""
         return self._injected
+
+    @property
+    def trust(self) -> Mapping[str, Trust]:
+        """What scorers have said of peers, by peer_id, as the next outer step is merged with."""
+        return self._trust
 
     @property
     def due(self) -> tuple[int, ...]:
@@ -329,7 +336,7 @@ class OuterState:
             momentum = Momentum(vector, outer.momentum, [tensor.numel for tensor in spec.tensors])
         direction = "mean" if spec.name.startswith("embedding") else outer.direction  # rows of rare words have no direction
         damped, last = self.config.rounds.merging == "arrivals", self._fragments[fragment_id].last
-        return MergeRule(direction, momentum, damped, self._outer_step, last)
+        return MergeRule(direction, momentum, damped, self._outer_step, last, self._trust)
 
     def record(self, merged: Merged) -> MergeRecord:
         """Encode what was merged of one fragment, to be journalled and committed. Changes nothing, `merged` included.
@@ -438,11 +445,13 @@ class OuterState:
         records: list[MergeRecord],
         injection: Injection | None = None,
         staged: Mapping[int, Staged] | None = None,
+        trust: Mapping[str, Trust] | None = None,
     ) -> Commit:
         """Apply the records of the fragments that are due, all of them, and advance; return what is to be published.
 
         records: emptied on the way, so that their memory is free. staged: what `stage` returned for some of them at this outer
-        step and with this injection, by fragment.
+        step and with this injection, by fragment. trust: what scorers have said of peers until then, which the outer steps
+        after it are merged with; None: what they had said before.
 
         Raises LocalProtocolError unless there is one record for each of `due`, made at this outer step, RemoteProtocolError for
         a payload that cannot be decoded; then nothing has changed. Any later error is a bug that leaves the state half changed.
@@ -464,6 +473,8 @@ class OuterState:
         self._turn_to(self._outer_step + 1)
         if injection is not None:
             self._injected = injection.brings
+        if trust is not None:
+            self._trust = trust
         return Commit(
             outer_step=self._outer_step, round_id=round_id, digest=self.digest, reason=reason, fragments=tuple(fragments)
         )
@@ -646,6 +657,7 @@ class OuterState:
         averaged = [each.average.steps for each in self._fragments if each.average is not None]
         return {
             **({"averaged": averaged} if averaged else {}),
+            **({"trust": {peer_id: each.to_json() for peer_id, each in self._trust.items()}} if self._trust else {}),
             **({"references": [each.reference for each in self._fragments]} if self.config.secagg.enabled else {}),
             "outer_step": self._outer_step,
             "digest": self.digest,
@@ -687,7 +699,17 @@ class OuterState:
             raise StorageError("checkpoint: theta does not match its digest")
         state._restore_averages(tensors, metadata)
         state._restore_references(metadata)
+        state._restore_trust(metadata)
         return state
+
+    def _restore_trust(self, metadata: Mapping[str, Any]) -> None:
+        """Go on with what scorers have said; without it, nothing is known. Raises StorageError."""
+        if not self.config.robust.scored:
+            return
+        try:
+            self._trust = {peer_id: Trust.from_json(written) for peer_id, written in metadata.get("trust", {}).items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise StorageError(f"checkpoint: the trust in peers is damaged ({error})") from error
 
     def _restore_references(self, metadata: Mapping[str, Any]) -> None:
         """Go on with the references of masked rounds; without them, none is known. Raises StorageError."""

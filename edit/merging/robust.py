@@ -77,12 +77,14 @@ class Combination:
 
 
 def coefficients(gram: Gram, prior: Sequence[float], config: RobustConfig) -> Combination:
-    """Return how much of each of n contributions is merged by a rule that is not `by_element`.
+    """Return how much of each of n contributions is merged by a rule that is not `by_element`; without a rule, the prior.
 
     gram: their inner products [n, n]; with a further row and column for the last merged pseudo-gradient, zeros where there is
     none. prior: p of each, at least 0 and in all 1; the order of equals is that of the rows.
     """
     n = len(prior)
+    if config.rule == "none":
+        return Combination(list(prior), [1.0] * n)
     lengths = [math.sqrt(max(gram[i][i], 0.0)) for i in range(n)]
     middle = median(lengths)
     if config.rule == "clip":

@@ -1,4 +1,4 @@
-"""The merge of one fragment by a robust rule or by anchors: verdicts, then coefficients in place of the penalty's weights.
+"""The merge of one fragment by a robust rule, by anchors or by trust: verdicts, then coefficients in place of weights.
 
 With robust.scope = "model" there is one set of coefficients for all fragments of an outer step: `RobustMerger.choose` looks at
 all of them, before any is merged by `RobustMerger.merge_chosen`.
@@ -33,6 +33,7 @@ from edit.merging.robust import (
     organisations,
     shared_prior,
 )
+from edit.merging.trust import factors
 from edit.records import PeerVerdict, Verdict
 
 __all__ = ["Chosen", "Gathered", "RobustMerger"]
@@ -60,11 +61,14 @@ class _Coefficients:
     scales: Mapping[str, float]
     last: float
     copied: frozenset[str]
+    harmful: frozenset[str]  # who is not trusted
 
     def verdict(self, peer_id: str) -> Verdict:
         """Return the verdict of a peer that was OK until now."""
         if peer_id in self.copied:
             return Verdict.COPIED
+        if peer_id in self.harmful:
+            return Verdict.HARMFUL
         if self.shares.get(peer_id) == 0 and any(self.shares.values()):
             return Verdict.OUTLIER
         return Verdict.OK
@@ -89,10 +93,12 @@ class RobustMerger:
     """Verdicts of the penalty, then D by a rule of `edit.merging.robust`, then the penalty's clip; too few: a rollback.
 
     Contributions of one organisation are averaged first, and count as one. With anchors D is by
-    `edit.merging.robust.by_anchors`; no anchor among the good ones: a rollback.
+    `edit.merging.robust.by_anchors`; no anchor among the good ones: a rollback. With `trust = "loss"` the prior of each is
+    multiplied by `edit.merging.trust.factors`, and without a rule it is the weight.
 
     `PeerVerdict.weight` is the share among contributions made equally long; of a rule that goes element by element 1/n. A
-    fragment of buffers is the element-wise median of those that are present, finite and not stale; with anchors, of theirs.
+    fragment of buffers is the element-wise median of those that are present, finite and not stale; with anchors, of theirs;
+    with `trust = "loss"`, of those whose prior is not 0.
     """
 
     penalty: PenaltyConfig
@@ -108,7 +114,7 @@ class RobustMerger:
         """See `edit.merging.mergers.Merger.merge`."""
         ordered = _ordered(fragment, contributions)
         if fragment.buffers:
-            return self._of_buffers(fragment, ordered)
+            return self._of_buffers(fragment, ordered, rule)
         norms = {one.peer_id: one.norm for one in ordered}
         judged, after = judge_round(norms, {one.peer_id: one.inner_steps for one in ordered}, before, self.penalty)
         good = [one for one in ordered if judged[one.peer_id] is Verdict.OK]
@@ -117,7 +123,7 @@ class RobustMerger:
             return self._rolled_back(fragment, ordered, judged, after)
         inner: Gram = gram([_pieces(fragment, one) for one in _with_last(good, rule)], fragment.numel)
         if not self.robust.by_element:
-            found = self._coefficients(good, inner, rule.outer_step, has_last=rule.last is not None)
+            found = self._coefficients(good, inner, rule, has_last=rule.last is not None)
             judged |= {one.peer_id: found.verdict(one.peer_id) for one in good}
             return self._combined(fragment, ordered, good, judged, after, found, rule)
         inner = _pooled(inner, rows, good)
@@ -161,7 +167,7 @@ class RobustMerger:
             grams.append(inner if not has_last or each.rule.last is not None else _with_zeros(inner))
         size = range(len(grams[0]))
         whole = [[math.fsum(inner[i][j] for inner in grams) for j in size] for i in size]
-        found = self._coefficients(good, whole, of_weights[0].rule.outer_step, has_last=has_last)
+        found = self._coefficients(good, whole, of_weights[0].rule, has_last=has_last)
         return Chosen(verdicts, statistics, counted, found)
 
     def merge_chosen(
@@ -173,7 +179,7 @@ class RobustMerger:
         """
         ordered = _ordered(fragment, contributions)
         if fragment.buffers:
-            return self._of_buffers(fragment, ordered)
+            return self._of_buffers(fragment, ordered, rule)
         found, after = chosen.coefficients, chosen.statistics[fragment.fragment_id]
         judged = {one.peer_id: Verdict.REJECTED for one in ordered} | dict(chosen.verdicts[fragment.fragment_id])
         good = [one for one in ordered if one.peer_id in chosen.counted and judged[one.peer_id] is Verdict.OK]
@@ -191,17 +197,29 @@ class RobustMerger:
     def _are_too_few(self, rows: Sequence[_Row]) -> bool:
         return len(rows) < self.robust.least or (self.robust.anchored and not any(map(self._is_anchor, rows)))
 
-    def _coefficients(self, good: Sequence[Measured], inner: Gram, outer_step: int, *, has_last: bool) -> _Coefficients:
-        """Weigh contributions as their inner products say. has_last: the last row is the last merged pseudo-gradient's."""
-        fresh = self._fresh(good)
-        rows = _rows(good, fresh)
+    def _trusted(self, good: Sequence[Measured], rule: MergeRule) -> list[float]:
+        """Return what multiplies the prior of each: 0 for the verdict HARMFUL."""
+        return factors([one.peer_id for one in good], rule.trust) if self.robust.scored else [1.0] * len(good)
+
+    def _coefficients(self, good: Sequence[Measured], inner: Gram, rule: MergeRule, *, has_last: bool) -> _Coefficients:
+        """Weigh contributions as their inner products and the trust in their peers say.
+
+        has_last: the last row is the last merged pseudo-gradient's.
+        """
+        fresh, trusted = self._fresh(good), self._trusted(good, rule)
+        weighed = [share * factor for share, factor in zip(fresh, trusted, strict=True)]
+        harmful = frozenset(one.peer_id for one, factor in zip(good, trusted, strict=True) if factor == 0)
+        rows = _rows(good, weighed, fresh)
         squares = [math.fsum(share * inner[i][i] for i, share in enumerate(_over(row, good)) if share) for row in rows]
         inner = _pooled(inner, rows, good)
-        groups, replayed = copies(inner, len(rows), outer_step, self.robust.hostile)
+        groups, replayed = copies(inner, len(rows), rule.outer_step, self.robust.hostile)
         copied = {one.peer_id for i in {*replayed, *(i for group in groups for i in group)} for one, _ in rows[i]}
-        weight = {one.peer_id: share for one, share in zip(good, fresh, strict=True)}
+        weight = {one.peer_id: share for one, share in zip(good, weighed, strict=True)}
         mean_fresh = [math.fsum(weight[one.peer_id] for one, _ in row) / len(row) for row in rows]
         prior = shared_prior(_normalised(mean_fresh), groups, replayed)
+        if not any(prior):  # all that is trusted repeats the last merged one
+            nothing = dict.fromkeys(weight, 0.0)
+            return _Coefficients(nothing, dict.fromkeys(weight, 1.0), 0.0, frozenset(copied), harmful)
         if not has_last:
             inner = _with_zeros(inner)
         if self.robust.anchored:
@@ -211,7 +229,7 @@ class RobustMerger:
             found = coefficients(inner, prior, self.robust)
         shares = {one.peer_id: a * part for row, a in zip(rows, found.weights, strict=True) for one, part in row}
         scales = {one.peer_id: s for row, s in zip(rows, found.scales, strict=True) for one, _ in row}
-        return _Coefficients(shares, scales, found.last, frozenset(copied))
+        return _Coefficients(shares, scales, found.last, frozenset(copied), harmful)
 
     def _combined(
         self,
@@ -233,9 +251,12 @@ class RobustMerger:
         peers = tuple(one.judged(judged[one.peer_id], shares.get(one.peer_id, 0.0)) for one in ordered)
         return self._merged(fragment, mean, peers, after, clips=True)
 
-    def _of_buffers(self, fragment: FragmentSpec, ordered: Sequence[Measured]) -> Merged:
+    def _of_buffers(self, fragment: FragmentSpec, ordered: Sequence[Measured], rule: MergeRule) -> Merged:
         present = {one.peer_id: Verdict.OK if math.isfinite(one.norm) else Verdict.NONFINITE for one in ordered}
-        rows = _rows([one for one in ordered if present[one.peer_id] is Verdict.OK and one.staleness == 0])
+        here = [one for one in ordered if present[one.peer_id] is Verdict.OK and one.staleness == 0]
+        trusted = self._trusted(here, rule)
+        present |= {one.peer_id: Verdict.HARMFUL for one, factor in zip(here, trusted, strict=True) if factor == 0}
+        rows = _rows([one for one in here if present[one.peer_id] is Verdict.OK])
         if self.robust.anchored:
             rows = [row for row in rows if self._is_anchor(row)]
         return self._by_element(fragment, ordered, rows, present, {}, (len(rows) - 1) // 2, clips=False)
@@ -305,11 +326,15 @@ def _is_row(verdicts: Sequence[Verdict]) -> bool:
     return set(verdicts) <= {Verdict.OK, Verdict.IDLE} and Verdict.OK in verdicts
 
 
-def _rows(good: Sequence[Measured], weights: Sequence[float] | None = None) -> list[_Row]:
-    """Return the mean of each organisation: its contributions, and the share of each."""
-    weight = weights or [1.0] * len(good)
+def _rows(
+    good: Sequence[Measured], weights: Sequence[float] | None = None, otherwise: Sequence[float] | None = None
+) -> list[_Row]:
+    """Return the mean of each organisation: its contributions, and the share of each. otherwise: weights where all are 0."""
     found = []
     for group in organisations([one.peer_id for one in good]):
+        weight = weights or [1.0] * len(good)
+        if otherwise is not None and not any(weight[i] for i in group):
+            weight = otherwise
         total = math.fsum(weight[i] for i in group)
         found.append([(good[i], weight[i] / total) for i in group])
     return found

@@ -78,6 +78,8 @@ def leaving(
         kept="the name and events: at the coordinator, for as long as its folder; the address: in its log",
     )
     approval = (_approval(coordinator),) if settings.get("governance.approvers") else ()
+    if role == "scorer":
+        return (_scores(coordinator), *approval, asked)
     if role != "peer":
         return (*approval, asked)
     addresses = settings.get("aggregators.addresses")
@@ -91,6 +93,18 @@ def leaving(
         _consent(settings, coordinator),
         *approval,
         asked,
+    )
+
+
+def _scores(coordinator: str) -> Leaving:
+    return Leaving(
+        what="one number of each peer: by how much its contribution lowered the loss on this member's data",
+        to=coordinator,
+        form="numbers from -1 to 1, over mutual TLS",
+        how_often="once for each outer step",
+        size="about 30 bytes for each peer",
+        seen_by="the operator; what follows from it, verdicts and weights: every member",
+        kept="in the coordinator's log; with audit.enabled in the audit log, for good",
     )
 
 
@@ -135,13 +149,17 @@ def _contribution(
             if masked
             else "the operator of each aggregator"
             + (", and the auditors that it has invited (audit.keep_contributions)" if steps else "")
-            + f"; other members see {others}, and the merged result"
+            + f"{_scorers(settings)}; other members see {others}, and the merged result"
             + (", which has noise" if private else "")
         ),
         kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only what was merged "
         f"of all peers is kept, in the journal and {_said(settings, 'storage.keep_checkpoints')} checkpoints"
         + (f"; each as it was sent, until {steps} outer steps later (audit.keep_contributions)" if steps else ""),
     )
+
+
+def _scorers(settings: Mapping[str, object]) -> str:
+    return "; members of the role scorer read it, too" if settings.get("robust.trust") == "loss" else ""
 
 
 def _mask(settings: Mapping[str, object]) -> str:

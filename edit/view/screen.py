@@ -37,6 +37,7 @@ _VERDICTS = {
     "anomalous": ("huge", "red"),
     "rejected": ("refused", "red"),
     "copied": ("copy", "red"),
+    "harmful": ("harmful", "red"),
     "outlier": ("outlier", "yellow"),
     "idle": ("idle", "yellow"),
     "unpaired": ("alone", "yellow"),

@@ -25,6 +25,7 @@ _RATED_S = 0.4  # a rate is over at least so long
 _BAD_ORDER = (
     "nonfinite",
     "anomalous",
+    "harmful",
     "copied",
     "outlier",
     "idle",

@@ -32,7 +32,7 @@ __all__ = ["Access", "Certified", "Guard", "Link", "LocalAccess", "MemberAccess"
 LINK_S = 600.0  # a link that was not opened for so long opens nothing
 SESSION_S = 12 * 3600.0
 MOST_SESSIONS = 16  # the oldest ends
-READERS = ("peer", "region", "observer", "operator")  # roles whose certificates open the page
+READERS = ("peer", "region", "observer", "scorer", "operator")  # roles whose certificates open the page
 
 HEADERS = {
     "content-security-policy": (

@@ -57,6 +57,7 @@ VERDICTS = {
     "unpaired": "no swap with this partner",
     "idle": "rejected: no work in it",
     "outlier": "far from most of the others, or away from the anchors",
+    "harmful": "its last ones did not lower the loss that scorers measure",
     "copied": "a copy of another one, or of the last update",
     "anomalous": "rejected: norm far above the usual",
     "rejected": "rejected by a policy of the run",

@@ -8,6 +8,7 @@ before it (RFC 6962), its `kind` and the `time` (unix seconds) by the coordinato
     continued  the log goes on from this outer step: commits between were not logged, or were lost
     consent    a peer's site consents to this configuration, signed with the peer's key
     approval   an approver approves a change of this configuration to another one, signed with the approver's key
+    score      what a scorer says of the contributions to the commit before it (`edit.merging.trust`)
     commit     one outer step: what was contributed, with signatures, the verdicts, and the digests before and after it
 
 In a swarm there is a log of each part, and no key of it: the owner of the part signs each entry (`editpb.part_entries`).
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # torch, which whoever verifies need not load
 
     from edit.merging.injection import Injected
     from edit.merging.outer_state import MergeRecord, Staged
+    from edit.merging.trust import Trust
     from edit.records import PeerVerdict
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "genesis_entry",
     "is_masked",
     "is_signed_part",
+    "score_entry",
     "seen_heads",
     "verify_signatures",
 ]
@@ -157,6 +160,12 @@ def approval_in(entry: Mapping[str, Any]) -> Approval:
     return Approval(*digests, int(entry["number"]), certificate, signature)
 
 
+def score_entry(scorer: str, outer_step: int, scores: Mapping[str, float]) -> _Entry:
+    """Return the entry of what a scorer says of the commit to `outer_step`. scores: by peer."""
+    said = {peer: float(value) for peer, value in scores.items()}
+    return {"kind": "score", "scorer": scorer, "outer_step": outer_step, "scores": said}
+
+
 def _config(config: RunConfig) -> _Entry:
     return {"config": config.to_json(), "config_digest": config_digest(config)}
 
@@ -177,6 +186,7 @@ def commit_entry(
     privacy: Mapping[str, object] | None = None,
     taken_with: Mapping[str, object] | None = None,
     agreed: AgreedSet | None = None,
+    scored: tuple[Sequence[str], Mapping[str, Trust] | None] = ((), None),
 ) -> _Entry:
     """Return the entry of a commit to `outer_step`.
 
@@ -189,6 +199,7 @@ def commit_entry(
         unmerged: peers that had begun to contribute, and of whom nothing is in it.
         injected: what of a run above came in with it.
         privacy: what differential privacy the run has, and has spent; None: it has none, and the entry does not speak of it.
+        scored: whose scores count with it, and the trust in peers that follows, by peer; None: nobody's.
         taken_with: H, batch, outer learning rate and momentum of it (`edit.config.in_force`).
         agreed: with masks, whose sum was opened; None: there are no masks, or nothing was opened.
     """
@@ -212,7 +223,12 @@ def commit_entry(
         **({} if privacy is None else {"privacy": dict(privacy)}),
         **({} if taken_with is None else {"in_force": dict(taken_with)}),
         **({} if agreed is None else {"secagg": _agreed(agreed)}),
+        **({} if scored[1] is None else {"trust": _trust(scored[0], scored[1])}),
     }  # fmt: skip
+
+
+def _trust(scorers: Sequence[str], trust: Mapping[str, Trust]) -> _Entry:
+    return {"scorers": sorted(scorers), "peers": {peer: [float(one.mean), one.count] for peer, one in trust.items()}}
 
 
 def claimed_privacy(config: RunConfig) -> dict[str, object] | None:
@@ -495,6 +511,10 @@ class LogVerifier:
         self.changes: list[Changed] = []  # of the configuration
         self.configuration = Configuration(0, "")  # the present one
         self._approvals: list[tuple[str, Approval]] = []  # of changes of the present configuration: approver and approval
+        # What `edit.merging.trust` has of each peer after the last commit: mean and count.
+        self.trust: dict[str, tuple[float, int]] = {}
+        self._knows_trust = False  # whether that is all; not where the log begins, or goes on, in the middle of a run
+        self._scores: dict[str, dict[str, float]] = {}  # since the last commit, by scorer: the last ones that it said
         self._attempts = 0  # the most that one of them counts
         self._config = self._schema_hash = ""
         self._merged: dict[str, dict[tuple[int, int], int]] = {}  # by peer: fragment, rank -> round of what was merged last
@@ -523,12 +543,15 @@ class LogVerifier:
                 case "continued":
                     self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
                     self.continued.append(self.outer_step)
+                    self._knows_trust = False
                 case "commit":
                     self._commit(entry)
                 case "consent":
                     self._take_consent(entry)
                 case "approval":
                     self._take_approval(entry)
+                case "score":
+                    self._take_score(entry)
                 case kind:
                     raise ValueError(f"is of an unknown kind {kind!r}; a later version wrote it")
         except LogFault:
@@ -601,6 +624,7 @@ class LogVerifier:
             self.key = said
         self.run_id, self._schema_hash = str(entry["run_id"]), str(entry["schema_hash"])
         self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
+        self._knows_trust = self.outer_step == 0
         self._take_config(entry)
 
     def _take_config(self, entry: _Entry) -> None:
@@ -678,7 +702,33 @@ class LogVerifier:
         if self._signatures:
             self.verified += _check_signatures(self.signed, entry)
         self._take_privacy(entry.get("privacy"))
+        self._take_trust(entry.get("trust"))
         self._count(entry)
+
+    def _take_score(self, entry: _Entry) -> None:
+        if entry["outer_step"] != self.outer_step:
+            raise ValueError(f"scores of outer step {entry['outer_step']}, and the last one is {self.outer_step}")
+        scores = {str(peer): float.fromhex(value) for peer, value in entry["scores"].items()}
+        if not all(abs(value) <= 1 for value in scores.values()):
+            raise ValueError("a score is not between -1 and 1")
+        self._scores[str(entry["scorer"])] = scores
+
+    def _take_trust(self, said: _Entry | None) -> None:
+        """Compute what the trust in peers comes to, by the scores that count, and compare."""
+        scores, self._scores = self._scores, {}
+        if said is None:
+            return
+        from edit.merging.trust import Trust, after_scores, agreed  # needs torch, which few logs do
+
+        logged = {str(peer): (float.fromhex(mean), int(count)) for peer, (mean, count) in said["peers"].items()}
+        if not self._knows_trust:
+            self.trust, self._knows_trust = logged, True
+            return
+        before = {peer: Trust(*known) for peer, known in self.trust.items()}
+        after = after_scores(before, agreed([scores[scorer] for scorer in said["scorers"]]))
+        self.trust = {peer: (each.mean, each.count) for peer, each in after.items()}
+        if self.trust != logged:
+            raise ValueError("the trust in peers does not follow from the scores before it")
 
     def _take_privacy(self, said: _Entry | None) -> None:
         """Take what a commit says of privacy. With that of organisations each commit costs an attempt at least."""

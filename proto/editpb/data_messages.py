@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Shard
-from edit.records import Commit, EncodedTensor, FragmentCommit
+from edit.records import MOST_SCORE, Commit, EncodedTensor, FragmentCommit
 from edit.trust.checkpoints import ED25519_BYTES, MOST_NOTE_BYTES
 from edit.trust.merkle import HASH_BYTES
 from edit.trust.signatures import MOST_KEY_BYTES, SIGNATURE_BYTES
@@ -36,11 +36,15 @@ __all__ = [
     "commit_from_parts",
     "contribution_header_from_pb",
     "contribution_header_to_pb",
+    "contribution_request_from_pb",
+    "contribution_request_to_pb",
     "found_header_from_pb",
     "found_header_to_pb",
     "receipt_from_pb",
     "receipt_to_pb",
     "received_from_pb",
+    "scores_from_pb",
+    "scores_to_pb",
     "snapshot_manifest_from_pb",
     "snapshot_manifest_to_pb",
     "snapshot_request_from_pb",
@@ -418,6 +422,56 @@ def snapshot_request_from_pb(message: dpb.SnapshotRequest, schema: Schema) -> ms
         ticket=check_id("ticket", message.ticket) if message.ticket else "",
         limit=within("limit", message.limit, 0, lim.MAX_COUNT),
         following=following,
+    )
+
+
+def contribution_request_to_pb(wanted: msg.ContributionRequest) -> dpb.ContributionRequest:
+    """Encode the request for a shard of what was merged."""
+    return dpb.ContributionRequest(
+        run_id=wanted.run_id,
+        outer_step=wanted.outer_step,
+        peer_id=wanted.peer_id,
+        fragment_id=wanted.fragment_id,
+        rank=wanted.rank,
+        offset=wanted.offset,
+        limit=wanted.limit,
+    )
+
+
+def contribution_request_from_pb(message: dpb.ContributionRequest) -> msg.ContributionRequest:
+    """Decode the request for a shard of what was merged; whether there is such a shard is not known here."""
+    return msg.ContributionRequest(
+        run_id=check_id("run_id", message.run_id),
+        outer_step=within("outer_step", message.outer_step, 1, lim.MAX_STEP),
+        peer_id=check_id("peer_id", message.peer_id),
+        fragment_id=within("fragment_id", message.fragment_id, 0, lim.MAX_FRAGMENTS - 1),
+        rank=within("rank", message.rank, 0, lim.MAX_RANKS - 1),
+        offset=within("offset", message.offset, 0, lim.MAX_BYTES),
+        limit=within("limit", message.limit, 0, lim.MAX_COUNT),
+    )
+
+
+def scores_to_pb(report: msg.ScoreReport) -> dpb.Scores:
+    """Encode what a scorer says."""
+    each = [dpb.PeerScore(peer_id=peer_id, score=value) for peer_id, value in sorted(report.scores.items())]
+    return dpb.Scores(run_id=report.run_id, outer_step=report.outer_step, scores=each)
+
+
+def scores_from_pb(message: dpb.Scores) -> msg.ScoreReport:
+    """Decode what a scorer says: a finite score of each peer, in bounds."""
+    lim.at_most("scores", message.scores, lim.MAX_VERDICTS)
+    scores: dict[str, float] = {}
+    for each in message.scores:
+        peer_id = check_id("peer_id", each.peer_id)
+        if peer_id in scores:
+            fail(f"{peer_id} is scored twice")
+        if not abs(each.score) <= MOST_SCORE:  # nor is NaN
+            fail(f"the score of {peer_id} is {each.score}, not -1 to 1")
+        scores[peer_id] = each.score
+    return msg.ScoreReport(
+        run_id=check_id("run_id", message.run_id),
+        outer_step=within("outer_step", message.outer_step, 1, lim.MAX_STEP),
+        scores=scores,
     )
 
 

@@ -337,3 +337,51 @@ class InjectionState(_message.Message):
     injected: Injected
     accepted: Injected
     def __init__(self, outer_step: _Optional[int] = ..., phase: _Optional[_Union[_control_pb2.RunPhase, str]] = ..., tokens: _Optional[int] = ..., injected: _Optional[_Union[Injected, _Mapping]] = ..., accepted: _Optional[_Union[Injected, _Mapping]] = ...) -> None: ...
+
+class ContributionsRequest(_message.Message):
+    __slots__ = ("run_id", "outer_step")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    outer_step: int
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ...) -> None: ...
+
+class ContributionRequest(_message.Message):
+    __slots__ = ("run_id", "outer_step", "peer_id", "fragment_id", "rank", "offset", "limit")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    outer_step: int
+    peer_id: str
+    fragment_id: int
+    rank: int
+    offset: int
+    limit: int
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., peer_id: _Optional[str] = ..., fragment_id: _Optional[int] = ..., rank: _Optional[int] = ..., offset: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class PeerScore(_message.Message):
+    __slots__ = ("peer_id", "score")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    score: float
+    def __init__(self, peer_id: _Optional[str] = ..., score: _Optional[float] = ...) -> None: ...
+
+class Scores(_message.Message):
+    __slots__ = ("run_id", "outer_step", "scores")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    outer_step: int
+    scores: _containers.RepeatedCompositeFieldContainer[PeerScore]
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[PeerScore, _Mapping]]] = ...) -> None: ...
+
+class ScoresReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -70,6 +70,21 @@ class DataStub(object):
                 request_serializer=editpb_dot_data__pb2.InjectPart.SerializeToString,
                 response_deserializer=editpb_dot_data__pb2.InjectReply.FromString,
                 _registered_method=True)
+        self.DescribeContributions = channel.unary_stream(
+                '/editpb.Data/DescribeContributions',
+                request_serializer=editpb_dot_data__pb2.ContributionsRequest.SerializeToString,
+                response_deserializer=editpb_dot_data__pb2.ContributionHeader.FromString,
+                _registered_method=True)
+        self.FetchContribution = channel.unary_stream(
+                '/editpb.Data/FetchContribution',
+                request_serializer=editpb_dot_data__pb2.ContributionRequest.SerializeToString,
+                response_deserializer=editpb_dot_tensors__pb2.Chunk.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/editpb.Data/Score',
+                request_serializer=editpb_dot_data__pb2.Scores.SerializeToString,
+                response_deserializer=editpb_dot_data__pb2.ScoresReply.FromString,
+                _registered_method=True)
         self.DescribeInjection = channel.unary_unary(
                 '/editpb.Data/DescribeInjection',
                 request_serializer=editpb_dot_data__pb2.InjectionStateRequest.SerializeToString,
@@ -127,6 +142,26 @@ class DataServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeContributions(self, request, context):
+        """For scorers: what was merged in a commit, shard by shard, and the bytes of each, in as many calls as it takes; with a
+        deadline of at most 600 s. Then what they say of it, once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchContribution(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeInjection(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -170,6 +205,21 @@ def add_DataServicer_to_server(servicer, server):
                     servicer.Inject,
                     request_deserializer=editpb_dot_data__pb2.InjectPart.FromString,
                     response_serializer=editpb_dot_data__pb2.InjectReply.SerializeToString,
+            ),
+            'DescribeContributions': grpc.unary_stream_rpc_method_handler(
+                    servicer.DescribeContributions,
+                    request_deserializer=editpb_dot_data__pb2.ContributionsRequest.FromString,
+                    response_serializer=editpb_dot_data__pb2.ContributionHeader.SerializeToString,
+            ),
+            'FetchContribution': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchContribution,
+                    request_deserializer=editpb_dot_data__pb2.ContributionRequest.FromString,
+                    response_serializer=editpb_dot_tensors__pb2.Chunk.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=editpb_dot_data__pb2.Scores.FromString,
+                    response_serializer=editpb_dot_data__pb2.ScoresReply.SerializeToString,
             ),
             'DescribeInjection': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeInjection,
@@ -366,6 +416,87 @@ class Data(object):
             '/editpb.Data/Inject',
             editpb_dot_data__pb2.InjectPart.SerializeToString,
             editpb_dot_data__pb2.InjectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeContributions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/editpb.Data/DescribeContributions',
+            editpb_dot_data__pb2.ContributionsRequest.SerializeToString,
+            editpb_dot_data__pb2.ContributionHeader.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchContribution(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/editpb.Data/FetchContribution',
+            editpb_dot_data__pb2.ContributionRequest.SerializeToString,
+            editpb_dot_tensors__pb2.Chunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Data/Score',
+            editpb_dot_data__pb2.Scores.SerializeToString,
+            editpb_dot_data__pb2.ScoresReply.FromString,
             options,
             channel_credentials,
             insecure,

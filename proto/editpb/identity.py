@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MAX_CERTIFICATE_BYTES = 16_384
-INVITED = ("peer", "region", "observer", "auditor", "operator")  # the roles that an invitation may be for
+INVITED = ("peer", "region", "observer", "auditor", "scorer", "operator")  # the roles that an invitation may be for
 ROLES = (*INVITED, "coordinator", "relay")
 _SCHEME = "edit://"
 _INVITED = "invitation:"  # before the URI of whom an invitation to a swarm is for

@@ -26,6 +26,7 @@ __all__ = [
     "ConfigChange",
     "Configuration",
     "ContributionHeader",
+    "ContributionRequest",
     "Cosignature",
     "Donor",
     "Expel",
@@ -42,6 +43,7 @@ __all__ = [
     "Received",
     "RunPhase",
     "SchemaRequest",
+    "ScoreReport",
     "SeenHead",
     "Serving",
     "SnapshotManifest",
@@ -393,6 +395,28 @@ class SnapshotRequest:
         for shard in self.following:
             boxes = None if shard.is_whole else shard.boxes
             yield replace(self, fragment_id=shard.fragment.fragment_id, offset=0, boxes=boxes, limit=0, following=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionRequest:
+    """Asks for a shard of what was merged in the commit to `outer_step`."""
+
+    run_id: str
+    outer_step: int
+    peer_id: str
+    fragment_id: int
+    rank: int
+    offset: int = 0  # the first byte of the payload
+    limit: int = 0  # the most bytes; 0: no bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreReport:
+    """What a scorer says of the contributions to the commit to `outer_step`."""
+
+    run_id: str
+    outer_step: int
+    scores: Mapping[str, float]  # by peer_id: `edit.merging.trust.score`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

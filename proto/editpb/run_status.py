@@ -34,6 +34,7 @@ _WORST = (
     Verdict.NONFINITE,
     Verdict.REJECTED,
     Verdict.ANOMALOUS,
+    Verdict.HARMFUL,
     Verdict.COPIED,
     Verdict.OUTLIER,
     Verdict.UNPAIRED,
@@ -170,7 +171,7 @@ class MemberStatus:
     """One member. The numbers of its last heartbeat are 0 before it attends."""
 
     peer_id: str  # the member's name
-    role: str  # peer, region, observer, auditor, operator
+    role: str  # peer, region, observer, auditor, scorer, operator
     state: str  # invited, starting, training, exchanging, lost, left, evicted
     reason: str  # of the last change
     silent_s: float = 0.0  # since the last sign of life
@@ -568,6 +569,8 @@ def _why(verdict: Verdict, norm: float, median: float) -> str:
             return "a copy of another contribution, or of the last update"
         case Verdict.OUTLIER:
             return "far from most of the others, or it points away from the anchors"
+        case Verdict.HARMFUL:
+            return "its last ones did not lower the loss that scorers measure, or much less than the others'"
         case Verdict.UNPAIRED:
             return "no swap with its partner"
         case Verdict.REJECTED:

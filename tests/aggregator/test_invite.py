@@ -35,3 +35,13 @@ def test_invite_names_the_addresses_and_says_when_only_this_machine_reaches_them
     assert [endpoint.rpartition(":")[0].strip("[]") for endpoint in enrol] == [host.strip("[]") for host in advertise]
     assert all(map(is_endpoint, enrol)), "an IPv6 address in brackets"
     assert (LOOPBACK not in said.stderr) == reachable
+
+
+@pytest.mark.parametrize(("trust", "said"), [("none", True), ("loss", False)])
+def test_an_invitation_for_a_scorer_says_when_the_run_has_no_use_of_one(tmp_path: Path, trust: str, said: bool) -> None:
+    run_toml = tmp_path / "run.toml"
+    run_toml.write_text(f'[model]\nname = "entry:mine"\n[robust]\ntrust = "{trust}"\n')
+    assert CliRunner().invoke(app, ["init", "--state", f"{tmp_path}/s", "--config", str(run_toml)]).exit_code == 0
+    result = CliRunner().invoke(app, ["invite", "--state", f"{tmp_path}/s", "judge", "--role", "scorer"])
+    assert result.exit_code == 0 and Invitation.decode(result.stdout.strip()).identity.role == "scorer"
+    assert ("a scorer has nothing to do in this run" in result.stderr) == said

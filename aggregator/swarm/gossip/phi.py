@@ -27,6 +27,7 @@ from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Measured, Merged
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.merging.outer_state import Staged as StagedUpdate
+from edit.merging.trust import Trust
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
 
 __all__ = ["Calendar", "Met", "Phi", "PhiStore"]
@@ -227,6 +228,7 @@ class Phi(OuterState):
         records: list[MergeRecord],
         injection: Injection | None = None,
         staged: Mapping[int, StagedUpdate] | None = None,
+        trust: Mapping[str, Trust] | None = None,
     ) -> Commit:
         """Take what was decided; at a restart, what the records say."""
         decided, self._decided, self._own = self._decided, None, {}
@@ -287,6 +289,7 @@ class PhiStore(Store):
         base: str = "",
         audit: str = "",
         inner_steps: int = 0,
+        trust: Mapping[str, Trust] | None = None,
     ) -> None:
         """Swap, then write the steps and the commit. Raises RefusedError when the engine ends meanwhile, StorageError."""
         phi = self.phi

@@ -1,4 +1,4 @@
-"""What this rank reads, put together: its shards of one update, or of one snapshot. No I/O.
+"""What this rank reads, put together: its shards of one update, or of one snapshot; at a scorer a contribution. No I/O.
 
 The bytes of an update may come ahead of its commit, sealed. Nobody gets them before the manifest is here, which brings the key;
 without a manifest they are thrown away.
@@ -28,13 +28,22 @@ from edit.records import Commit, EncodedTensor
 from editpb import data_pb2
 from editpb.data_messages import commit_from_parts, update_manifest_from_pb
 from editpb.limits import MAX_FOLLOWING
-from editpb.messages import FragmentUpdate, SeenHead, SnapshotManifest, SnapshotRequest, UpdateManifest, UpdateRequest
+from editpb.messages import (
+    ContributionHeader,
+    ContributionRequest,
+    FragmentUpdate,
+    SeenHead,
+    SnapshotManifest,
+    SnapshotRequest,
+    UpdateManifest,
+    UpdateRequest,
+)
 from editpb.receipts import NOTHING_SEEN, Head
 from editpb.transport.chunk_frames import ReceivedChunk
 from editpb.transport.chunks import Chunk, Reassembly
 from editpb.transport.sealing import Seal
 
-__all__ = ["SnapshotAssembly", "TakesReceipts", "UpdateAssembly"]
+__all__ = ["ContributionAssembly", "SnapshotAssembly", "TakesReceipts", "UpdateAssembly"]
 
 
 class TakesReceipts(Protocol):
@@ -283,6 +292,69 @@ def _continues(known: _Part | None, announced: _Part | None) -> bool:
     if known is None or announced is None:
         return known is None or known.bytes.received == 0
     return (known.codec, known.bytes.total) == (announced.codec, announced.bytes.total)
+
+
+class ContributionAssembly:
+    """The bytes of one shard of what was merged, over as many streams as it takes.
+
+    Args:
+        header: of the shard.
+        outer_step: that the commit led to.
+    """
+
+    def __init__(self, header: ContributionHeader, outer_step: int) -> None:
+        self.header, self._outer_step = header, outer_step
+        what = f"fragment {header.fragment_id} of {header.peer_id}, rank {header.rank}"
+        self._part = Reassembly(what, header.total_bytes, header.total_bytes, header.payload_blake3 or None)
+
+    @property
+    def received(self) -> int:
+        """Bytes so far."""
+        return self._part.received
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all of it."""
+        return self._part.total
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are here."""
+        return self._part.complete
+
+    @property
+    def at_an_end(self) -> bool:
+        """A call may end early at the end only."""
+        return self.complete
+
+    def request(self, run_id: str, start: int, limit: int) -> ContributionRequest:
+        """Return what to ask for, to get at most `limit` bytes from `start` on."""
+        header = self.header
+        return ContributionRequest(
+            run_id=run_id,
+            outer_step=self._outer_step,
+            peer_id=header.peer_id,
+            fragment_id=header.fragment_id,
+            rank=header.rank,
+            offset=start,
+            limit=limit,
+        )
+
+    def take(self, chunk: Chunk) -> None:
+        """Take the next chunk. Raises RemoteProtocolError."""
+        self._part.take(chunk)
+
+    def clear(self) -> None:
+        """Throw away what has arrived."""
+        self._part.clear()
+
+    def refuse_end(self) -> None:
+        """Raise RemoteProtocolError: bytes are missing."""
+        self._part.finish()
+
+    def payload(self) -> EncodedTensor:
+        """Return it, once complete. Raises RemoteProtocolError where its bytes are not those that its peer signed."""
+        return EncodedTensor(self.header.codec, self.header.numel, self._part.finish())
 
 
 class SnapshotAssembly:

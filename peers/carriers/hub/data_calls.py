@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, cast
 
@@ -25,12 +25,15 @@ from edit.errors import EditError, RemoteProtocolError, TransportError
 from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Snapshot, round_number
+from edit.records import EncodedTensor, Snapshot, round_number
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
 from editpb.data_messages import (
+    contribution_header_from_pb,
     contribution_header_to_pb,
+    contribution_request_to_pb,
     found_header_to_pb,
     received_from_pb,
+    scores_to_pb,
     snapshot_manifest_from_pb,
     snapshot_request_to_pb,
     update_request_to_pb,
@@ -40,13 +43,14 @@ from editpb.messages import (
     ContributionHeader,
     FoundHeader,
     Received,
+    ScoreReport,
     SnapshotManifest,
     SnapshotRequest,
 )
 from editpb.transport.chunk_frames import ReceivedChunk, contribute_frames, data_stub
 from editpb.transport.chunks import make_chunks
 from editpb.transport.status import from_rpc
-from peers.carriers.hub.assemblies import SnapshotAssembly, UpdateAssembly
+from peers.carriers.hub.assemblies import ContributionAssembly, SnapshotAssembly, UpdateAssembly
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.pace import Pace
 from peers.carriers.hub.range_calls import read_in_ranges
@@ -63,6 +67,7 @@ STALL_S = 60.0  # far longer than one chunk takes
 FOUNDING_CHUNK_BYTES = 256 << 10  # small: a founder of which nothing arrives for a minute hands over, and a link may be slow
 AGGREGATOR = "the aggregator"
 _PATIENCE = Patience()
+_MOST_SHARDS = 1 << 20  # of one commit, that a scorer hears of
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Part = TypeVar("_Part")
@@ -70,6 +75,7 @@ _Request = TypeVar("_Request")
 _Message = TypeVar("_Message", bound=Message)
 _UpdatePart: TypeAlias = data_pb2.UpdatePart | ReceivedChunk
 _UpdateCall: TypeAlias = grpc.aio.UnaryStreamCall[data_pb2.UpdateRequest, _UpdatePart]
+_ContributionCall: TypeAlias = grpc.aio.UnaryStreamCall[data_pb2.ContributionRequest, tensors_pb2.Chunk]
 _SnapshotCall: TypeAlias = grpc.aio.UnaryStreamCall[data_pb2.SnapshotRequest, tensors_pb2.Chunk]
 Wanted = Callable[[], bool]
 
@@ -301,6 +307,57 @@ class DataCalls:
                 raise
 
         await _retrying(self._channels, "snapshot", attempt, wanted, lambda: assembly.received)
+
+    async def contributions(self, outer_step: int, schema: Schema, wanted: Wanted) -> list[ContributionHeader]:
+        """Return what was merged in the commit to an outer step, shard by shard; for a scorer. GoneError: it is not kept."""
+
+        async def attempt() -> list[ContributionHeader]:
+            found: dict[tuple[str, int, int], ContributionHeader] = {}
+            request = data_pb2.ContributionsRequest(run_id=self._run_id, outer_step=outer_step)
+            call = self._stub().DescribeContributions(self._up(request), timeout=MAX_READ_S)
+            async with StallTimeout(self._stall_s) as moving:
+                while isinstance(message := await moving.read(call), data_pb2.ContributionHeader):
+                    header = contribution_header_from_pb(self._down(message), schema)
+                    if header.schema_hash != schema.schema_hash:
+                        raise RemoteProtocolError(f"a contribution of {header.peer_id} is to another model")
+                    key = header.peer_id, header.fragment_id, header.rank
+                    if key in found or len(found) == _MOST_SHARDS:
+                        raise RemoteProtocolError(f"fragment {key[1]} of {key[0]}, rank {key[2]}: twice, or too many shards")
+                    found[key] = header
+            return list(found.values())
+
+        return await _retrying(self._channels, "contributions", attempt, wanted)
+
+    async def contribution(self, header: ContributionHeader, outer_step: int, wanted: Wanted) -> EncodedTensor:
+        """Return the payload of a shard of what was merged in the commit to an outer step; as `contributions`."""
+        assembly = ContributionAssembly(header, outer_step)
+
+        def ask(start: int, limit: int) -> _ContributionCall:
+            message = contribution_request_to_pb(assembly.request(self._run_id, start, limit))
+            call: _ContributionCall = self._stub().FetchContribution(self._up(message), timeout=MAX_READ_S)
+            return call
+
+        async def attempt() -> EncodedTensor:
+            try:
+                async with StallTimeout(self._stall_s) as moving:
+                    await read_in_ranges(
+                        assembly, self._pace_down, ask, moving.read, lambda chunk: assembly.take(self._down(chunk))
+                    )
+                return assembly.payload()
+            except RemoteProtocolError:
+                assembly.clear()
+                raise
+
+        return await _retrying(self._channels, "contribution", attempt, wanted, lambda: assembly.received)
+
+    async def score(self, outer_step: int, scores: Mapping[str, float], wanted: Wanted) -> None:
+        """Say what the contributions to an outer step are worth. StaleError: it is not the last one any more."""
+        report = ScoreReport(run_id=self._run_id, outer_step=outer_step, scores=scores)
+
+        async def attempt() -> None:
+            self._down(await self._answer(self._stub().Score(self._up(scores_to_pb(report)), timeout=ANSWER_S)))
+
+        await _retrying(self._channels, "scores", attempt, wanted)
 
     async def found(self, schema: Schema, fragments: Sequence[Tensor], digest: str, wanted: Wanted) -> None:
         """Send the run's initial parameters: one flat fp32 tensor per fragment. StaleError when the run has some already."""

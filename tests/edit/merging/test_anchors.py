@@ -182,7 +182,7 @@ def test_the_settings_go_through_json_and_are_not_said_where_they_are_not_used()
         ({"robust": {"anchors": ["a", "a"]}}, "robust.anchors = 'a': must not be named twice"),
         ({"robust": {"anchors": [f"a{i}" for i in range(65)]}}, "robust.anchors (their number) = 65"),
         ({"robust": {"trust": "none"}}, 'robust.anchors has no effect with robust.trust = "none"'),
-        ({"robust": {"trust": "loss"}}, "robust.trust = 'loss': must be one of none, anchors"),
+        ({"robust": {"trust": "scores"}}, "robust.trust = 'scores': must be one of none, anchors, loss"),
         ({"robust": {"rule": "median", "hostile": 1}}, "robust.rule = 'median': must be none with robust.trust = \"anchors\""),
         ({"robust": {"hostile": 1}}, 'robust.hostile has no effect with robust.rule = "none"'),
         ({"penalty": {"max_share": 2.0}}, 'penalty.max_share has no effect with robust.trust = "anchors"'),
