@@ -151,15 +151,15 @@ def test_a_receipt_waits_until_the_log_can_be_written(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(folder) as run, run.signing_peer("a") as (a, sign):
             view = await found_run(a)
-            log = log_of(run)
-            write, full = log._disk.write, True
+            file = log_of(run)._file
+            write, full = file._disk.write, True
 
             def refusing(descriptor: int, data: memoryview) -> int:
-                if full and descriptor == log._descriptor:
+                if full and descriptor == file._descriptor:
                     raise OSError(28, "No space left on device")
                 return write(descriptor, data)
 
-            object.__setattr__(log, "_disk", replace(log._disk, write=refusing))
+            object.__setattr__(file, "_disk", replace(file._disk, write=refusing))
             for i in range(2):
                 await contribute(a, sign, view.round_id, i)
             await a.view(lambda v: v.outer_step == 1)

@@ -184,11 +184,13 @@ def test_an_owner_whose_update_is_for_other_parameters_damages_nobody(tmp_path: 
     async def body(swarm: Hosts) -> None:
         a = swarm.running["a"].parts[0].replica
 
-        def offer(grant: int, round_id: int, reason: str, tokens: int, records: Sequence[MergeRecord]) -> Offer:
+        def offer(
+            grant: int, round_id: int, reason: str, tokens: int, records: Sequence[MergeRecord], audit: str = ""
+        ) -> Offer:
             merged = Round(round_id, reason, "0" * 64, tuple(sorted(records, key=lambda record: record.fragment_id)))
             return Offer.of(swarm.run_id, 0, grant, a._state.digest, a._store.tokens + tokens, merged)
 
-        def hold(offer: Offer, own: object = ()) -> None:
+        def hold(offer: Offer, own: object = (), *, agreed: bool = False) -> None:
             a._state = replace(a._state, held=offer.update)
 
         a.offer, a.hold = offer, hold  # type: ignore[method-assign]

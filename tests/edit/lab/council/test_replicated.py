@@ -57,9 +57,9 @@ class KeepsTheOlder(MemberDisk):
     """What was held for an older grant stays on disk, and the newer is said to be held."""
 
     class replica(PartReplica):
-        def hold(self, offer: Offer, own: object = ()) -> None:
+        def hold(self, offer: Offer, own: object = (), *, agreed: bool = False) -> None:
             if self._state.held is None:
-                super().hold(offer, own)  # type: ignore[arg-type]
+                super().hold(offer, own, agreed=agreed)  # type: ignore[arg-type]
             self._state = PartState(self._state.outer_step, self._state.digest, offer.update)
 
 
