@@ -233,7 +233,9 @@ def test_a_system_that_fails_twice_is_a_row_with_its_error(measured: Any, tmp_pa
 
 def test_who_was_killed_is_the_error_and_not_what_it_said_last(measured: Any, tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
-    script.write_text("import os, sys\nif sys.argv[1] == '0': print('all is well', flush=True); os.kill(os.getpid(), 9)")
+    script.write_text(
+        "import os, signal, sys\nif sys.argv[1] == '0': print('all is well', flush=1); os.kill(os.getpid(), 9)\nsignal.pause()"
+    )
     *_, failed = measured(rival(script))
     assert failed["error"] == "peer-0 ended (killed by SIGKILL)"
 
