@@ -36,7 +36,7 @@ from edit.merging.outer_state import MergeRecord, Staged
 from edit.records import EncodedTensor, PeerVerdict, Verdict
 from edit.trust.checkpoints import LogSigner
 from edit.trust.merkle import MerkleTree, leaf_hash
-from editpb.audit_log import commit_entry, entry_line, genesis_entry
+from editpb.audit_log import RoundFacts, commit_entry, entry_line, genesis_entry
 from editpb.messages import ContributionHeader
 from editpb.signed_contributions import ContributionSigner, config_digest
 
@@ -83,9 +83,7 @@ def write(path: Path, commits: int, peers: int, fragments: int) -> tuple[str, fl
                 for i in range(fragments)
             ]
             entry = commit_entry(
-                round_id=step + 1,
-                outer_step=step + 1,
-                reason="all in",
+                RoundFacts(round_id=step + 1, outer_step=step + 1, reason="all in"),
                 digests=(digest, after),
                 config=config_digest(CONFIG),
                 records=records,

@@ -43,7 +43,6 @@ from aggregator.run_feed import (
 from aggregator.storage.kept_contributions import Kept, KeptContributions, KeptShard
 from aggregator.storage.pending_injection import check_bytes
 from aggregator.storage.privacy_budget import PrivacyBudget
-from aggregator.storage.store import Entries
 from edit.config.in_force import in_force
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
@@ -57,15 +56,15 @@ from edit.merging.mergers import Admission, Screened, admission, screen
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.merging.private import Clipped
 from edit.merging.robust_merger import Chosen
-from edit.merging.trust import Trust, after_scores
+from edit.merging.trust import after_scores
 from edit.records import Commit, round_number
 from edit.rounds import events
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.mask_plan import FragmentPlan
-from edit.trust.mask_roster import AgreedSet
 from edit.trust.masking import Opening
 from edit.trust.noise import SecretNoise
+from editpb.audit_log import RoundFacts
 from editpb.messages import ContributionHeader, SeenHead
 from editpb.signed_contributions import check_payload, verified_by_others
 
@@ -623,13 +622,13 @@ class RoundRunner:
             trust = after_scores(outer.trust, scored) if scored else None
             if (entries := self._store.entries) is not None:
                 ready = outer.stage_all(records, injection, ready)
-                entry = self._audit_entry(
-                    entries, effect, records, ready, signed, offered, brings, agreed, trained, (scorers, trust)
-                )
+                ordered = sorted(records, key=lambda record: record.fragment_id)
+                entry = entries.commit(outer, ordered, ready, signed, replace(facts, trust=trust))
             if self._store.kept is not None:
                 self._store.kept.committing(effect.outer_step)
             step, reason = effect.outer_step, effect.reason
-            self._store.append_commit(effect.round_id, step, reason, tokens, brings, outer.digest, entry, trained[0], trust)
+            inner_steps, brings = facts.trained[0], facts.injected
+            self._store.append_commit(effect.round_id, step, reason, tokens, brings, outer.digest, entry, inner_steps, trust)
             on_disk = True
             commit = outer.commit(effect.round_id, reason, records, injection, ready, trust)
             self._store.applied(commit)
@@ -640,10 +639,18 @@ class RoundRunner:
             records, current.records = list(current.records.values()), {}
             staged, current.staged = current.staged, {}
             tokens, injection, signed = self._tokens(current), current.injection, current.signed
-            trained = self._trained(current)
-            brings = injection.brings if injection is not None else None
-            offered = frozenset(current.offered)
-            agreed = self.masked.agreed if self.masked is not None else None
+            facts = RoundFacts(
+                round_id=effect.round_id,
+                outer_step=effect.outer_step,
+                reason=effect.reason,
+                missing=effect.missing,
+                unmerged=current.offered - {header.peer_id for headers in signed.values() for header in headers},
+                injected=injection.brings if injection is not None else None,
+                privacy=self._budget.said() if self._budget is not None else None,
+                agreed=self.masked.agreed if self.masked is not None else None,
+                trained=self._trained(current),
+                scorers=scorers,
+            )
             self.published.begin()
             commit, committed = await self._background.in_worker(commit_and_apply)
         except Exception as error:
@@ -663,36 +670,6 @@ class RoundRunner:
         self.feed(events.CommitSucceeded(effect.round_id, tokens))
         if effect.outer_step % self._checkpoint_every == 0:
             await self.checkpoint()
-
-    def _audit_entry(
-        self,
-        entries: Entries,
-        effect: events.Commit,
-        records: Sequence[MergeRecord],
-        ready: Mapping[int, Staged],
-        signed: Mapping[int, Sequence[ContributionHeader]],
-        offered: frozenset[str],
-        brings: Injected | None,
-        agreed: AgreedSet | None,
-        trained: tuple[int, int],
-        scored: tuple[Sequence[str], Mapping[str, Trust] | None],
-    ) -> str:
-        return entries.commit(
-            self.outer,
-            sorted(records, key=lambda record: record.fragment_id),
-            ready,
-            signed,
-            round_id=effect.round_id,
-            outer_step=effect.outer_step,
-            reason=effect.reason,
-            missing=effect.missing,
-            unmerged=offered - {header.peer_id for headers in signed.values() for header in headers},
-            injected=brings,
-            privacy=self._budget.said() if self._budget is not None else None,
-            agreed=agreed,
-            trained=trained,
-            scored=scored,
-        )
 
     def _tokens(self, current: _Round) -> int:
         """The tokens behind a commit: with groups each fragment counts for its share of the model, the others for nothing."""

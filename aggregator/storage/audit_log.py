@@ -14,8 +14,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,14 +36,12 @@ from edit.errors import (
     StaleError,
     StorageError,
 )
-from edit.merging.injection import Injected
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
-from edit.merging.trust import Trust
 from edit.trust.canonical import parse_canonical
 from edit.trust.checkpoints import Checkpoint, LogSigner, NoteKey, open_note, parse_checkpoint
-from edit.trust.mask_roster import AgreedSet
 from edit.trust.merkle import MerkleTree, leaf_hash
 from editpb.audit_log import (
+    RoundFacts,
     approval_entry,
     check_length,
     claimed_privacy,
@@ -146,42 +144,22 @@ class AuditLog:
         records: Sequence[MergeRecord],
         staged: Mapping[int, Staged],
         contributions: Mapping[int, Sequence[ContributionHeader]],
-        *,
-        round_id: int,
-        outer_step: int,
-        reason: str,
-        missing: Sequence[str],
-        unmerged: Collection[str] = (),
-        injected: Injected | None,
-        privacy: Mapping[str, object] | None = None,
-        agreed: AgreedSet | None = None,
-        trained: tuple[int, int] = (0, 0),
-        scored: tuple[Sequence[str], Mapping[str, Trust] | None] = ((), None),
+        facts: RoundFacts,
     ) -> str:
         """Return the entry of a commit that is about to be journalled; `append` it once that is done.
-
-        scored: whose scores count with it, and the trust in peers that follows; None: nobody's.
 
         Raises StorageError while the log cannot be written, RefusedError for an entry that nobody could read: nothing is to be
         committed then.
         """
         self._say_consents()
         entry = commit_entry(
-            round_id=round_id,
-            outer_step=outer_step,
-            reason=reason,
+            replace(facts, privacy=facts.privacy or claimed_privacy(self._config)),
             digests=(outer.digest, outer.digest_after(staged)),
             config=self._digest,
             records=records,
             staged=staged,
             contributions=contributions,
-            missing=missing,
-            unmerged=unmerged,
-            injected=injected,
-            privacy=privacy or claimed_privacy(self._config),
-            taken_with=asdict(in_force(self._config, outer_step - 1, trained)),
-            agreed=agreed,
-            scored=scored,
+            taken_with=asdict(in_force(self._config, facts.outer_step - 1, facts.trained)),
         )
         line = entry_line(self._tree, self._now(), entry)
         heads = {peer: len(given.get("seen", ())) for peer, given in entry["contributions"].items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -40,8 +40,8 @@ from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.merging.trust import Trust
 from edit.records import MOST_TOKENS, Commit
-from edit.trust.mask_roster import AgreedSet
 from edit.trust.merkle import HASH_BYTES, MOST_PROOF
+from editpb.audit_log import RoundFacts
 from editpb.messages import ContributionHeader, SeenHead
 
 __all__ = ["Entries", "Store", "load_outer", "peaks_from", "read_outer"]
@@ -59,17 +59,7 @@ class Entries(Protocol):
         records: Sequence[MergeRecord],
         staged: Mapping[int, Staged],
         contributions: Mapping[int, Sequence[ContributionHeader]],
-        *,
-        round_id: int,
-        outer_step: int,
-        reason: str,
-        missing: Sequence[str],
-        unmerged: Collection[str] = (),
-        injected: Injected | None,
-        privacy: Mapping[str, object] | None = None,
-        agreed: AgreedSet | None = None,
-        trained: tuple[int, int] = (0, 0),
-        scored: tuple[Sequence[str], Mapping[str, Trust] | None] = ((), None),
+        facts: RoundFacts,
     ) -> str:
         """See `AuditLog.commit`."""
         ...

@@ -37,7 +37,7 @@ from edit.fragments.schema import Schema
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.plain_text import parse_json
 from edit.records import Commit
-from editpb.audit_log import Signed
+from editpb.audit_log import RoundFacts, Signed
 from editpb.limits import one_line
 from editpb.part_entries import EntryFault, ExpectedEntry, check_entry, named_signatures
 from editpb.signed_contributions import config_digest, verified_by_others
@@ -315,10 +315,8 @@ class PartReplica:
                 raise GoneError(f"part {self._part}: the update to outer step {update.outer_step} is of another grant")
             whose = {"owner": record.parts[self._part].owner}
         staged = outer.stage_all(merged.records, None, {})
-        part, round_id, reason = self._part, merged.round_id, merged.reason
-        says = computed(
-            self._config, part, update.grant, outer, merged.records, staged, round_id=round_id, reason=reason, contributions={}
-        )
+        facts = RoundFacts(round_id=merged.round_id, outer_step=update.outer_step, reason=merged.reason)
+        says = computed(self._config, self._part, update.grant, outer, merged.records, staged, facts, {})
         fragments = outer.schema.fragments
         expected = ExpectedEntry(
             signed=Signed(self._run_id, outer.schema.schema_hash, self._config_digest),

@@ -52,6 +52,7 @@ __all__ = [
     "Changed",
     "LogFault",
     "LogVerifier",
+    "RoundFacts",
     "Signed",
     "Usage",
     "agreed_set",
@@ -170,60 +171,71 @@ def _config(config: RunConfig) -> _Entry:
     return {"config": config.to_json(), "config_digest": config_digest(config)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFacts:
+    """What the entry of a commit says of its round, beside what was merged."""
+
+    round_id: int
+    # The one that the commit leads to.
+    outer_step: int
+    reason: str
+    # Peers that were awaited in vain.
+    missing: Sequence[str] = ()
+    # Peers that had begun to contribute, and of whom nothing is in it.
+    unmerged: Collection[str] = ()
+    # What of a run above came in with it.
+    injected: Injected | None = None
+    # What differential privacy the run has spent; None: its coordinator adds no noise.
+    privacy: Mapping[str, object] | None = None
+    # With masks, whose sum was opened; None: there are no masks, or nothing was opened.
+    agreed: AgreedSet | None = None
+    # Inner steps and tokens behind what was merged; (0, 0): not known.
+    trained: tuple[int, int] = (0, 0)
+    # Whose scores count with it, and the trust in peers that follows; None: nobody's.
+    scorers: Sequence[str] = ()
+    trust: Mapping[str, Trust] | None = None
+
+
 def commit_entry(
+    facts: RoundFacts,
     *,
-    round_id: int,
-    outer_step: int,
-    reason: str,
     digests: tuple[str, str],
     config: str,
     records: Sequence[MergeRecord],
     staged: Mapping[int, Staged],
     contributions: Mapping[int, Sequence[ContributionHeader]],
-    missing: Sequence[str] = (),
-    unmerged: Collection[str] = (),
-    injected: Injected | None = None,
-    privacy: Mapping[str, object] | None = None,
     taken_with: Mapping[str, object] | None = None,
-    agreed: AgreedSet | None = None,
-    scored: tuple[Sequence[str], Mapping[str, Trust] | None] = ((), None),
 ) -> _Entry:
-    """Return the entry of a commit to `outer_step`.
+    """Return the entry of a commit.
 
     Args:
         digests: of the outer parameters before and after it.
         config: `config_digest` of the run.
         records, staged: what is committed of each fragment, and the update that is published of it.
         contributions: the signed headers of all that was in hand, by fragment.
-        missing: peers that were awaited in vain.
-        unmerged: peers that had begun to contribute, and of whom nothing is in it.
-        injected: what of a run above came in with it.
-        privacy: what differential privacy the run has, and has spent; None: it has none, and the entry does not speak of it.
-        scored: whose scores count with it, and the trust in peers that follows, by peer; None: nobody's.
         taken_with: H, batch, outer learning rate and momentum of it (`edit.config.in_force`).
-        agreed: with masks, whose sum was opened; None: there are no masks, or nothing was opened.
     """
     headers = [header for i in sorted(contributions) for header in contributions[i]]
     peers = sorted({header.peer_id for header in headers})
     return {
         "kind": "commit",
-        "round_id": round_id,
-        "outer_step": outer_step,
-        "reason": reason,
+        "round_id": facts.round_id,
+        "outer_step": facts.outer_step,
+        "reason": facts.reason,
         "before": digests[0],
         "after": digests[1],
         "config_digest": config,
-        "missing": sorted(missing),
-        "unmerged": sorted(unmerged),
-        "injected": injected.to_json() if injected is not None else None,
+        "missing": sorted(facts.missing),
+        "unmerged": sorted(facts.unmerged),
+        "injected": facts.injected.to_json() if facts.injected is not None else None,
         "fragments": [fragment_entry(record, staged[record.fragment_id]) for record in records],
         "contributions": {
             peer: _of_peer([header for header in headers if header.peer_id == peer]) for peer in peers
         },
-        **({} if privacy is None else {"privacy": dict(privacy)}),
+        **({} if facts.privacy is None else {"privacy": dict(facts.privacy)}),
         **({} if taken_with is None else {"in_force": dict(taken_with)}),
-        **({} if agreed is None else {"secagg": _agreed(agreed)}),
-        **({} if scored[1] is None else {"trust": _trust(scored[0], scored[1])}),
+        **({} if facts.agreed is None else {"secagg": _agreed(facts.agreed)}),
+        **({} if facts.trust is None else {"trust": _trust(facts.scorers, facts.trust)}),
     }  # fmt: skip
 
 

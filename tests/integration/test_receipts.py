@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -384,9 +384,10 @@ class Forked:
     def __len__(self) -> int:
         return len(self._log)
 
-    def commit(self, *args: Any, **kwargs: Any) -> str:
-        self._entry = self._other.commit(*args, **{**kwargs, "reason": "another"})
-        return self._log.commit(*args, **kwargs)
+    def commit(self, *args: Any) -> str:
+        *merged, facts = args
+        self._entry = self._other.commit(*merged, replace(facts, reason="another"))
+        return self._log.commit(*args)
 
     def append(self, entry: str) -> None:
         self._log.append(entry)

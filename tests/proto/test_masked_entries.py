@@ -23,7 +23,16 @@ from edit.trust.checkpoints import LogSigner
 from edit.trust.mask_roster import Advert, AgreedSet, Roster, RoundName
 from edit.trust.merkle import MerkleTree, leaf_hash
 from edit.trust.signatures import key_hash
-from editpb.audit_log import LogFault, LogVerifier, agreed_set, commit_entry, entry_line, genesis_entry, verify_signatures
+from editpb.audit_log import (
+    LogFault,
+    LogVerifier,
+    RoundFacts,
+    agreed_set,
+    commit_entry,
+    entry_line,
+    genesis_entry,
+    verify_signatures,
+)
 from editpb.messages import ContributionHeader, FragmentUpdate, LogReceipt, UpdateManifest
 from editpb.receipts import NOTHING_SEEN, Expected, Mine, ReceiptFault, SeenMasks, check_receipt
 from editpb.signed_contributions import config_digest, contribution_statement
@@ -106,15 +115,12 @@ def log() -> Log:
         for i in range(2)
     ]
     entry = commit_entry(
-        round_id=ROUND,
-        outer_step=STEP,
-        reason="all in",
+        RoundFacts(round_id=ROUND, outer_step=STEP, reason="all in", agreed=agreed),
         digests=DIGESTS,
         config=config_digest(CONFIG),
         records=records,
         staged={i: Staged(payload, b"", merges=True, largest=0.0) for i in range(2)},
         contributions=headers,
-        agreed=agreed,
     )
     tree = MerkleTree()
     first = entry_line(tree, 1.0, genesis_entry(RUN, KEY.key, CONFIG, SCHEMA, STEP - 1, DIGESTS[0]))

@@ -24,7 +24,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
 from edit.trust.signatures import Signer
-from editpb.audit_log import LogFault, LogVerifier
+from editpb.audit_log import LogFault, LogVerifier, RoundFacts
 from editpb.consents import signed_consent
 from editpb.messages import Consent, ContributionHeader, DataStatement
 from editpb.signed_contributions import ContributionSigner, config_digest
@@ -118,12 +118,7 @@ def append(store: Store, outer: OuterState, round_id: int, privacy: Mapping[str,
         records,
         staged,
         signed,
-        round_id=round_id,
-        outer_step=step,
-        reason="all in",
-        missing=(),
-        injected=None,
-        privacy=privacy,
+        RoundFacts(round_id=round_id, outer_step=step, reason="all in", privacy=privacy),
     )
     store.append_commit(round_id, step, "all in", 10, base=outer.digest, audit=entry)
     updates = {i: blake3(one.payload.data).hexdigest() for i, one in staged.items() if one.payload is not None}

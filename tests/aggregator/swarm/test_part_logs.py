@@ -28,7 +28,7 @@ from edit.lab.council.parts_on_disk import RUN
 from edit.lab.council.replicated import same
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.signatures import Signer
-from editpb.audit_log import LogFault, LogVerifier, config_entry, consent_entry, continued_entry, entry_line
+from editpb.audit_log import LogFault, LogVerifier, RoundFacts, config_entry, consent_entry, continued_entry, entry_line
 from editpb.consents import signed_consent
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import SeenHead
@@ -674,10 +674,10 @@ def test_an_owner_that_names_another_contribution_than_it_merged_is_found_out_by
             assert store is not None and store._entries is not None
             commit, sign = store._entries.commit, ContributionSigner(swarm.own("p")[0], swarm.config)
 
-            def lie(outer: Any, records: Any, staged: Any, contributions: Any, **more: Any) -> str:
+            def lie(outer: Any, records: Any, staged: Any, contributions: Any, facts: RoundFacts) -> str:
                 (p, q), *others = contributions.values()
                 anew = sign(replace(p, attempt=p.attempt + 1), memoryview(b"anything else"))
-                return commit(outer, records, staged, dict(enumerate([(anew, q), *others])), **more)
+                return commit(outer, records, staged, dict(enumerate([(anew, q), *others])), facts)
 
             store._entries.commit = lie  # type: ignore[method-assign]
             await contribute(swarm, 2)
@@ -699,10 +699,10 @@ def test_an_owner_whose_entry_is_wrong_is_named_and_left(tmp_path: Path, monkeyp
             assert store is not None and store._entries is not None
             commit = store._entries.commit
 
-            def lie(outer: Any, records: Any, staged: Any, contributions: Any, **more: Any) -> str:
+            def lie(outer: Any, records: Any, staged: Any, contributions: Any, facts: RoundFacts) -> str:
                 """It leaves q out, though q's contribution is in the update."""
                 less = {i: [each for each in headers if each.peer_id != "q"] for i, headers in contributions.items()}
-                return commit(outer, records, staged, less, **more)
+                return commit(outer, records, staged, less, facts)
 
             monkeypatch.setattr(store._entries, "commit", lie)
             await contribute(swarm, 2)

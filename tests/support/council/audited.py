@@ -28,7 +28,7 @@ from edit.merging.outer_state import MergeRecord, OuterState
 from edit.records import Commit
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.signatures import Signer, key_hash
-from editpb.audit_log import LogVerifier
+from editpb.audit_log import LogVerifier, RoundFacts
 from editpb.messages import ContributionHeader
 from editpb.owner_signatures import signed_by_owner
 from editpb.signed_contributions import ContributionSigner
@@ -174,11 +174,7 @@ def entry_of(
         records,
         staged,
         signed,
-        round_id=round_id,
-        outer_step=step,
-        reason="all in",
-        missing=("c",),
-        injected=None,
+        RoundFacts(round_id=round_id, outer_step=step, reason="all in", missing=("c",)),
     )
 
 
