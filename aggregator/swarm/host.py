@@ -206,6 +206,7 @@ class _HostedPart:
         self.jobs: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self.pulling: tuple[Update, asyncio.Task[Offer]] | None = None  # an owner's update that is fetched
         self.pulled: Offer | None = None  # one that is here, until the council has been told; no other is fetched before
+        self.fetching = 0  # fetches that run: of updates that this member lacks, or of a state
         self.verified: tuple[MergeRecord, ...] = ()  # what this member merged of it itself, where it verifies the part
         self.unverified = ("", 0)  # the id of an update that could not be verified, and how often
         self.looked = (0, -1)  # the outer step and grant of an update for whose sake witnesses were asked of the own state
@@ -226,6 +227,13 @@ class _HostedPart:
         if self.witnesses is not None:
             self.witnesses.take(peer_id, said)
             self.said.set()
+
+    def comes(self, outer_step: int) -> bool:
+        """Return whether the update to an outer step is on its way here: it is fetched, or here until its commit is known."""
+        pulling = self.pulling[0] if self.pulling is not None else None
+        pulled = self.pulled.update if self.pulled is not None else None
+        here = [update for update in (pulling, pulled, self.replica.state.held) if update is not None]
+        return self.fetching > 0 or any(update.outer_step == outer_step for update in here)
 
     async def do(self, call: Callable[..., _T], *arguments: object) -> _T:
         """Run a call in the part's thread."""
@@ -311,7 +319,7 @@ class Host:
             self._stores.append(part_store(folder, number, merged_by, run_id))
             replica = PartReplica(run_id, number, merged_by, self._stores[-1], partial(on_commit, number), self._newest_record)
             self.parts.append(part := _HostedPart(number, schema, replica))
-            self._taken.append(TakenUpdates(self, schema, self._stores[-1].update, part.do))
+            self._taken.append(TakenUpdates(self, schema, self._stores[-1].update, part.comes, part.do))
         self.gossip: GossipMember | None = None  # in place of the parts' engines
         if config.outer.algorithm == "gossip":
             self.gossip = self._gossip()
@@ -1012,8 +1020,9 @@ class Host:
 
         pulled: what the council has not been told yet that is here.
         """
-        fetching = await part.do(Fetching, part.replica, effect)
+        part.fetching += 1
         try:
+            fetching = await part.do(Fetching, part.replica, effect)
             while fetching.answer is None:
                 try:
                     found = await self._coming(part, fetching.wanted, pulled)
@@ -1024,6 +1033,7 @@ class Host:
                 else:
                     await part.do(fetching.give, found)
         finally:
+            part.fetching -= 1
             if part.witnesses is not None and part.witnesses.source == effect.source:
                 self._dismiss(part, part.witnesses)
         self._say(part, fetching.answer)
@@ -1648,6 +1658,7 @@ class _CouncilService:
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             update_id = check_digest("id", request.id.hex())
             limit = self._host.limit_of(context)
+            await context.send_initial_metadata(())  # see `transfers`
             parts = self._host.offer(reader, number, request.outer_step, update_id, limit.chunk_bytes)
             await send(context.write, parts, limit=limit)
 
@@ -1674,6 +1685,7 @@ class _CouncilService:
             reader = self._host.member(context)
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             limit = self._host.limit_of(context)
+            await context.send_initial_metadata(())
             await send(context.write, self._host.state(reader, number, limit.chunk_bytes), limit=limit)
 
     async def Swap(self, messages: AsyncIterator[Any], context: Context) -> None:
@@ -1691,6 +1703,7 @@ class _CouncilService:
             if gossip is None:
                 raise RefusedError("this run has one model for all: FetchState")
             limit = self._host.limit_of(context)
+            await context.send_initial_metadata(())
             await send(context.write, self._host.phi(reader, gossip, request.settling, limit.chunk_bytes), limit=limit)
 
     async def Waiting(self, request: pb.WaitingRequest, context: Context) -> pb.WaitingReply:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aggregator.data.published import wanted_payloads
 from aggregator.services.readers import UpdateReaders, send
-from edit.errors import GoneError, RefusedError, RemoteProtocolError
+from edit.errors import GoneError, RefusedError, RemoteProtocolError, StaleError
 from edit.fragments.schema import Schema
 from edit.records import Commit
 from editpb import data_pb2 as dpb
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TakenUpdates"]
 
-WAITS_S = 2.0  # for an update that is about to be taken; then the owner is asked
+WAITS_S = 2.0  # for an update that is about to be taken; then the peer asks again, or the owner
 MOST_RANKS = 64  # of the peer beside this member, whose calls are served at a time
 _T = TypeVar("_T")
 
@@ -61,11 +61,19 @@ class TakenUpdates:
         member: the host; only its own peer is served.
         schema: of the part.
         find: returns the update to an outer step that is kept here, or None.
+        comes: whether the update to an outer step is on its way here.
         do: runs a call in the part's thread.
     """
 
-    def __init__(self, member: Member, schema: Schema, find: Callable[[int], Commit | None], do: Thread) -> None:
-        self._member, self._schema, self._find, self._do = member, schema, find, do
+    def __init__(
+        self,
+        member: Member,
+        schema: Schema,
+        find: Callable[[int], Commit | None],
+        comes: Callable[[int], bool],
+        do: Thread,
+    ) -> None:
+        self._member, self._schema, self._find, self._comes, self._do = member, schema, find, comes, do
         self._readers = UpdateReaders()
         self._taken = asyncio.Event()  # pulsed at each outer step
 
@@ -112,10 +120,12 @@ class TakenUpdates:
                     return
 
     async def _commit(self, outer_step: int) -> Commit:
-        """Return the update to an outer step, once it is here. Raises GoneError."""
+        """Return the update to an outer step, once it is here. Raises StaleError when it is still coming, GoneError."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAITS_S):
                 while (commit := self._find(outer_step)) is None:
                     await self._taken.wait()
                 return commit
+        if self._comes(outer_step):
+            raise StaleError(f"the update to outer step {outer_step} is on its way here: ask again")
         raise GoneError(f"outer step {outer_step} was not taken here within {WAITS_S:g} s, or is not kept: ask the owner")

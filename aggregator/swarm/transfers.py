@@ -1,7 +1,8 @@
 """The bytes that hosts fetch from each other: an update that is offered or kept, and the whole state of a part.
 
 Who fetches knows the part's schema, and so how many bytes there can be: a header that announces more is refused before memory
-is taken. A source that sends nothing for STALL_S, or less than MIN_BYTES_PER_S, is given up.
+is taken. A source that sends nothing for STALL_S, or less than MIN_BYTES_PER_S, is given up. While others read there, or it
+still reads its journal, its metadata comes ahead of the first message: then that has the time that the bytes themselves have.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ async def fetch_offer(stub: CouncilStub, part: int, outer_step: int, update_id: 
         return header, [header.manifest_bytes, *bodies]
 
     request = pb.OfferRequest(outer_step=outer_step, id=bytes.fromhex(update_id))
-    header, (manifest, *bodies) = await _received(stub.FetchOffer(request, metadata=metadata_of(part)), announced)
+    call: Any = stub.FetchOffer(request, metadata=metadata_of(part))
+    header, (manifest, *bodies) = await _received(call, announced, MOST_MANIFEST + sum(sizes))
     return Offer(header.update, bytes(manifest), tuple(bodies))
 
 
@@ -195,7 +197,7 @@ async def _state(call: Any, part: int, schema: Schema, bytes_per_element: int) -
             )
         return header, [header.description_bytes, *header.tensor_bytes]
 
-    header, (description, *data) = await _received(call, announced)
+    header, (description, *data) = await _received(call, announced, MOST_DESCRIPTION + most)
     try:
         values = parse_json(bytes(description))
         if not isinstance(values, dict) or not isinstance(values["metadata"], dict):
@@ -210,11 +212,10 @@ def _tensor(dtype: str, data: memoryview) -> Tensor:
     return torch.frombuffer(data, dtype=_DTYPES[dtype]) if len(data) else torch.empty(0, dtype=_DTYPES[dtype])
 
 
-async def _received(call: Any, announced: Callable[[Any], tuple[_T, list[int]]]) -> tuple[_T, list[memoryview]]:
-    """Return the header of an answer, and the byte strings that follow it."""
+async def _received(call: Any, announced: Callable[[Any], tuple[_T, list[int]]], most: int) -> tuple[_T, list[memoryview]]:
+    """Return the header of an answer, and the byte strings that follow it. most: bytes that it can have."""
     try:
-        async with asyncio.timeout(STALL_S):
-            first = await call.read()
+        first = await _first(call, most)
         if first is grpc.aio.EOF or isinstance(first, ReceivedChunk) or first.WhichOneof("kind") != "header":
             fail("an answer begins with its header")
         header, sizes = announced(first)
@@ -228,6 +229,20 @@ async def _received(call: Any, announced: Callable[[Any], tuple[_T, list[int]]])
         raise TransportError("the source of a fetch is too slow") from None
     finally:
         call.cancel()
+
+
+async def _first(call: Any, most: int) -> Any:
+    """Return the first message. Raises TimeoutError."""
+    reading = asyncio.ensure_future(call.read())
+    begun = asyncio.ensure_future(call.initial_metadata())
+    try:
+        async with asyncio.timeout(STALL_S):
+            await asyncio.wait((reading, begun), return_when=asyncio.FIRST_COMPLETED)
+        async with asyncio.timeout(STALL_S + most / MIN_BYTES_PER_S):
+            return await reading
+    finally:
+        reading.cancel()
+        begun.cancel()
 
 
 async def _fill(call: Any, buffers: Sequence[Reassembly]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,9 +16,9 @@ from aggregator.services import data as owner_module
 from aggregator.swarm import taken_updates
 from aggregator.swarm.host import Host
 from aggregator.swarm.taken_updates import TakenUpdates
-from edit.errors import GoneError
+from edit.errors import EditError, GoneError, StaleError
 from edit.fragments.digest import digest
-from edit.records import Committed, Contribution
+from edit.records import Commit, Committed, Contribution
 from edit.replica.ranks import Ranks
 from editpb.identity import Identity
 from peers.carriers.io_thread import IoThread
@@ -27,7 +27,7 @@ from peers.carriers.swarm.connect import connect_swarm
 from tests.support.council.trained import Trained, trained
 from tests.support.encoded import encode
 from tests.support.fake_run import vectors
-from tests.support.loops import WAIT_S
+from tests.support.loops import WAIT_S, pass_time, run_held
 from tests.support.served import TOML
 from tests.support.thread_ranks import at_every_rank
 from tests.support.two_ranks import SCHEMA, SIZES, shards
@@ -84,7 +84,7 @@ def expected() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", ["own host", "no host of its own", "own host is behind"])
+@pytest.mark.parametrize("case", ["own host", "no host of its own", "own host is behind", "own host is slow"])
 def test_two_ranks_read_an_update_from_their_own_host_where_that_has_it(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,19 +101,56 @@ def test_two_ranks_read_an_update_from_their_own_host_where_that_has_it(
                 raise GoneError("not here")
 
             monkeypatch.setattr(TakenUpdates, "_commit", gone)
+        if case == "own host is slow":
+            find, slow = TakenUpdates._commit, Counter[int]()
+
+            async def still_coming(self: TakenUpdates, outer_step: int) -> Commit:
+                slow[outer_step] += 1
+                if slow[outer_step] <= 3:
+                    raise StaleError("it is on its way here: ask again")
+                return await find(self, outer_step)
+
+            monkeypatch.setattr(TakenUpdates, "_commit", still_coming)
         counted = Bytes(monkeypatch).of
         at.credentials(name)  # all ranks have the same
         found = at_every_rank(2, lambda ranks: train(at, name, ranks))
         assert found == [expected()] * 2
         at.until(lambda: len(set(at.swarm.steps().values())) == 1)
         assert at.call(at_one_state(at))
-    if case == "own host":
+    if case in ("own host", "own host is slow"):
         assert counted["owner"] == 0, "the ranks read nothing over the slow link"
         assert counted["own host"] == STEPS * UPDATE_BYTES, "each rank its shards"
     else:
         assert counted["own host"] == 0 and counted["owner"] >= STEPS * UPDATE_BYTES
         assert bool(asked) == (case == "own host is behind")
         assert asked["own host"] <= 2 * 2, "it is not asked again for a while"
+
+
+@pytest.mark.parametrize(("comes", "said"), [(True, StaleError), (False, GoneError)])
+def test_a_host_says_whether_an_update_that_it_lacks_is_on_its_way(comes: bool, said: type[EditError]) -> None:
+    async def in_the_parts_thread(call: Callable[..., Any], *arguments: object) -> Any:
+        raise AssertionError("there is nothing to read")
+
+    async def body() -> None:
+        asked = list[int]()
+
+        def ask(outer_step: int) -> bool:
+            asked.append(outer_step)
+            return comes
+
+        here = TakenUpdates(cast(Any, None), SCHEMA, lambda _: None, ask, in_the_parts_thread)
+        waiting = asyncio.ensure_future(here._commit(5))
+        await asyncio.sleep(0)
+        pass_time(taken_updates.WAITS_S / 2)
+        here.taken()  # another outer step
+        await asyncio.sleep(0)
+        assert not waiting.done() and not asked
+        pass_time(taken_updates.WAITS_S)
+        with pytest.raises(said, match="outer step 5"):
+            await waiting
+        assert asked == [5]
+
+    run_held(body())
 
 
 def test_a_peer_whose_owner_makes_nothing_says_so_to_its_own_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

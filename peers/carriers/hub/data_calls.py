@@ -21,7 +21,7 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
-from edit.errors import EditError, RemoteProtocolError, TransportError
+from edit.errors import EditError, RemoteProtocolError, StaleError, TransportError
 from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
@@ -63,6 +63,7 @@ FIRST_DELAY_S, LAST_DELAY_S = 0.1, 3.0
 DAMAGED_TRIES, TRIES = 3, 40  # with the delays above: about two minutes
 ANSWER_S = 30.0  # for an answer of a few bytes, on a connection that may have to be made first
 OWN_STALL_S = 10.0  # for this peer's own host, which is near
+OWN_COMES_S = 120.0  # that this peer's own host may still be fetching an update; then the aggregator is asked
 STALL_S = 60.0  # far longer than one chunk takes
 FOUNDING_CHUNK_BYTES = 256 << 10  # small: a founder of which nothing arrives for a minute hands over, and a link may be slow
 AGGREGATOR = "the aggregator"
@@ -204,16 +205,24 @@ class DataCalls:
     async def _from_own_host(
         self, channel: grpc.aio.Channel, assembly: UpdateAssembly, take: Callable[[_UpdatePart], None]
     ) -> None:
-        """Read an update that this peer's own host has taken. What it lacks, the aggregator has, in the same bytes."""
+        """Read an update that this peer's own host has, or is fetching. What it lacks, the aggregator has: the same bytes."""
         stub = self._channels.bound(data_stub(channel), taken=True)
 
         def ask(start: int, limit: int) -> _UpdateCall:
             call: _UpdateCall = stub.FetchUpdate(self._up(update_request_to_pb(assembly.request(self._run_id, start, limit))))
             return call
 
+        clock = asyncio.get_running_loop().time
+        give_up_at = clock() + OWN_COMES_S
         try:
-            async with StallTimeout(OWN_STALL_S) as moving:
-                await read_in_ranges(assembly, self._pace_own, ask, moving.read, take)
+            while True:
+                try:
+                    async with StallTimeout(OWN_STALL_S) as moving:
+                        return await read_in_ranges(assembly, self._pace_own, ask, moving.read, take)
+                except grpc.aio.AioRpcError as error:
+                    if type(from_rpc(error)) is not StaleError or clock() > give_up_at:  # a GoneError is one, too
+                        raise
+                await asyncio.sleep(FIRST_DELAY_S)
         except (grpc.aio.AioRpcError, TransportError, RemoteProtocolError) as error:
             why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
             _log.info("update %d is not read from this peer's own host: %s", assembly.outer_step, why)

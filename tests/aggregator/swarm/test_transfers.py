@@ -25,7 +25,7 @@ from editpb.council_messages import OfferHeader, StateHeader, offer_header_to_pb
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.chunk_frames import add_council_servicer, council_stub, update_frames
 from tests.support.council.replicated_table import SETTINGS
-from tests.support.loops import pass_time, run_held
+from tests.support.loops import outside, pass_time, run_held
 
 OUTER = outer_state(SETTINGS, 0)
 SIZES = body_sizes(OUTER)
@@ -43,8 +43,8 @@ def state_header(description: int, tensors: Sequence[int]) -> Message:
     return pb.StatePart(header=state_header_to_pb(StateHeader(STATE, 5, description, tuple(tensors))))
 
 
-def asked(messages: Sequence[Message | EditError | None], *, state: bool = False) -> Any:
-    """Ask a host that answers with these messages. None: nothing comes any more."""
+def asked(messages: Sequence[Message | EditError | float | None], *, state: bool = False) -> Any:
+    """Ask a host that answers with these messages. None: nothing comes any more. A number: it begins, and waits so long."""
 
     class Source(council_pb2_grpc.CouncilServicer):  # type: ignore[misc]
         async def FetchOffer(self, request: object, context: Any) -> AsyncIterator[Message]:
@@ -53,6 +53,12 @@ def asked(messages: Sequence[Message | EditError | None], *, state: bool = False
                 for message in messages:
                     if isinstance(message, EditError):
                         raise message
+                    if isinstance(message, float):
+                        await context.send_initial_metadata(())
+                        await outside(0.05)  # until that has come
+                        pass_time(message)
+                        await outside(0.05)  # in which a bound would be met
+                        continue
                     while message is None:  # until who asked gives up: its next bound may begin after any of these
                         pass_time(transfers.STALL_S)
                         await asyncio.sleep(0)
@@ -147,6 +153,16 @@ def test_a_state_that_cannot_be_read_is_refused(messages: Sequence[Message], rea
 def test_a_source_that_sends_nothing_is_given_up(sent: Sequence[Message]) -> None:
     with pytest.raises(TransportError, match="too slow"):
         asked([*sent, None])
+
+
+def test_a_source_that_has_begun_may_be_busy_with_others_for_a_while() -> None:
+    with pytest.raises(RemoteProtocolError, match="0 of"):
+        asked([3 * transfers.STALL_S, header(), next(update_frames(0, b"1234"))])
+
+
+def test_a_source_that_has_begun_and_sends_nothing_is_given_up() -> None:
+    with pytest.raises(TransportError, match="too slow"):
+        asked([0.0, None])
 
 
 def test_what_the_source_says_is_the_error() -> None:
