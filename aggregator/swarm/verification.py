@@ -4,7 +4,8 @@ Who verifies a part gets the owner's update, and what it was merged from: each s
 and the inner steps and tokens that the owner counts for it. It holds the update only if the merge, by the same code, has the
 same manifest and the same bytes. What is checked of a contribution, before memory is taken for it:
 
- 1. Its peer has signed it, with the key that the record has it enrolled for, is no observer, and is not evicted.
+ 1. Its peer has signed it, with the key that the record has it enrolled for, is no observer, and is not evicted. An enrolment
+    may reach the owner before it reaches this member: then the contributions are asked for again.
  2. It is to the update's round and outer step, of this model, and the part's codec: a signature is of one round, and no round
     id comes twice, so none can be used again.
  3. One of each peer and fragment, in shards that cover the fragment once; the bytes have the hash that was signed.
@@ -29,7 +30,7 @@ from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm.engine import first_round_id
 from edit.config.run import RunConfig
 from edit.council.record import Record, Update
-from edit.errors import EditError, RemoteProtocolError
+from edit.errors import EditError, RemoteProtocolError, StaleError
 from edit.fragments.schema import Schema
 from edit.merging.merge import Measured, measure
 from edit.rounds.work_claims import UsualWork, Work
@@ -114,7 +115,11 @@ class Verification:
         self._work: dict[tuple[int, str], Work] = {}
 
     def declare(self, merged: MergedContribution) -> ShardUpload:
-        """Return the upload for the bytes of a shard. Raises RemoteProtocolError, which says whose it is."""
+        """Return the upload for the bytes of a shard.
+
+        Raises RemoteProtocolError, which says whose it is; StaleError for a key that this member's record does not have: the
+        peer's enrolment may be on its way here.
+        """
         header, work = merged.header, merged.work
         who = f"contribution of {header.peer_id} to fragment {header.fragment_id}"
         if (header.run_id, header.outer_step, header.schema_hash) != (
@@ -131,7 +136,7 @@ class Verification:
             raise RemoteProtocolError(f"{who} is to round {header.round_id}, others are to {self._round_id}")
         check_signature(header, self._digest)
         if not (key := self._key_of(header.peer_id)) or key_hash(header.public_key) != key:
-            raise RemoteProtocolError(f"{who} is signed with a key that {header.peer_id} is not enrolled for")
+            raise StaleError(f"{who} is signed with a key that {header.peer_id} is not enrolled for")
         self._check_work(who, header, work)
         if self._work.setdefault((header.fragment_id, header.peer_id), work) != work:
             raise RemoteProtocolError(f"{who}: its shards count differently")
