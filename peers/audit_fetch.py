@@ -18,7 +18,9 @@ from editpb import audit_pb2_grpc
 from editpb.limits import MAX_AUDIT_FILES, MAX_BYTES, at_most, fail, within
 from editpb.transport.channel_options import channel_options
 from editpb.transport.status import from_rpc
+from peers.carriers.hub.channels import Channels
 from peers.identity.peer_folder import Enrolment, PeerFolder
+from peers.identity.renewal import Renewal
 
 __all__ = ["fetch"]
 
@@ -32,14 +34,16 @@ _NAME = re.compile(
 def fetch(home: Path, out: Path, step: int, now: float) -> tuple[int, int]:
     """Fetch to a new folder; return how many files, and bytes. step: see `AuditRequest`. now: unix seconds.
 
-    The folder appears once it is whole. Raises ConfigError, RefusedError (another role, a step that is not kept),
-    RemoteProtocolError, TransportError.
+    A certificate that ends soon is renewed first: nothing else of an auditor runs that would. The folder appears once it is
+    whole. Raises ConfigError, RefusedError (another role, a step that is not kept), RemoteProtocolError, TransportError.
     """
     enrolled = PeerFolder(home).load(now)
     if enrolled.identity.role != "auditor":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; fetching needs an invitation with role auditor")
     if out.exists():
         raise ConfigError(f"{out}: exists; name a new folder")
+    if enrolled.validity.renewal_due(now):
+        enrolled = asyncio.run(_renewed(PeerFolder(home), enrolled, now))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
@@ -50,6 +54,16 @@ def fetch(home: Path, out: Path, step: int, now: float) -> tuple[int, int]:
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
     return found
+
+
+async def _renewed(folder: PeerFolder, enrolled: Enrolment, now: float) -> Enrolment:
+    """Ask for a new certificate once, and return what lies in the folder then. That it failed is logged."""
+    channels = Channels(enrolled.endpoints, enrolled.credentials)
+    try:
+        await Renewal(folder, enrolled, channels, unix=lambda: now).look()
+    finally:
+        await channels.close()
+    return folder.load(now)
 
 
 def _from_any(enrolled: Enrolment, out: Path, step: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from peers import audit_fetch
 from peers.cli import app
 from tests.integration.test_audit import AUDITED, commit_one, verified
 from tests.integration.test_governance import joined
+from tests.integration.test_peers_renew import home_of
 from tests.support.loops import on_a_loop
 from tests.support.running import running
 from tests.support.served import found_run, new_folder, served
@@ -64,6 +66,19 @@ def test_an_auditor_fetches_verifies_and_merges_once_more(tmp_path: Path) -> Non
     assert said.exit_code == 0 and "the same verdicts" in said.stdout
     assert not [path for path in third.rglob("*") if path.suffix == ".key" and path.name != "audit-log.key"]
     assert verified(third).key is not None and (third / "audit-log.key").read_text().strip() == verified(third).key.text()
+
+
+def test_fetching_renews_a_certificate_that_is_due(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=KEPT)
+    asyncio.run(trained(folder, 1))
+    with running(folder) as here:
+        home = home_of(here.served, tmp_path / "ann", "ann", role="auditor")
+        before = home.load(time.time()).validity
+        fetch(home.path, tmp_path / "out")
+        after = home.load(time.time()).validity
+        assert after.ends > before.ends and verified(tmp_path / "out").commits == 1
+        fetch(home.path, tmp_path / "again")
+        assert home.load(time.time()).validity == after, "it is not due any more"
 
 
 def test_the_role_opens_nothing_else_and_no_other_role_opens_this(tmp_path: Path) -> None:
