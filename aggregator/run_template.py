@@ -181,8 +181,8 @@ ceiling_s = 600.0               # The longest deadline of a round, in seconds.
 #keep_updates = 4               # How many updates are kept for peers that missed a commit (of each group).
 
 # A swarm has no coordinator: write [swarm] in place of [aggregators] and [server], and start it with `edit-peer swarm start`.
-# Its keys: parts = 4, heartbeat_s = 0.25, lease_s = 1.0, forget_s = 60.0,
-# discovery = "auto" (docs/swarm.md).
+# Its keys and their defaults (docs/swarm.md explains them): parts = 4, heartbeat_s = 0.25, lease_s = 1.0, forget_s = 60.0,
+# discovery = "auto", verify = 0, verify_s = 60.0
 [aggregators]
 #addresses = []                 # HOST:PORT of each further aggregator that has a share of the fragments.
 

@@ -116,7 +116,7 @@ def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ConfigError(f"hf: models need the transformers package ({error}); install it: {INSTALL}") from error
+        raise ConfigError(f"hf: models need transformers ({error}): {INSTALL}") from error
 
 
 def _configuration_class(model_type: str) -> Any:

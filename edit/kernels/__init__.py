@@ -64,7 +64,9 @@ def _load() -> str:
         import numba
     except ImportError as error:
         if choice == "numba":
-            raise ConfigError(f"{_SWITCH} = numba, but it cannot be imported ({error}); install edit-localsgd[fast]") from error
+            raise ConfigError(
+                f"{_SWITCH} = numba, but it cannot be imported ({error}): pip install 'edit-localsgd[fast]'"
+            ) from error
         return f"kernels: torch (numba cannot be imported: {error})"
     if numba.config.DISABLE_JIT:
         return "kernels: torch (NUMBA_DISABLE_JIT)"

@@ -40,7 +40,7 @@ class TrackerChoice:
             elif name not in BUILT_IN:
                 raise ConfigError(f"--tracker {name}: must be one of {', '.join(BUILT_IN)}, or entry:NAME, a plug-in")
             elif importlib.util.find_spec(name) is None:
-                raise ConfigError(f"--tracker {name}: needs its package: pip install 'edit-localsgd[{name}]'")
+                raise ConfigError(f"--tracker {name} needs the package {name}: pip install 'edit-localsgd[{name}]'")
         by_tracker: dict[str, list[str]] = {name.removeprefix(PREFIX): [] for name in names}
         for each in options:
             tracker, dot, setting = each.partition(".")

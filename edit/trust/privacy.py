@@ -42,9 +42,8 @@ class Accountant:
             from dp_accounting import dp_event
             from dp_accounting.pld import PLDAccountant
         except ImportError as error:
-            raise ConfigError(
-                f'privacy.level = "example" needs dp-accounting ({error}): pip install "edit-localsgd[dp]"'
-            ) from None
+            needs = f"needs dp-accounting ({error}): pip install 'edit-localsgd[dp]'"
+            raise ConfigError(f'privacy.level = "example" {needs}') from None
         self.delta = delta
         self._event: Any = dp_event
         self._pld: Callable[..., Any] = PLDAccountant

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from aggregator.run_template import RUN_TOML, template
-from edit.config.run import RunConfig
+from edit.config.run import RunConfig, SwarmConfig
 
 LINE = re.compile(r"(?P<off>#?)(?P<key>\w+) = (?P<value>.*?) +# (?P<meaning>[A-Za-z].*\.)")
 
@@ -51,6 +51,12 @@ def test_what_is_commented_out_has_its_default() -> None:
 def test_the_template_is_a_configuration() -> None:
     """Its values are the defaults: with the file and without it a run is the same."""
     assert RunConfig.from_mapping(tomllib.loads(RUN_TOML)) == RunConfig()
+
+
+def test_the_comment_on_a_swarm_names_its_keys_with_their_defaults() -> None:
+    comment = RUN_TOML.split("# Its keys and their defaults", 1)[1].split("\n[", 1)[0]
+    named = tomllib.loads("\n".join(re.findall(r"\w+ = [^,\s]+", comment)))
+    assert named == dataclasses.asdict(SwarmConfig())
 
 
 @pytest.mark.parametrize(("peers", "quorum"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (1 << 20, 1 << 19)])

@@ -219,7 +219,9 @@ def test_without_numba_torch_computes(fake: FakeNumba, monkeypatch: pytest.Monke
     assert load().startswith("kernels: torch (numba cannot be imported: ")
     assert kernels.fast(torch.zeros(3)) is None
     monkeypatch.setenv("EDIT_KERNELS", "numba")
-    with pytest.raises(ConfigError, match=r"^EDIT_KERNELS = numba, but it cannot be imported \(.*\); install"):
+    with pytest.raises(
+        ConfigError, match=r"^EDIT_KERNELS = numba, but it cannot be imported \(.*\): pip install 'edit-localsgd\[fast\]'$"
+    ):
         load()
 
 

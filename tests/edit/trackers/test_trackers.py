@@ -156,7 +156,7 @@ def test_a_wrong_option_is_named(names: list[str], options: list[str], says: str
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--tracker wandb: needs its package: pip install 'edit-localsgd\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"--tracker wandb needs the package wandb: pip install 'edit-localsgd\[wandb\]'"):
         TrackerChoice.of(["wandb"], [], frozenset())
 
 

@@ -111,5 +111,5 @@ def test_most_steps_is_the_last_one_within_the_budget(planned: int, within: int)
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ConfigError, match=r'pip install "edit-localsgd\[dp\]"'):
+    with pytest.raises(ConfigError, match=r"pip install 'edit-localsgd\[dp\]'$"):
         Accountant(1e-5)
