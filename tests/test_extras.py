@@ -1,4 +1,4 @@
-"""What needs an extra says without it, in one line, how to install it; and every such command installs an extra of this project."""
+"""A message that names a missing extra is one line, and its install command works; so does every other one in a message."""
 
 from __future__ import annotations
 
