@@ -52,7 +52,7 @@ def verify(
 ) -> None:
     """Verify the log: every entry, every signature of a contribution, the signed head, and those that members cosigned.
 
-    Exit codes: 0 it holds together; 2 it does not, and the entry is named.
+    Exit codes: 0 the log is valid; 2 it is not, and the message names the entry.
 
     Example: edit-coordinator audit verify --state my-run
     """
@@ -112,7 +112,7 @@ def replay(
 
     For a run with audit.keep_contributions, and one of its last commits. Signatures of other commits are left out.
 
-    Exit codes: 0 the log has what comes out; 2 it has not, and what differs is named.
+    Exit codes: 0 the result is what the log says; 2 it is not, and the message names what differs.
 
     Example: edit-coordinator audit replay --step 12 --state my-run
     """

@@ -253,8 +253,8 @@ def invite(
 ) -> None:
     """Print a single-use invitation, one line on stdout. Send it to the member's operator over a channel you trust.
 
-    Peers whose names are alike up to the first dot, as acme.gpu1 and acme.gpu2, are of one organisation: a rule of [robust]
-    counts them once.
+    Peers whose names agree up to the first dot, such as acme.gpu1 and acme.gpu2, belong to one organisation. A robust rule
+    counts it once.
 
     Example: edit-coordinator invite --state my-run university-a
     """
@@ -300,7 +300,7 @@ def status(
 ) -> None:
     """Show the run: its phase, its members, and the last rounds with the reason why each closed.
 
-    After the end of the run, how it ended, from the files in --state. `watch` is the same as a live screen with curves.
+    After the end of the run it shows how the run ended, from the files in --state. `watch` shows the same live, with curves.
 
     Example: edit-coordinator status --state my-run
     """
@@ -345,10 +345,10 @@ def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
 
 @app.command()
 def watch(state: State = Path("edit-run")) -> None:
-    """Show the run as it goes on: members, rounds, losses, events; until it has finished, or Ctrl-C.
+    """Show the run live: members, rounds, losses, events; until the run has finished, or Ctrl-C.
 
-    On a terminal it shows a screen of 100 columns, elsewhere it prints lines. `status` prints tables instead, once, or again
-    and again with --watch. It only reads: ending it does not affect the run.
+    On a terminal it shows a screen of 100 columns; elsewhere it prints lines. `status` prints tables instead, once, or
+    repeatedly with --watch. It only reads: ending it does not affect the run.
 
     Example: edit-coordinator watch --state my-run
     """

@@ -35,7 +35,7 @@ __all__ = [
 # What every program ends with; an exception's is in `edit.errors`.
 EXIT_CODES = {
     0: "finished, or stopped as asked",
-    1: "a rule of `edit-lab chaos` was broken",
+    1: "a rule of `edit-lab chaos` was broken, or you answered no to a question",
     2: "wrong configuration or command line, or a file that cannot be used",
     3: "refused by the other side",
     4: "evicted from the run",

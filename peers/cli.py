@@ -52,7 +52,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
     help="Take part in a training run: join it with an invitation, then train.\n\n"
-    f"{exit_codes(0, 2, 3, 4, 69, 70, 130)}\n\n"
+    f"{exit_codes(0, 1, 2, 3, 4, 69, 70, 130)}\n\n"
     "Example: edit-peer join INVITATION --home my-peer && edit-peer run --home my-peer --data ~/books",
 )
 with_version(app, "edit-peer")
@@ -72,8 +72,8 @@ def join(
 ) -> None:
     """Redeem an invitation: create a key, and store the certificate in --home. Repeat it if the answer was lost.
 
-    An invitation is a secret. Other users of this machine can see a command line, but not a file of yours, or stdin. With
-    --dht-peers a coordinator that is at none of the addresses in the invitation is looked for by its run's id.
+    An invitation is a secret: give it in a file or on stdin, because other users of this machine can see a command line. With
+    --dht-peers, if the coordinator answers at none of the addresses in the invitation, join looks for it by the run's id.
 
     Example: edit-peer join - --home my-peer < invitation.txt
     """
@@ -144,10 +144,10 @@ def run(
 
 @app.command()
 def fingerprint(home: HomeOption = Path("edit-peer")) -> None:
-    """Print this peer's name and the hash of its public key, for the --members of the others.
+    """Print this peer's name and the hash of its public key: the other members put this line into the file of --members.
 
-    Send the line over another channel than the run's operator: by telephone, or signed mail. The key is the one of the peer's
-    certificate, and stays the same when that is renewed.
+    Send the line by a channel that the run's operator does not control: by telephone, or signed mail. The key belongs to the
+    peer's certificate, and stays the same when the certificate is renewed.
 
     Example: edit-peer fingerprint --home my-peer
     """
@@ -165,11 +165,11 @@ def consent(
         str | None, typer.Option(help="Consent to the configuration with this digest (sha256:...) without being asked.")
     ] = None,
 ) -> None:
-    """Show the run's configuration, and consent to it: from then on this peer takes part under that one only.
+    """Show the run's configuration, and consent to it: from then on this peer takes part only under that configuration.
 
-    Call it while the peer does not run. The consent, signed with the peer's key, is consent.json in --home. If the run later
-    has another configuration, the peer ends and says what has changed (exit code 2; 3 while it trains). docs/site-policy.md
-    explains policy.toml, with which a site sets limits of its own. Exit code 1: you did not consent.
+    Run it while the peer does not run. It signs the consent with the peer's key and writes it to consent.json in --home. If the
+    run's configuration changes later, the peer ends and says what has changed (exit code 2; 3 while it trains).
+    docs/site-policy.md explains policy.toml, in which a site sets its own limits. Exit code 1: you did not consent.
 
     Example: edit-peer consent --home my-peer
     """
@@ -194,11 +194,11 @@ def approve(
     ] = None,
     home: HomeOption = Path("edit-peer"),
 ) -> None:
-    """Show the changed configuration that waits for approvals, and approve it, as one of the run's governance.approvers.
+    """Show the changed configuration that waits for approvals, and approve it. For members named in governance.approvers.
 
-    Any member may be one: a peer, an observer, an operator. The command shows what differs from the configuration in force, and
-    signs with the key in --home. A run needs governance.needed approvals before a change counts; the approval is in its audit
-    log when the command ends (docs/site-policy.md). Exit code 1: you did not approve.
+    Any member may be an approver: a peer, an observer, an operator. The command shows what differs from the configuration in
+    force, and signs with the key in --home. A change counts once it has governance.needed approvals. When the command ends, the
+    approval is in the run's audit log (docs/site-policy.md). Exit code 1: you did not approve.
 
     Example: edit-peer approve --home observer
     """
@@ -225,7 +225,7 @@ def fetch(
     out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     home: HomeOption = Path("edit-peer"),
     step: Annotated[
-        int, typer.Option(help="Fetch what merging this outer step once more takes, too; 0: the log alone.", min=0)
+        int, typer.Option(help="Also fetch what is needed to merge this outer step once more; 0: only the log.", min=0)
     ] = 0,
 ) -> None:
     """Fetch the run's audit log from its coordinator, as an auditor (`edit-coordinator invite NAME --role auditor`).
@@ -349,7 +349,7 @@ def status(
 
 @app.command()
 def watch(home: HomeOption = Path("edit-peer")) -> None:
-    """Show the run as it goes on, from anywhere, as `edit-coordinator watch` does, with the certificate of any member.
+    """Show the run live, from anywhere, as `edit-coordinator watch` does, with the certificate of any member.
 
     Ending it does nothing to the run. In the folder of a swarm it is `edit-peer swarm watch`.
 
@@ -397,9 +397,9 @@ def explain(
     home: HomeOption = Path("edit-peer"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Say what leaves this site: what this member sends, to whom, in what form, how often, who sees it and where it is kept.
+    """Show what leaves this site: what this member sends, to whom, in what form, how often, who sees it and where it is kept.
 
-    By the run's present configuration, which the coordinator is asked for.
+    It asks the coordinator for the run's present configuration. Not for a swarm.
 
     Example: edit-peer explain --home my-peer
     """
@@ -437,11 +437,11 @@ def score(
     allow: AllowOption = None,
     model_folder: FolderOption = None,
 ) -> None:
-    """Score the contributions to each outer step by what they do to the loss on held-out data, where robust.trust = "loss".
+    """Score each contribution by how much it lowers the loss on held-out data, in a run with robust.trust = "loss".
 
-    Needs an invitation with --role scorer. After each commit it reads what was merged, measures the loss of the outer
-    parameters before it with and without half of each contribution, and tells the coordinator by how much it fell. The run
-    waits for no scorer. Ctrl-C ends it.
+    Needs an invitation with --role scorer. After each commit it reads the contributions that were merged. For each, it measures
+    the loss of the outer parameters before the commit, with and without half of the contribution, and reports the difference to
+    the coordinator. The run does not wait for scorers. Ctrl-C ends the command.
 
     Example: edit-peer score --home judge --data held-out.txt
     """

@@ -125,7 +125,7 @@ def status(
 
 @app.command()
 def watch(folder: Folder) -> None:
-    """Show the swarm as it goes on: who leads, members, rounds, losses, events; until the run has finished, or Ctrl-C."""
+    """Show the swarm live: who leads, members, rounds, losses, events; until the run has finished, or Ctrl-C."""
     from aggregator.swarm.watching import SwarmWatch
     from edit.view.live import show
 

@@ -330,8 +330,8 @@ class OuterConfig:
 class GossipConfig:
     """The section [gossip]: an outer step of two peers, with outer.algorithm = "gossip" (NoLoCo, arXiv 2506.10911).
 
-    The defaults of lr and momentum are the paper's (section 4; it exchanges every 50 inner steps), that of mixing its authors'
-    code's.
+    The defaults of lr and momentum are those of the paper (section 4; it exchanges every 50 inner steps). The default of mixing
+    is that of its authors' code.
     """
 
     # beta: how far the outer parameters follow the pair's mean pseudo-gradient.
@@ -344,7 +344,7 @@ class GossipConfig:
     codec: Annotated[str, OneOf("bf16", "fp32")] = "bf16"
     # Outer steps after which all peers' outer parameters become their mean. 0: only at the end of the run.
     settle_every: Annotated[int, Between(0, 1 << 40)] = 0
-    # In a swarm: seconds that a peer waits for its partner, and then goes alone; and for the others where all settle.
+    # In a swarm: seconds that a peer waits for its partner before it takes the step alone, and for all others at a settling.
     deadline_s: Annotated[float, Between(0.1, 1e6)] = 60.0
 
     def __post_init__(self) -> None:

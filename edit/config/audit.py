@@ -19,10 +19,10 @@ class AuditConfig:
     # update brings its peer a receipt; a peer stops when one does not fit what it has sent, or seen of the log before. In a
     # swarm every member keeps the log, the owners of parts sign its entries, and `edit-peer swarm audit verify` checks it.
     enabled: bool = False
-    # Of so many outer steps, the last ones, the coordinator keeps the contributions as they were sent. `edit-coordinator audit
+    # The coordinator keeps the contributions to this many of the last outer steps, as they were sent. `edit-coordinator audit
     # replay` merges them once more and compares the result with the log.
     keep_contributions: Annotated[int, Between(0, 10_000)] = 0
-    # Peers sign the head of each receipt that they accept with the key of their certificate, too, and say so in heartbeats.
+    # Peers sign the head of each receipt that they accept with the key of their certificate, and send it with their reports.
     # `edit-coordinator audit verify` says how many members vouch for which head.
     cosign: bool = True
 

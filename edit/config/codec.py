@@ -191,12 +191,12 @@ class CodecConfig:
     up_decay: Annotated[float, Between(0, 1)] = 1.0
     # The share of what an update's codec left out that is added to the next update.
     down_decay: Annotated[float, Between(0, 1)] = 1.0
-    # How a peer stores its residual, what its contributions left out: "fp32" to the bit, "bf16" or "int8" in 2 bytes or about
-    # 1 byte for each parameter instead of 4. "local": in its local parameters, in no more memory: training goes on from theta
-    # less the residual, and the next pseudo-gradient has it (step-ahead error feedback, arXiv 2008.05823).
+    # How a peer stores its residual (what its contributions left out). "fp32": exactly, 4 bytes per parameter; "bf16": 2 bytes;
+    # "int8": about 1 byte. "local": in its local parameters, without memory of its own: training continues from theta minus the
+    # residual, so that the next pseudo-gradient contains it (step-ahead error feedback, arXiv 2008.05823).
     up_residual: Annotated[str, OneOf(*RESIDUAL_FORMS, LOCAL)] = "fp32"
-    # The codec of the merged pseudo-gradient in the journal; the outer optimizer is given what it decodes to. "": fp32 where
-    # the update is fp32, else bf16. A codec with scales (int8, int4, e3m0) keeps what it left out and adds it to the next.
+    # The codec of the merged pseudo-gradient in the journal. The outer optimizer gets the decoded value. "": fp32 for fragments
+    # whose update is fp32, else bf16. With int8, int4 and e3m0, what the codec left out is added to the next one.
     record: Annotated[str, NamesCodec(RECORDS, optional=True)] = ""
     # How the aggregator keeps what `down` and `record` left out: fp32, bf16 or int8 (`edit.codecs.residuals`).
     down_residual: Annotated[str, OneOf(*RESIDUAL_FORMS)] = "int8"

@@ -20,21 +20,22 @@ RULES = ("none", "geometric_median", "centered_clip", "multi_krum", "clip", "med
 class RobustConfig:
     """The section [robust]: how contributions are combined where some peers may be hostile (docs/robust-merging.md).
 
-    The penalty is for peers that are broken; a peer that means harm keeps its norm plausible. Recommended where any peer may
-    be hostile: the rule geometric_median, with a third of the peers as hostile, rounded down. Peers whose names are alike up
-    to the first dot are of one organisation, and count as one.
+    The penalty finds broken peers; a hostile peer keeps its norm plausible. If any peer may be hostile, use the rule
+    geometric_median, and set `hostile` to a third of the peers, rounded down. Peers whose names agree up to the first dot
+    belong to one organisation, and count as one.
     """
 
-    # `none`: the mean, by the weights of the section [penalty]. `geometric_median` (arXiv 1912.13445), `centered_clip`
+    # `none`: the mean, with the weights of the section [penalty]. `geometric_median` (arXiv 1912.13445), `centered_clip`
     # (arXiv 2012.10333), `multi_krum` (arXiv 1703.02757) and `clip` (each contribution shortened to the median length) weigh
     # contributions as a whole; `median` and `trimmed_mean` (arXiv 1803.01498) go element by element.
     rule: Annotated[str, OneOf(*RULES)] = "none"
-    # f: how many organisations may be hostile. A round with good contributions of fewer than 2 f + 1 (multi_krum: 2 f + 3) is
-    # rolled back.
+    # f: how many organisations may be hostile. A round with good contributions from fewer than 2 f + 1 organisations
+    # (multi_krum: 2 f + 3) is rolled back.
     hostile: Annotated[int, Between(0, 1000)] = 0
     # `nnm`: each contribution is first replaced by the mean of its nearest ones (arXiv 2302.01772); `none`.
     mixing: Annotated[str, OneOf("nnm", "none")] = "nnm"
-    # Make all contributions as long as their median, at most 4 times as long: else a short one is near all others.
+    # Scale all contributions to their median length, but none to more than 4 times its length. Otherwise a short contribution
+    # has an advantage, because it is near all others.
     equalise: bool = True
     # `fragment`: each fragment has weights of its own, and is merged as soon as it is complete. `model`: contributions are
     # weighed as one vector of all fragments of an outer step, so that all have the same weights; nothing is merged before the
@@ -42,13 +43,13 @@ class RobustConfig:
     scope: Annotated[str, OneOf("fragment", "model")] = "fragment"
     # The distance from the centre to which centered_clip shortens; 0: the median distance.
     radius: Annotated[float, Between(0, 1e12)] = 0.0
-    # `none`: all are trusted alike. `anchors`: each contribution is weighed by its cosine to the mean of those of `anchors`
-    # and made as long as that mean; what points away from it has no weight (FLTrust, arXiv 2012.13995). It replaces the rule.
-    # `loss`: a contribution counts in proportion to how much its peer's last ones lowered the loss on data that a member
-    # of the role scorer holds (`edit-peer score`). It goes with the rules that weigh contributions as a whole, and with none.
+    # `none`: all are trusted alike. `anchors`: each contribution is weighed by its cosine to the mean contribution of
+    # `anchors`, and scaled to the length of that mean; one that points away from it has no weight (FLTrust, arXiv 2012.13995).
+    # It replaces the rule. `loss`: a contribution counts in proportion to how much the last ones of its peer lowered the loss
+    # on the data of a scorer (`edit-peer score`). It works with the rules that weigh contributions as a whole, and without one.
     trust: Annotated[str, OneOf("none", "anchors", "loss")] = "none"
-    # The organisations that are trusted with trust = "anchors": the names of their peers up to the first dot. A fragment to
-    # which none of them has contributed well is rolled back.
+    # The organisations that are trusted with trust = "anchors": the names of their peers up to the first dot. A fragment is
+    # rolled back if none of them has contributed well to it.
     anchors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

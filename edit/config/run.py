@@ -138,7 +138,7 @@ class InnerConfig:
     # `adamw`; `muon`: Muon for the matrices, AdamW for embeddings, norms and the head (MuLoCo, arXiv 2505.23725); `sgd`, with
     # Nesterov momentum; `torch:NAME`, another class of torch.optim; `entry:NAME`, a plug-in that each peer's operator allows.
     optimizer: Annotated[str, Matches(_names_an_optimizer, _AN_OPTIMIZER)] = "adamw"
-    # In which adamw keeps its two moments: `fp32`, 8 bytes per parameter; `int8`, about 2, or `int4`, about 1, by torchao (the
+    # The format of adamw's two moments: `fp32`, 8 bytes per parameter; `int8`, about 2, or `int4`, about 1, by torchao (the
     # extra lowbit, docs/operating.md).
     state: Annotated[str, OneOf("fp32", "int8", "int4")] = "fp32"
     # Further arguments of torch:NAME or entry:NAME.
@@ -161,8 +161,8 @@ class InnerConfig:
     batch_size: Annotated[int, Between(1, 1 << 20)] = 4
     # Micro-batches in an inner step.
     accumulation: Annotated[int, Between(1, 1 << 20)] = 1
-    # The batch of a peer grows to at most so many times batch_size x accumulation: after an exchange it is doubled, by more
-    # micro-batches, where the peer's gradients fail the norm test. 1: it stays. Above 1, accumulation must be at least 2.
+    # A peer's batch may grow to this many times batch_size x accumulation: after an exchange the peer doubles it, by taking
+    # more micro-batches, if its gradients fail the norm test. 1: it does not grow. Above 1, accumulation must be at least 2.
     batch_growth: Annotated[int, Between(1, 1024)] = 1
     # eta of the norm test (arXiv 2406.13936): it fails where the variance of an inner step's gradient, measured between its
     # micro-batches, exceeds eta^2 times the gradient's square.

@@ -14,15 +14,15 @@ __all__ = ["SecaggConfig"]
 class SecaggConfig:
     """The section [secagg]: secure aggregation. Peers mask their pseudo-gradients; only the sum of all can be opened.
 
-    The aggregator learns of each peer its norm per fragment, inner steps, tokens and when it sent, and never a vector. Instead
-    of by `codec.up`, contributions are encoded as integers on a grid that all peers know, with error feedback.
+    The aggregator learns the norm of each peer's fragments, its inner steps, its tokens and when it sent them, but no vector.
+    Contributions are not encoded by `codec.up` but as integers on a grid that all peers know, with error feedback.
     """
 
-    # Whether contributions are masked. Threshold: two thirds of the peers of a round; the others may drop out.
+    # Whether contributions are masked. Two thirds of the peers of a round are enough to open the sum; the others may drop out.
     enabled: bool = False
-    # Bits of a masked element: 8, 16 or 32; the first outer step takes 32.
+    # Bits of a masked element: 8, 16 or 32. The first outer step always takes 32.
     bits: Annotated[int, Matches(lambda bits: bits in (8, 16, 32), "must be 8, 16 or 32")] = 16
-    # The least number of peers in a sum. A peer helps to open no sum of fewer.
+    # The smallest number of peers in a sum. A peer does not help to open a sum of fewer.
     min_peers: Annotated[int, Between(2, 64)] = 3
     # The largest number of peers in a round; the grid leaves room for the sum of that many.
     max_peers: Annotated[int, Between(2, 64)] = 16

@@ -74,7 +74,7 @@ def demo(
     no_faults: Annotated[bool, typer.Option("--no-faults", help="Inject no faults.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results; one of an earlier demo is wiped.")] = Path("runs/demo"),
     quick: Annotated[
-        bool, typer.Option("--quick", help="Take about a minute; with --hostile for each of the three runs.")
+        bool, typer.Option("--quick", help="Take about a minute; with --hostile, a minute for each of the three runs.")
     ] = False,
 ) -> None:
     """Train one model with a coordinator, or as a swarm, and several peers, inject faults, and write a report.
@@ -146,7 +146,9 @@ def chaos(
     masked: Annotated[bool, typer.Option("--masked", help="With secure aggregation; at least 4 peers.")] = False,
     forked: Annotated[
         bool,
-        typer.Option("--forked", help="With an audit log; at the end two coordinators serve the run, which must be found."),
+        typer.Option(
+            "--forked", help="With an audit log. At the end two coordinators serve the run, and the peers must detect it."
+        ),
     ] = False,
     hostile: Annotated[int, typer.Option(help="Number of hostile members beside them, fewer than there are peers.")] = 0,
     gap: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
@@ -329,7 +331,9 @@ def codecs(
         list[str] | None, typer.Option("--codec", help="A codec with its options. Repeatable.", show_default="all")
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions of each job; the best counts.")] = 7,
-    rivals: Annotated[bool, typer.Option("--rivals", help="Also hivemind's compressors, installed as by `rivals`.")] = False,
+    rivals: Annotated[
+        bool, typer.Option("--rivals", help="Also measure hivemind's compressors, installed as by `edit-lab bench rivals`.")
+    ] = False,
     folder: _Folder = None,
     torch_index: _TorchIndex = "",
     label: _Label = "",

@@ -250,9 +250,9 @@ def invite(
     """Print a single-use invitation, one line on stdout. Send it to the new member over a channel you trust.
 
     A member redeems it with `join`, an observer with `edit-peer join`. Only a member with a copy of the
-    authority's key can invite: the founder, and those that got one by `share-authority`. Any of these redeems it
-    that runs and can be reached. A rule of [robust] counts members once whose names are alike up to the first dot: acme.gpu1
-    and acme.gpu2.
+    authority's key can invite: the founder, and those that got one by `share-authority`. One of these must run and be
+    reachable when the invitation is redeemed. Members whose names agree up to the first dot, such as acme.gpu1 and acme.gpu2,
+    belong to one organisation. A robust rule counts it once.
 
     Example: edit-peer swarm invite university-b --home a
     """

@@ -76,7 +76,7 @@ class RoundReport:
     digest: str  # of the outer parameters after the commit; empty when it was aborted
     fragments: tuple[FragmentCommit, ...]  # verdicts without payloads; empty when it was aborted
     carried: tuple[str, ...] = ()  # peers whose contributions went on into the next round
-    every: int = 0  # H: inner steps between two exchanges of a fragment that it was taken with; 0: it is not known
+    every: int = 0  # H of this outer step: inner steps between two exchanges of a fragment; 0: not known
     batch: int = 0  # sequences in an inner step of a peer
     outer_lr: float = 0.0  # the outer learning rate in force
     outer_momentum: float = 0.0  # the outer momentum in force; 0 also where the outer optimizer has none
@@ -192,8 +192,8 @@ class MemberStatus:
     download_s: float = 0.0  # what a download may take, from measurements; 0 before any
     compute_s: float = 0.0  # the same for its inner steps
     upload_s: float = 0.0  # the same for an upload
-    optional: bool = False  # rounds do not wait for it: nothing came of it twice in a row
-    quarantined_s: float = 0.0  # for so long it is kept out of the rounds: its bytes were bad too often
+    optional: bool = False  # rounds do not wait for it, because it contributed nothing twice in a row
+    quarantined_s: float = 0.0  # how long it is still kept out of the rounds, because its bytes were bad too often
     expires: float = 0.0  # when its newest certificate ends, in seconds since 1970; 0: not known here
     device: str = ""  # what it computes on, as it says; empty: it does not say
     metrics: Mapping[str, float] = field(default_factory=dict)  # what else its user reports, by name
@@ -201,8 +201,8 @@ class MemberStatus:
     exchanging: float = 0.0  # likewise: sending and fetching
     waiting: float = 0.0  # likewise: for the others
     verdict: str = ""  # of `PeerRound`, on the last round that it was expected in; empty: none yet
-    verdict_reason: str = ""
-    consented: bool = False  # its site said that it consents to the configuration, since the coordinator was started
+    verdict_reason: str = ""  # why it has this verdict
+    consented: bool = False  # its site has consented to the configuration, and said so since the coordinator was started
 
     def as_json(self) -> dict[str, object]:
         """Return one row of `members --json`. `json_text` writes it: a number that is not finite as null."""
@@ -382,22 +382,22 @@ class RunStatus:
     peak_memory_bytes: int  # of the aggregator's process
     expected: tuple[str, ...]  # peers that the open round waits for
     arrived: tuple[str, ...]  # peers whose contribution to the open round is complete
-    deadline_in_s: float | None  # None: no round is open, or nobody is waited for
+    deadline_in_s: float | None  # until the open round's deadline; -1 in JSON: no round is open, or nobody is waited for
     members: tuple[MemberStatus, ...]  # see below
     rounds: tuple[RoundReport, ...]  # the last ones, newest last
     warnings: tuple[str, ...] = ()  # of its own certificates, and of its clock
     t: float = 0.0  # when this was said, in seconds since 1970
-    eta_s: float | None = None  # until the run's end, from the pace of the last rounds; None: not known
-    curves: tuple[Curve, ...] = ()
+    eta_s: float | None = None  # until the run's end, from the pace of the last rounds; -1 in JSON: not known
+    curves: tuple[Curve, ...] = ()  # of losses, norms and speeds, as the page draws them
     events: tuple[Event, ...] = ()  # the last ones, newest last
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[Setting, ...] = ()  # the run's settings, with their defaults
     aggregator: int = 0  # which one this is; 0 is the coordinator
     aggregators: tuple[RunStatus, ...] = ()  # the further ones, as far as they were asked and answered
-    masks: str = ""  # with secure aggregation: how far the masked round is, in words
-    privacy: str = ""  # with differential privacy of organisations: what has been spent, in words
-    epsilon: float | None = None  # likewise, as a number; None: there is none
-    governance: str = ""  # while a changed configuration waits for approvals: for whose, in words
-    council: CouncilStatus | None = None  # of a whole swarm; None: there is a coordinator, or it is one part's status
+    masks: str = ""  # with secure aggregation: the state of the masked round, in words
+    privacy: str = ""  # with differential privacy of organisations: epsilon and delta spent so far, in words
+    epsilon: float | None = None  # the epsilon spent so far; not in JSON without differential privacy of organisations
+    governance: str = ""  # which approvals a changed configuration waits for, in words; empty: none
+    council: CouncilStatus | None = None  # the council; not in JSON where the run has a coordinator, or for one part of a swarm
 
     def as_json(self) -> dict[str, object]:
         """Return the values of `status --json`: flat, stable names for scripts; no deadline is -1. `json_text` writes them."""
