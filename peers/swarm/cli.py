@@ -273,7 +273,7 @@ def status(
 
 @app.command()
 def watch(home: HomeOption = Path("edit-peer")) -> None:
-    """Show the swarm as it goes on: who leads, members, rounds, losses, events; until the run has finished, or Ctrl-C.
+    """Show the swarm live: who leads, members, rounds, losses, events; until the run has finished, or Ctrl-C.
 
     It asks this member's host, or another's, and the owner of each part. It only reads: ending it does not affect the run.
 
