@@ -69,7 +69,7 @@ def leaving(
     settings = _settings(status)
     coordinator = "the coordinator" + (f" ({' or '.join(map(printable, endpoints))})" if endpoints else "")
     asked = Leaving(
-        what="its certificate and the address that it calls from",
+        what="its certificate and the address that it connects from",
         to=coordinator,
         form="mutual TLS",
         how_often="with every connection",
@@ -103,8 +103,8 @@ def _scores(coordinator: str) -> Leaving:
         form="numbers from -1 to 1, over mutual TLS",
         how_often="once for each outer step",
         size="about 30 bytes for each peer",
-        seen_by="the operator; what follows from it, verdicts and weights: every member",
-        kept="in the coordinator's log; with audit.enabled in the audit log, for good",
+        seen_by="the operator; the resulting verdicts and weights: every member",
+        kept="in the coordinator's log; with audit.enabled in the audit log, permanently",
     )
 
 
@@ -152,7 +152,7 @@ def _contribution(
             + f"{_scorers(settings)}; other members see {others}, and the merged result"
             + (", which has noise" if private else "")
         ),
-        kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only what was merged "
+        kept="in memory, or in a file beside it, until its round is closed or it is merged later; then only the merged result "
         f"of all peers is kept, in the journal and {_said(settings, 'storage.keep_checkpoints')} checkpoints"
         + (f"; each as it was sent, until {steps} outer steps later (audit.keep_contributions)" if steps else ""),
     )
@@ -178,16 +178,16 @@ def _noise(status: RunStatus, settings: Mapping[str, object]) -> str:
     """Return what the contribution can tell of the data."""
     if settings.get("privacy.level") == "organisation":
         return (
-            f" and without noise, so it can tell of the data to the operator; the coordinator shortens it to at most "
-            f"{_said(settings, 'privacy.clip')} and adds noise before anybody else sees what becomes of it: of all data of one "
-            f"organisation that tells no more than eps {_said(settings, 'privacy.epsilon_max')} at delta "
+            f" and without noise, so the operator can learn something about the data; the coordinator shortens it to at most "
+            f"{_said(settings, 'privacy.clip')} and adds noise before anybody else sees the result: about all data of one "
+            f"organisation the result tells no more than eps {_said(settings, 'privacy.epsilon_max')} at delta "
             f"{_said(settings, 'privacy.delta')} allows{_spent(status)}"
         )
     if settings.get("privacy.level") != "example":
-        return " and without noise, so it can tell of the data to who reads it"
+        return " and without noise, so whoever reads it can learn something about the data"
     return (
-        f"; of gradients with noise: of one {_said(settings, 'privacy.unit')} of the data it tells no more than eps "
-        f"{_said(settings, 'privacy.epsilon_max')} at delta {_said(settings, 'privacy.delta')} allows, to anybody"
+        f"; computed from gradients with noise: about one {_said(settings, 'privacy.unit')} of the data it tells no more than "
+        f"eps {_said(settings, 'privacy.epsilon_max')} at delta {_said(settings, 'privacy.delta')} allows, to anybody"
     )
 
 

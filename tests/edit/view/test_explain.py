@@ -48,7 +48,7 @@ def test_what_noise_at_the_coordinator_does_and_who_sees_what_is_before_it_is_sa
     values = {"privacy__level": "organisation", "privacy__clip": 2.0, "privacy__delta": 1e-5, "privacy__epsilon_max": 4.0}
     told = leaving(replace(configured(**values), epsilon=1.53), "peer", AT)
     sent = by_what(told, "contributions")
-    assert "without noise, so it can tell of the data to the operator" in sent.form
+    assert "without noise, so the operator can learn something about the data" in sent.form
     assert "shortens it to at most 2.0 (privacy.clip) and adds noise before anybody else" in sent.form
     assert "no more than eps 4.0 (privacy.epsilon_max) at delta 1e-05 (privacy.delta) allows (so far eps 1.53)" in sent.form
     assert sent.seen_by == (
