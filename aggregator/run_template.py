@@ -11,7 +11,7 @@ name = "run"                    # The beginning of the run's id.
 seed = 0                        # Seeds the initial parameters and each peer's order of the data.
 
 [model]
-# A peer whose model is not the one that builtin:gpt says is refused. Of the others, the first peer brings the names and shapes.
+# With builtin:gpt, a peer with another model is refused. With hf: and entry:, the first peer sends the names and shapes.
 name = "builtin:gpt"            # builtin:gpt, hf:MODEL_TYPE (transformers), entry:NAME (of peers, or of own loops: any name).
 layers = 4                      # Transformer blocks; layers, heads and width are for builtin:gpt.
 heads = 4                       # Attention heads; must divide width.
@@ -76,7 +76,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 [audit]                         # A signed log of who contributed what, and what came out: docs/audit.md.
 #enabled = false                # true: peers sign their contributions; the coordinator, or each member of a swarm, keeps a log.
 #keep_contributions = 0         # Outer steps whose contributions are kept, for `edit-coordinator audit replay`.
-#cosign = true                  # Peers sign the heads of the log that they have seen, too.
+#cosign = true                  # Peers also sign the heads of the log that they have seen.
 
 [governance]                    # A changed configuration counts only with approvals, and peers check that: docs/site-policy.md.
 #approvers = []                 # Members that approve changes, by name, or as `edit-peer fingerprint` prints name and key.
@@ -84,7 +84,7 @@ enabled = true                  # false: a plain mean of all contributions that 
 
 [secagg]                        # Secure aggregation: only the sum of contributions is seen; docs/secure-aggregation.md.
 #enabled = false                # true: peers mask their contributions; set rounds.quorum to min_peers or more.
-#bits = 16                      # Of a masked element: 8, 16 or 32.
+#bits = 16                      # Bits of a masked element: 8, 16 or 32.
 #min_peers = 3                  # No sum of fewer peers is ever opened.
 #max_peers = 16                 # No round has more peers; the grid leaves room for that many.
 
@@ -96,8 +96,8 @@ enabled = true                  # false: a plain mean of all contributions that 
 #clip = 1.0                     # The largest norm of one example's gradient, or of an organisation's contribution.
 #sampling = "poisson"           # poisson: each example is in a step by chance; shuffle: each once in a pass.
 #unit = "sequence"              # What an example is: sequence or document.
-#denominator = 0                # organisation: n0, by what their sum is divided; 0: rounds.start_peers.
-#accept_noise = false           # organisation: true: train though the noise is over 10 times a contribution's length.
+#denominator = 0                # organisation: n0, by which the sum is divided; 0: rounds.start_peers.
+#accept_noise = false           # organisation: true: train even if the noise is over 10 times a contribution's length.
 
 [robust]                        # For runs in which some peers may be hostile: docs/robust-merging.md.
 #rule = "none"                  # geometric_median, centered_clip, multi_krum, clip, median, trimmed_mean; none: weighted mean.
@@ -131,18 +131,18 @@ momentum = 0.85                 # Outer momentum, for nesterov, co2, delayed_nes
 #merger = "mean"                # How weighted contributions are combined: mean, or entry:NAME.
 #merger_options = {}            # For a merger entry:NAME.
 #direction = "mean"             # How contributions are averaged: mean, or rda (directions and lengths separately).
-#correct = "none"               # heloco shrinks or turns what goes against the momentum.
+#correct = "none"               # heloco shrinks or turns the components that go against the momentum.
 
 [average]                       # A mean of the outer parameters over outer steps, for an export with --averaged.
 #kind = "none"                  # ema: exponential moving average; last: the mean of the last outer steps; none.
-#decay = 0.9                    # What ema keeps of itself at an outer step.
+#decay = 0.9                    # The share of the average that ema keeps at each outer step.
 #last = 2                       # How many outer steps last takes; each beyond the first costs 4 bytes per parameter.
 
 [gossip]                        # An outer step of two peers, with outer.algorithm = "gossip" (NoLoCo).
 #lr = 0.7                       # How far both follow the mean of their contributions.
 #momentum = 0.5                 # Momentum of each peer's own outer parameters.
 #mixing = 0.7                   # How fast the outer parameters of a pair approach their mean; below 2 (1 - momentum^2).
-#codec = "bf16"                 # In which a peer sends its outer parameters: bf16 or fp32.
+#codec = "bf16"                 # The codec of the outer parameters that a peer sends: bf16 or fp32.
 #settle_every = 0               # Outer steps after which all peers' outer parameters become their mean; 0: only at the end.
 #deadline_s = 60.0              # Seconds that a peer waits for its partner, or for the others where all settle.
 
@@ -157,7 +157,7 @@ down = "bf16"                   # For updates.
 #fragments = {}                 # Others for fragments by name: { "embedding*" = { up = "int8", down = "bf16" } }.
 
 [rounds]                        # When a round opens and closes.
-# A live peer of which nothing came in two rounds in a row is optional: no round waits for it until it contributes.
+# A live peer that contributed nothing in two rounds in a row is optional: rounds do not wait for it until it contributes.
 start_peers = 1                 # Live peers before the first round opens.
 quorum = 1                      # A round with fewer contributions never commits; at most start_peers.
 #floor_s = 5.0                  # The shortest deadline of a round, in seconds.
