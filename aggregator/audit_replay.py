@@ -185,7 +185,7 @@ def _compare(records: Sequence[MergeRecord], outer: OuterState, entry: Mapping[s
     logged = {one["fragment"]: one for one in entry["fragments"]}
     for record in records:
         i = record.fragment_id
-        mine = parse_canonical(canonical(fragment_entry(record, staged[i])))
+        mine = parse_canonical(canonical(fragment_entry(record, staged[i], merged="merged" in logged[i])))
         for key in sorted(mine.keys() | logged[i].keys()):
             if mine.get(key) != logged[i].get(key):
                 raise LogFault(

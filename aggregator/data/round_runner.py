@@ -621,9 +621,9 @@ class RoundRunner:
             ready, entry = outer.stage_plugins(records, injection, staged), ""
             trust = after_scores(outer.trust, scored) if scored else None
             if (entries := self._store.entries) is not None:
-                ready = outer.stage_all(records, injection, ready)
-                ordered = sorted(records, key=lambda record: record.fragment_id)
-                entry = entries.commit(outer, ordered, ready, signed, replace(facts, trust=trust))
+                ready = outer.stage_all(records, injection, ready) if entries.of_results else ready
+                ordered, results = sorted(records, key=lambda record: record.fragment_id), ready if entries.of_results else None
+                entry = entries.commit(outer, ordered, results, signed, replace(facts, trust=trust))
             if self._store.kept is not None:
                 self._store.kept.committing(effect.outer_step)
             step, reason = effect.outer_step, effect.reason

@@ -1,7 +1,9 @@
 """The audit log on disk: entries appended to audit-log.jsonl, and the signed head of them in audit-log.head.
 
-1. The entry of a commit stands in the journal's commit record, which is on disk before the entry is appended here. So the log
-   has no entry of what was not committed, and a start fills in what it lacks: the last one, after a kill.
+1. The entry of a commit stands in the journal's commit record, all but what the commit leads to: the digest after it and the
+   hashes of the update. That is added once the commit is applied; a start that applies it again comes to the same bytes. The
+   record is on disk before the entry is appended here. So the log has no entry of what was not committed, and a start fills in
+   what it lacks: the last one, after a kill.
 2. An entry is on disk before the head that is signed for it. A head for more entries than there are means that some were lost.
 3. What cannot be appended is kept and tried again before the next commit, which fails until then.
 
@@ -37,6 +39,7 @@ from edit.errors import (
     StorageError,
 )
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
+from edit.records import Commit
 from edit.trust.canonical import parse_canonical
 from edit.trust.checkpoints import Checkpoint, LogSigner, NoteKey, open_note, parse_checkpoint
 from edit.trust.merkle import MerkleTree, leaf_hash
@@ -46,6 +49,7 @@ from editpb.audit_log import (
     check_length,
     claimed_privacy,
     commit_entry,
+    completed,
     config_entry,
     consent_entry,
     continued_entry,
@@ -109,6 +113,11 @@ class AuditLog:
         return cls(folder, run_id, config, signer, now, disk or Disk())
 
     @property
+    def of_results(self) -> bool:
+        """See `aggregator.storage.store.Entries`."""
+        return False
+
+    @property
     def key(self) -> str:
         """The log's public key, as text."""
         return self._signer.key.text()
@@ -132,7 +141,10 @@ class AuditLog:
                 raise StorageError(f"{self.path}: lacks the entries {len(self._tree)} to {index - 1}; restore it from a copy")
             if index < len(self._tree):
                 if self._tree.leaf(index) != leaf_hash(line):
-                    raise StorageError(f"{self.path}: entry {index} is not the journal's; restore it from a copy")
+                    raise StorageError(
+                        f"{self.path}: entry {index} is not the journal's: restore it from a copy; or [outer], [codec] or "
+                        "[codec.fragments] of run.toml are not those of then: set them back"
+                    )
                 continue
             self._pending.append(line)
             self.flush()
@@ -142,11 +154,13 @@ class AuditLog:
         self,
         outer: OuterState,
         records: Sequence[MergeRecord],
-        staged: Mapping[int, Staged],
+        staged: Mapping[int, Staged] | None,
         contributions: Mapping[int, Sequence[ContributionHeader]],
         facts: RoundFacts,
     ) -> str:
-        """Return the entry of a commit that is about to be journalled; `append` it once that is done.
+        """Return the entry of a commit that is about to be journalled; `append` it once that is done, and it is completed.
+
+        staged: None: what the commit leads to is not known yet (`editpb.audit_log.completed`).
 
         Raises StorageError while the log cannot be written, RefusedError for an entry that nobody could read: nothing is to be
         committed then.
@@ -154,12 +168,13 @@ class AuditLog:
         self._say_consents()
         entry = commit_entry(
             replace(facts, privacy=facts.privacy or claimed_privacy(self._config)),
-            digests=(outer.digest, outer.digest_after(staged)),
+            digests=(outer.digest, outer.digest_after(staged or {})),
             config=self._digest,
             records=records,
             staged=staged,
             contributions=contributions,
             taken_with=asdict(in_force(self._config, facts.outer_step - 1, facts.trained)),
+            merged=self._config.audit.keep_contributions > 0,
         )
         line = entry_line(self._tree, self._now(), entry)
         heads = {peer: len(given.get("seen", ())) for peer, given in entry["contributions"].items()}
@@ -169,9 +184,9 @@ class AuditLog:
         check_length(line, entry)
         return line.decode()
 
-    def append(self, entry: str) -> None:
-        """Append the entry of a commit that is journalled. Raises StorageError; then `flush` tries again."""
-        self._pending.append(entry.encode())
+    def append(self, entry: str, commit: Commit) -> None:
+        """Append the entry of a commit that is journalled and applied. Raises StorageError; then `flush` tries again."""
+        self._pending.append(completed(entry.encode(), commit))
         self.flush()
 
     def flush(self) -> None:

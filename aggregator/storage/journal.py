@@ -66,6 +66,7 @@ class CommittedRound:
     injection: Injection | None = None  # what of a run above came in with it; what it was computed for (`base`) is not kept
     update: Mapping[str, Any] | None = None  # in a swarm: the update that its members agree on; JSON values
     audit: str = ""  # its entry in the audit log; empty: there was no log
+    draft: str = ""  # that entry without what the commit leads to, which a replay finds (`editpb.audit_log.completed`)
     trust: Mapping[str, Trust] | None = None  # what scorers have said of peers until then; None: nothing new
 
 
@@ -178,13 +179,14 @@ class Journal:
         base: str = "",
         update: Mapping[str, object] | None = None,
         audit: str = "",
+        draft: str = "",
         in_force: Mapping[str, object] | None = None,
         trust: Mapping[str, Trust] | None = None,
     ) -> None:
         """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
 
-        base: digest of the outer parameters before it; a replay must come to the same. update: rule 7. audit: its entry in the
-        audit log. in_force: what it was taken with (`edit.config.in_force`), to be read by people.
+        base: digest of the outer parameters before it; a replay must come to the same. update: rule 7. audit, draft:
+        `CommittedRound`. in_force: what it was taken with (`edit.config.in_force`), to be read by people.
         trust: what scorers have said of peers until then; None: nothing new. Raises StorageError.
         """
         self._check_step(outer_step)
@@ -197,6 +199,8 @@ class Journal:
             header["update"] = update
         if audit:
             header["audit"] = audit
+        if draft:
+            header["audit_draft"] = draft
         if in_force is not None:
             header["in_force"] = in_force
         if trust is not None:
@@ -369,6 +373,7 @@ def _committed(
             injection=injection,
             update=header.get("update"),
             audit=str(header.get("audit", "")),
+            draft=str(header.get("audit_draft", "")),
             trust=None if trust is None else {peer_id: Trust.from_json(written) for peer_id, written in trust.items()},
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:

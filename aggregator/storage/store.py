@@ -41,7 +41,7 @@ from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.merging.trust import Trust
 from edit.records import MOST_TOKENS, Commit
 from edit.trust.merkle import HASH_BYTES, MOST_PROOF
-from editpb.audit_log import RoundFacts
+from editpb.audit_log import DAMAGE, RoundFacts, completed
 from editpb.messages import ContributionHeader, SeenHead
 
 __all__ = ["Entries", "Store", "load_outer", "peaks_from", "read_outer"]
@@ -53,11 +53,16 @@ Restore = Callable[[Schema, RunConfig, Mapping[str, Tensor], Mapping[str, Any]],
 class Entries(Protocol):
     """Makes the entries of commits for an audit log; knows what of it others may have seen."""
 
+    @property
+    def of_results(self) -> bool:
+        """Whether an entry has what its commit leads to from the beginning, which is then to be staged; else that is added."""
+        ...
+
     def commit(
         self,
         outer: OuterState,
         records: Sequence[MergeRecord],
-        staged: Mapping[int, Staged],
+        staged: Mapping[int, Staged] | None,
         contributions: Mapping[int, Sequence[ContributionHeader]],
         facts: RoundFacts,
     ) -> str:
@@ -97,6 +102,7 @@ class Store:
         self.update_id = ""  # in a swarm: the update that led to the state that is on disk; "": none did
         self.held: CommittedRound | None = None  # what `recover` found held in a swarm, not applied (rule 7 of the journal)
         self._held_entry = ""  # of the audit log, of what is held now
+        self._draft = ""  # the entry of the commit that is on disk and not applied
         self.injections = Injections(folder)
         self._folder, self._config, self._run_id, self._disk, self._restore = folder, config, run_id, disk, restore
         self._journal: Journal | None = None
@@ -172,7 +178,7 @@ class Store:
             tokens: merged with it; the sum stays at MOST_TOKENS.
             injected: what of a run above is in the outer state after it, when an injection came in; else None.
             base: digest of the outer parameters before it, which a recovery must come to, too.
-            audit: its entry in the audit log.
+            audit: its entry in the audit log, as `entries` has made it; `applied` completes and appends it.
             inner_steps: behind `tokens`; 0: not known.
             trust: what scorers have said of peers until then; None: nothing new.
         """
@@ -181,15 +187,10 @@ class Store:
         total, said = min(self.tokens + tokens, MOST_TOKENS), self._in_force(outer_step, (inner_steps, tokens))
         self._writer.submit(
             lambda: self._open_journal().append_commit(
-                round_id, outer_step, reason, total, injected, base, audit=audit, in_force=said, trust=trust
+                round_id, outer_step, reason, total, injected, base, draft=audit, in_force=said, trust=trust
             )
         ).result()
-        self.tokens = total
-        if self.audit is not None:
-            try:
-                self.audit.append(audit)
-            except StorageError as error:
-                _log.error("%s; no further round commits until it can", error)
+        self.tokens, self._draft = total, audit
 
     def hold(self, round_id: int, outer_step: int, reason: str, base: str, update: Mapping[str, Any], audit: str = "") -> None:
         """In a swarm: commit the round, held only until `adopted`. It is on disk when this returns. Raises StorageError.
@@ -202,7 +203,7 @@ class Store:
         said = self._in_force(outer_step)
         self._writer.submit(
             lambda: self._open_journal().append_commit(
-                round_id, outer_step, reason, update["tokens"], None, base, update, audit, said
+                round_id, outer_step, reason, update["tokens"], None, base, update, audit, in_force=said
             )
         ).result()
         self._held_entry = audit
@@ -251,7 +252,16 @@ class Store:
         return self._written[path]
 
     def applied(self, commit: Commit) -> None:
-        """Publish a commit that is on disk, and note the digest that it led to: a recovery will have to come to the same."""
+        """Publish a commit that is on disk, and note the digest that it led to: a recovery will have to come to the same.
+
+        Its entry is appended to the audit log before.
+        """
+        draft, self._draft = self._draft, ""
+        if self.audit is not None and draft:
+            try:
+                self.audit.append(draft, commit)
+            except StorageError as error:
+                _log.error("%s; no further round commits until it can", error)
         self.publish(commit)
         self._noting = self._writer.submit(self._note_digest, commit.outer_step, commit.digest)
 
@@ -450,8 +460,8 @@ def _load(
         nonlocal tokens, update_id
         commits.append(_apply(outer, committed))
         tokens = committed.tokens
-        if committed.audit:
-            entries.append(committed.audit)
+        if entry := _entry(committed, commits[-1]):
+            entries.append(entry)
         update_id = str(committed.update["id"]) if committed.update is not None else update_id
 
     for committed in replay_segments(recovered.segments, recovered.outer_step, recovered.at_least):
@@ -492,6 +502,16 @@ def _apply(outer: OuterState, committed: CommittedRound) -> Commit:
         raise
     except EditError as error:
         raise StorageError(f"journal: outer step {committed.outer_step} cannot be replayed ({error})") from error
+
+
+def _entry(committed: CommittedRound, commit: Commit) -> str:
+    """Return the entry in the audit log of a round that was replayed; empty: there was no log. Raises StorageError."""
+    if not committed.draft:
+        return committed.audit
+    try:
+        return completed(committed.draft.encode(), commit).decode()
+    except DAMAGE as error:
+        raise StorageError(f"the journal: the entry of outer step {commit.outer_step} is damaged ({error!r})") from error
 
 
 def _check_digest(outer_step: int, then: str, now: str) -> None:

@@ -76,11 +76,16 @@ class OwnerEntries:
         self._log, self._run_id, self._part, self._grant = log, run_id, part, grant
         self._config, self._owner, self._signer, self._now = config, owner, signer, now
 
+    @property
+    def of_results(self) -> bool:
+        """See `Entries`: the owner signs what the commit leads to."""
+        return True
+
     def commit(
         self,
         outer: OuterState,
         records: Sequence[MergeRecord],
-        staged: Mapping[int, Staged],
+        staged: Mapping[int, Staged] | None,
         contributions: Mapping[int, Sequence[ContributionHeader]],
         facts: RoundFacts,
     ) -> str:
@@ -91,6 +96,8 @@ class OwnerEntries:
         none = RoundFacts(round_id=facts.round_id, outer_step=outer.outer_step + 1, reason=facts.reason)
         if facts != replace(none, missing=facts.missing, unmerged=facts.unmerged, trained=facts.trained):
             raise LocalProtocolError("this commit is none of a swarm's part")
+        if staged is None:
+            raise LocalProtocolError("the owner of a part signs what its commits lead to, which is not staged")
         entry = computed(
             self._config, self._part, self._grant, outer, records, staged, replace(facts, trained=(0, 0)), contributions
         )

@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # torch, which whoever verifies need not load
     from edit.merging.injection import Injected
     from edit.merging.outer_state import MergeRecord, Staged
     from edit.merging.trust import Trust
-    from edit.records import PeerVerdict
+    from edit.records import Commit, EncodedTensor, PeerVerdict
 
 __all__ = [
     "DAMAGE",
@@ -61,6 +61,7 @@ __all__ = [
     "check_length",
     "claimed_privacy",
     "commit_entry",
+    "completed",
     "config_entry",
     "continued_entry",
     "counts_anybody",
@@ -92,6 +93,9 @@ PART = (
 )
 """What the list of a shard has, in this order; then of a masked one its norm, a text; and of one whose signer has seen a head
 of the log, that head's place in the peer's list `seen`, a number. Bytes are base64."""
+
+
+_RESULT_BYTES = len(f',"update":"{"0" * 64}"')  # of the hash of an update in an entry; of the digest after it, no more
 
 
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
@@ -202,18 +206,21 @@ def commit_entry(
     digests: tuple[str, str],
     config: str,
     records: Sequence[MergeRecord],
-    staged: Mapping[int, Staged],
+    staged: Mapping[int, Staged] | None,
     contributions: Mapping[int, Sequence[ContributionHeader]],
     taken_with: Mapping[str, object] | None = None,
+    merged: bool = True,
 ) -> _Entry:
     """Return the entry of a commit.
 
     Args:
         digests: of the outer parameters before and after it.
         config: `config_digest` of the run.
-        records, staged: what is committed of each fragment, and the update that is published of it.
+        records, staged: what is committed of each fragment, and the update that is published of it. Without `staged` the entry
+            lacks what the commit leads to, the digest after it included: `completed` adds that.
         contributions: the signed headers of all that was in hand, by fragment.
         taken_with: H, batch, outer learning rate and momentum of it (`edit.config.in_force`).
+        merged: name the merged pseudo-gradient, which only those can compare who have all contributions.
     """
     headers = [header for i in sorted(contributions) for header in contributions[i]]
     peers = sorted({header.peer_id for header in headers})
@@ -223,12 +230,14 @@ def commit_entry(
         "outer_step": facts.outer_step,
         "reason": facts.reason,
         "before": digests[0],
-        "after": digests[1],
+        **({} if staged is None else {"after": digests[1]}),
         "config_digest": config,
         "missing": sorted(facts.missing),
         "unmerged": sorted(facts.unmerged),
         "injected": facts.injected.to_json() if facts.injected is not None else None,
-        "fragments": [fragment_entry(record, staged[record.fragment_id]) for record in records],
+        "fragments": [
+            fragment_entry(record, None if staged is None else staged[record.fragment_id], merged=merged) for record in records
+        ],
         "contributions": {
             peer: _of_peer([header for header in headers if header.peer_id == peer]) for peer in peers
         },
@@ -252,24 +261,42 @@ def claimed_privacy(config: RunConfig) -> dict[str, object] | None:
     return {"level": privacy.level, "unit": privacy.unit, **most}
 
 
+def completed(entry: bytes, commit: Commit) -> bytes:
+    """Return the line of a commit's entry with what the commit has led to; one that has it already as it is.
+
+    Raises what DAMAGE has for a line that is no such entry.
+    """
+    said = parse_canonical(entry)
+    if "after" in said:
+        return entry
+    payloads = {fragment.fragment_id: fragment.payload for fragment in commit.fragments}
+    fragments = [{**one, "update": _hash(payloads[one["fragment"]])} for one in said["fragments"]]
+    return canonical({**said, "after": commit.digest, "fragments": fragments})
+
+
 def check_length(line: bytes, entry: _Entry) -> None:
     """Raise RefusedError for the entry of a commit that is too long to be read by others; it says who contributes the most."""
-    if len(line) > MAX_ENTRY_BYTES:  # honest ones have a few hundred bytes for each shard of a fragment
+    to_come = 0 if "after" in entry else _RESULT_BYTES * (1 + len(entry["fragments"]))
+    if len(line) + to_come > MAX_ENTRY_BYTES:  # honest ones have a few hundred bytes for each shard of a fragment
         parts = {peer: len(given["parts"]) for peer, given in entry["contributions"].items()}
         most = max(sorted(parts), key=lambda peer: parts[peer])
         raise RefusedError(f"the entry of the audit log would be too long: {most} contributes {parts[most]} shards; evict it")
 
 
-def fragment_entry(record: MergeRecord, staged: Staged) -> _Entry:
-    """Return what a commit's entry says of one fragment."""
+def fragment_entry(record: MergeRecord, staged: Staged | None, *, merged: bool = True) -> _Entry:
+    """Return what a commit's entry says of one fragment. staged, merged: see `commit_entry`."""
     return {
         "fragment": record.fragment_id,
         "merged_norm": float(record.merged_norm),
         "clip": float(record.clip),
-        "merged": blake3(record.payload.data).hexdigest() if record.payload is not None else None,
-        "update": blake3(staged.payload.data).hexdigest() if staged.payload is not None else None,
+        **({"merged": _hash(record.payload)} if merged else {}),
+        **({} if staged is None else {"update": _hash(staged.payload)}),
         "verdicts": {one.peer_id: _verdict(one) for one in record.verdicts},
     }
+
+
+def _hash(payload: EncodedTensor | None) -> str | None:
+    return blake3(payload.data).hexdigest() if payload is not None else None
 
 
 def _agreed(agreed: AgreedSet) -> _Entry:

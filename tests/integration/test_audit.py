@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from aggregator.cli import app
 from aggregator.storage.store import load_outer
 from edit.errors import ConfigError
 from edit.fragments.digest import digest
+from edit.merging.outer_state import OuterState, Staged
 from edit.trust.checkpoints import LogSigner
 from edit.trust.envelopes import open_envelope
 from editpb.audit_log import LogFault, LogVerifier
@@ -77,6 +79,27 @@ def test_the_log_of_a_run_verifies_over_restarts_and_says_what_was_merged(tmp_pa
         usage = log.usage[peer]
         assert (usage.outer_steps, usage.tokens, usage.missing, dict(usage.verdicts)) == (3, 30, 0, {"ok": 6})
         assert usage.share == pytest.approx(1.5)
+
+
+def test_the_outer_step_of_a_commit_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new_folder(tmp_path / "run", toml=AUDITED)
+    computed: list[tuple[int, bool]] = []
+    go_through = OuterState._go_through
+
+    def counted(self: OuterState, i: int, *args: Any, in_place: bool, **how: Any) -> Staged | None:
+        computed.append((i, in_place))
+        return go_through(self, i, *args, in_place=in_place, **how)
+
+    async def scenario() -> None:
+        async with served(folder) as run, run.signing_peer("a") as a:
+            await found_run(a[0])
+            await commit_one([a], 0)
+            run.coordinator.run.rounds._bytes_per_s = 1e12  # contributions come in fast: nothing is staged ahead
+            monkeypatch.setattr(OuterState, "_go_through", counted)
+            await commit_one([a], 1)
+
+    asyncio.run(scenario())
+    assert computed == [(0, True), (1, True)] and verified(folder.path).digest == load_outer(folder).digest
 
 
 def test_a_contribution_without_a_good_signature_is_refused_and_never_in_the_log(tmp_path: Path) -> None:

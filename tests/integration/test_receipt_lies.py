@@ -481,8 +481,20 @@ def test_a_snapshot_that_the_log_does_not_lead_on_from_is_found(told: Told, tmp_
         receipts.accept(told.manifests[0], receipt_to_pb(told.receipts[0]), receipts.head)
 
 
-def test_bytes_of_an_update_are_those_of_the_log(told: Told, tmp_path: Path) -> None:
-    receipts = opened(tmp_path / "home", told, [])
-    hashes = receipts.accept(told.manifests[0], receipt_to_pb(told.receipts[0]), receipts.head)
+def test_bytes_of_an_update_are_those_of_the_log_unless_thetas_digest_is_compared_before_they_are_used(
+    told: Told, tmp_path: Path
+) -> None:
     entry = json.loads(told.receipts[0].entry)
-    assert hashes == {one["fragment"]: one["update"] for one in entry["fragments"]} and None not in hashes.values()
+    logged = {one["fragment"]: one["update"] for one in entry["fragments"]}
+    assert None not in logged.values()
+
+    def hashes(name: str, *, lazily: bool = False, at: int | None = None) -> dict[int, str | None]:
+        receipts = opened(tmp_path / name, told, [])
+        receipts.lazily = lazily
+        if at is not None:
+            receipts.at(at, told.manifests[0].digest)
+        return receipts.accept(told.manifests[0], receipt_to_pb(told.receipts[0]), receipts.head)
+
+    assert hashes("by forwards", lazily=True) == logged
+    assert hashes("asked again", at=1) == logged  # by a region that reads what the run above has subtracted since
+    assert hashes("next") == dict.fromkeys(logged)

@@ -26,7 +26,7 @@ from aggregator.storage.cosignatures import note_files
 from aggregator.storage.state_folder import StateFolder
 from edit import EditWorker, WorkerConfig
 from edit.errors import RefusedError
-from edit.records import Committed
+from edit.records import Commit, Committed
 from edit.replica.ranks import Ranks
 from edit.trust.checkpoints import Cosigner, LogSigner, NoteKey, open_note, parse_checkpoint, signature_of
 from editpb.audit_log import LogVerifier
@@ -395,9 +395,9 @@ class Forked:
         self._entry = self._other.commit(*merged, replace(facts, reason="another"))
         return self._log.commit(*args)
 
-    def append(self, entry: str) -> None:
-        self._log.append(entry)
-        self._other.append(self._entry)
+    def append(self, entry: str, commit: Commit) -> None:
+        self._log.append(entry, commit)
+        self._other.append(self._entry, commit)
 
     def receipt(self, outer_step: int, seen_size: int) -> LogReceipt:
         return (self._other if asking.get() == self._peer_id else self._log).receipt(outer_step, seen_size)

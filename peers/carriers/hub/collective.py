@@ -297,6 +297,7 @@ class HubCollective:
             self._site.masks.members if self._site.masks is not None else None,
             Cosigner(self._site.key) if config.audit.cosign else None,
             masked=config.secagg.enabled,
+            lazily=config.sync.mode == "forward",
         )
         self._report.cosigned = self._receipts.cosigned
 

@@ -40,7 +40,9 @@ class Receipts:
     kept: KeptReceipts
     cosigner: Cosigner | None = None  # None: this peer does not cosign
     masked: bool = False  # whether contributions are masked in this run
+    lazily: bool = False  # whether updates are used as they arrive, before theta's digest after them is known
     position: tuple[int, str] = (-1, "")  # outer step and digest of theta, by the last snapshot or receipt
+    _reached: int = -1  # the newest outer step of a snapshot or a receipt
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _cosigned: Cosignature | None = None  # the last one
 
@@ -57,8 +59,9 @@ class Receipts:
         cosigner: Cosigner | None = None,
         *,
         masked: bool = False,
+        lazily: bool = False,
     ) -> Receipts:
-        """Go on from what is kept in a peer's folder. log_key: as the coordinator says it.
+        """Go on from what is kept in a peer's folder. log_key: as the coordinator says it. masked, lazily: see the fields.
 
         Raises ConfigError (damaged files), RefusedError (another key; an earlier receipt did not fit), StorageError.
         """
@@ -69,7 +72,7 @@ class Receipts:
             )
         key = pinned_key(home, log_key, run_id)
         kept = KeptReceipts.open(home, key)
-        return cls(home, key, run_id, schema_hash, mine, members, failed, kept, cosigner, masked)
+        return cls(home, key, run_id, schema_hash, mine, members, failed, kept, cosigner, masked, lazily)
 
     @property
     def head(self) -> Head:
@@ -97,6 +100,7 @@ class Receipts:
     def at(self, outer_step: int, digest: str) -> None:
         """Note theta as a snapshot has it: the next receipt must begin with it."""
         self.position = outer_step, digest
+        self._reached = max(self._reached, outer_step)
 
     def signed(self, header: ContributionHeader) -> ContributionHeader:
         """Note what this peer signs; return it."""
@@ -119,7 +123,10 @@ class Receipts:
         self.mine = replace(self.mine, masks={each: masks[each] for each in sorted(masks)[-_ROUNDS:]})
 
     def accept(self, manifest: UpdateManifest, message: data_pb2.LogReceipt | None, asked: Head) -> dict[int, str | None]:
-        """Check the receipt of an update; return the hashes of the update's bytes by fragment, None of one rolled back.
+        """Check the receipt of an update; return the hashes that the update's bytes are to have, by fragment; None: any.
+
+        Of an update beyond all before it theta's digest after it is compared before any of it is used, unless `lazily`: that
+        digest is the log's, so the bytes need not be hashed, too.
 
         message: None: there was none. asked: the head that the request was made with.
 
@@ -149,7 +156,9 @@ class Receipts:
             self.fault(manifest, str(error), receipt)
         self.kept.add(head, receipt, manifest.outer_step)
         self.position = manifest.outer_step, manifest.digest
-        return {one["fragment"]: one["update"] for one in entry["fragments"]}
+        checked_by_digest = not self.lazily and manifest.outer_step > self._reached
+        self._reached = max(self._reached, manifest.outer_step)
+        return {one["fragment"]: None if checked_by_digest else one["update"] for one in entry["fragments"]}
 
     def fault(self, manifest: UpdateManifest, why: str, receipt: LogReceipt | None = None) -> NoReturn:
         """Keep what was seen before and what came now, say that the peer must not go on, and raise ReceiptFault."""

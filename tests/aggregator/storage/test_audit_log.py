@@ -5,26 +5,27 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from blake3 import blake3
 
 from aggregator.storage import checkpoint
 from aggregator.storage.audit_log import AuditLog
-from aggregator.storage.journal import Disk, replay_segments
+from aggregator.storage.journal import Disk, Journal, replay_segments
+from aggregator.storage.journal_records import records
 from aggregator.storage.store import Store
 from edit.config.audit import AuditConfig
 from edit.config.run import CodecConfig, OuterConfig, PrivacyConfig, RunConfig, StorageConfig
-from edit.errors import ConfigError, StorageError
+from edit.errors import ConfigError, RefusedError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
 from edit.trust.signatures import Signer
-from editpb.audit_log import LogFault, LogVerifier, RoundFacts
+from editpb.audit_log import LogFault, LogVerifier, RoundFacts, completed
 from editpb.consents import signed_consent
 from editpb.messages import Consent, ContributionHeader, DataStatement
 from editpb.signed_contributions import ContributionSigner, config_digest
@@ -88,13 +89,15 @@ def founded(store: Store) -> OuterState:
     return outer
 
 
-def append(store: Store, outer: OuterState, round_id: int, privacy: Mapping[str, object] | None = None) -> None:
-    """What the round runner does with one round."""
+def append(
+    store: Store, outer: OuterState, round_id: int, privacy: Mapping[str, object] | None = None, scale: float = 0.1
+) -> None:
+    """What the round runner does with one round. scale: of the contribution."""
     assert store.audit is not None
     generator = torch.Generator().manual_seed(round_id)
     records, signed = [], {}
     for fragment in SCHEMA.fragments:
-        payload = encode("fp32", 0.1 * torch.randn(fragment.numel, generator=generator))
+        payload = encode("fp32", scale * torch.randn(fragment.numel, generator=generator))
         records.append(outer.record(outer.reduce(fragment.fragment_id, [Measured("a", 2, 10, measure(payload), payload)])))
         store.begin_fragment(round_id, records[-1]).result()
         header = ContributionHeader(
@@ -111,20 +114,16 @@ def append(store: Store, outer: OuterState, round_id: int, privacy: Mapping[str,
             total_bytes=4 * fragment.numel,
         )
         signed[fragment.fragment_id] = (SIGN(header, memoryview(payload.data)),)
-    staged = outer.stage_all(records, None, {})
     step = outer.outer_step + 1
     entry = store.audit.commit(
         outer,
         records,
-        staged,
+        None,
         signed,
         RoundFacts(round_id=round_id, outer_step=step, reason="all in", privacy=privacy),
     )
     store.append_commit(round_id, step, "all in", 10, base=outer.digest, audit=entry)
-    updates = {i: blake3(one.payload.data).hexdigest() for i, one in staged.items() if one.payload is not None}
-    commit = outer.commit(round_id, "all in", records, None, staged)
-    assert {f.fragment_id: blake3(f.payload.data).hexdigest() for f in commit.fragments if f.payload} == updates
-    store.applied(commit)
+    store.applied(outer.commit(round_id, "all in", records))
 
 
 def log_of(folder: Path) -> tuple[LogVerifier, list[tuple[int, str]]]:
@@ -232,7 +231,13 @@ def test_a_consent_that_cannot_be_written_is_written_before_the_next_commit(tmp_
 
 
 def journal_of(folder: Path) -> list[tuple[int, str]]:
-    return [(each.outer_step, each.audit) for each in replay_segments(checkpoint.segments(folder / "outer"), 0)]
+    """The entries that replaying the journal from its beginning comes to."""
+    with tempfile.TemporaryDirectory() as scratch:
+        outer, found = founded(Store(Path(scratch), CONFIG, "run")), []
+        for each in replay_segments(checkpoint.segments(folder / "outer"), 0):
+            commit = outer.commit(each.round_id, each.reason, list(each.fragments))
+            found.append((each.outer_step, completed(each.draft.encode(), commit).decode()))
+    return found
 
 
 @pytest.mark.parametrize("how", ["before", "middle", "after"])
@@ -270,6 +275,90 @@ def test_killed_at_any_write_the_log_is_the_journal_after_the_next_start(tmp_pat
             break
         died += 1
     assert died > 8 and not killed
+
+
+def test_the_entries_of_an_older_journal_which_are_whole_are_filled_in(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    outer = founded(store)
+    append(store, outer, 1)
+    path, head = tmp_path / "audit-log.jsonl", tmp_path / "audit-log.head"
+    before = path.read_bytes(), head.read_bytes()
+    append(store, outer, 2)
+    store.close()
+    whole = path.read_bytes()
+    segment = checkpoint.segment_of(tmp_path / "outer", 0)
+    rounds = list(replay_segments([(0, segment)], 0))
+    segment.unlink()
+    older = Journal.create(segment, 0)
+    for each, (_, entry) in zip(rounds, journal_entries(whole), strict=True):
+        for record in each.fragments:
+            older.append_fragment(each.round_id, record)
+        older.append_commit(each.round_id, each.outer_step, each.reason, each.tokens, base=each.base, audit=entry)
+    older.close()
+    path.write_bytes(before[0])
+    head.write_bytes(before[1])
+    again = opened(tmp_path)
+    assert again.recover() is not None
+    again.close()
+    assert path.read_bytes() == whole
+
+
+def journal_entries(log: bytes) -> list[tuple[int, str]]:
+    entries = [(json.loads(line), line.decode()) for line in log.splitlines()]
+    return [(entry["outer_step"], line) for entry, line in entries if entry["kind"] == "commit"]
+
+
+def test_other_settings_after_a_kill_are_no_entry_that_the_log_has(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    append(store, founded(store), 1)
+    store.close()
+    changed = replace(CONFIG, outer=replace(CONFIG.outer, lr=0.5))
+    segment = checkpoint.segment_of(tmp_path / "outer", 0)
+    journal = Journal.open(segment, 0)
+    begins, ends = journal.rounds[1]
+    journal.close()
+    os.truncate(segment, ends - _digest_record_bytes(segment, begins, ends))  # the digest after it was never on disk
+    with pytest.raises(StorageError, match=r"entry 1 is not the journal's: .*\[outer\].* set them back"):
+        opened(tmp_path, config=changed).recover()
+
+
+def _digest_record_bytes(segment: Path, begins: int, ends: int) -> int:
+    (record,) = [each for each in records(segment, begins) if each.header["kind"] == "digest"]
+    assert record.end == ends
+    return record.end - record.offset
+
+
+def test_an_entry_is_too_long_with_what_its_commit_will_lead_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path)
+    outer = founded(store)
+    append(store, outer, 1)
+    length = len(log_of(tmp_path)[1][-1][1])
+    monkeypatch.setattr("editpb.audit_log.MAX_ENTRY_BYTES", length - 100)
+    with pytest.raises(RefusedError, match="would be too long: a contributes 2 shards"):
+        append(store, outer, 2)
+    assert outer.outer_step == 1
+    store.close()
+
+
+def test_a_fragment_that_is_rolled_back_has_no_update_in_the_log(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    outer = founded(store)
+    append(store, outer, 1, scale=1e38)
+    store.close()
+    _, ((_, line),) = log_of(tmp_path)
+    assert [one["update"] for one in json.loads(line)["fragments"]] == [None, None]
+    assert [(1, line)] == journal_of(tmp_path)
+
+
+def test_the_merged_pseudo_gradient_is_named_where_contributions_are_kept(tmp_path: Path) -> None:
+    for keep in (0, 1):
+        folder = tmp_path / str(keep)
+        folder.mkdir()
+        store = opened(folder, config=replace(CONFIG, audit=AuditConfig(enabled=True, keep_contributions=keep)))
+        append(store, founded(store), 1)
+        store.close()
+        (entry,) = [json.loads(line) for _, line in journal_entries((folder / "audit-log.jsonl").read_bytes())]
+        assert ["merged" in one for one in entry["fragments"]] == [bool(keep)] * 2
 
 
 def test_while_the_log_cannot_be_written_nothing_further_commits_and_nothing_is_lost(tmp_path: Path) -> None:
