@@ -25,7 +25,7 @@ from editpb.council_messages import OfferHeader, StateHeader, offer_header_to_pb
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.chunk_frames import add_council_servicer, council_stub, update_frames
 from tests.support.council.replicated_table import SETTINGS
-from tests.support.loops import outside, pass_time, run_held
+from tests.support.loops import pass_time, run_held
 
 OUTER = outer_state(SETTINGS, 0)
 SIZES = body_sizes(OUTER)
@@ -43,8 +43,8 @@ def state_header(description: int, tensors: Sequence[int]) -> Message:
     return pb.StatePart(header=state_header_to_pb(StateHeader(STATE, 5, description, tuple(tensors))))
 
 
-def asked(messages: Sequence[Message | EditError | float | None], *, state: bool = False) -> Any:
-    """Ask a host that answers with these messages. None: nothing comes any more. A number: it begins, and waits so long."""
+def asked(messages: Sequence[Message | EditError | None], *, state: bool = False) -> Any:
+    """Ask a host that answers with these messages. None: nothing comes any more."""
 
     class Source(council_pb2_grpc.CouncilServicer):  # type: ignore[misc]
         async def FetchOffer(self, request: object, context: Any) -> AsyncIterator[Message]:
@@ -53,12 +53,6 @@ def asked(messages: Sequence[Message | EditError | float | None], *, state: bool
                 for message in messages:
                     if isinstance(message, EditError):
                         raise message
-                    if isinstance(message, float):
-                        await context.send_initial_metadata(())
-                        await outside(0.05)  # until that has come
-                        pass_time(message)
-                        await outside(0.05)  # in which a bound would be met
-                        continue
                     while message is None:  # until who asked gives up: its next bound may begin after any of these
                         pass_time(transfers.STALL_S)
                         await asyncio.sleep(0)
@@ -155,14 +149,49 @@ def test_a_source_that_sends_nothing_is_given_up(sent: Sequence[Message]) -> Non
         asked([*sent, None])
 
 
-def test_a_source_that_has_begun_may_be_busy_with_others_for_a_while() -> None:
-    with pytest.raises(RemoteProtocolError, match="0 of"):
-        asked([3 * transfers.STALL_S, header(), next(update_frames(0, b"1234"))])
+class Busy:
+    """A call whose first message does not come yet. begun: whether its metadata has come."""
+
+    def __init__(self, *, begun: bool) -> None:
+        self.metadata, self.message = (asyncio.get_running_loop().create_future() for _ in range(2))
+        if begun:
+            self.metadata.set_result(())
+
+    async def initial_metadata(self) -> Any:
+        return await self.metadata
+
+    async def read(self) -> Any:
+        return await self.message
 
 
-def test_a_source_that_has_begun_and_sends_nothing_is_given_up() -> None:
-    with pytest.raises(TransportError, match="too slow"):
-        asked([0.0, None])
+@pytest.mark.parametrize(
+    ("begun", "after_s", "given_up"),
+    [
+        (False, transfers.STALL_S - 1, False),
+        (False, transfers.STALL_S + 1, True),
+        (True, transfers.STALL_S + 1, False),
+        (True, transfers.STALL_S + 59, False),
+        (True, transfers.STALL_S + 61, True),
+    ],
+)
+def test_a_source_that_has_begun_may_be_busy_as_long_as_its_bytes_may_take(begun: bool, after_s: float, given_up: bool) -> None:
+    async def body() -> None:
+        call = Busy(begun=begun)
+        first = asyncio.ensure_future(transfers._first(call, most=60 * transfers.MIN_BYTES_PER_S))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        pass_time(after_s)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert first.done() == given_up
+        if given_up:
+            with pytest.raises(TimeoutError):
+                await first
+        else:
+            call.message.set_result("header")
+            assert await first == "header"
+
+    run_held(body())
 
 
 def test_what_the_source_says_is_the_error() -> None:
