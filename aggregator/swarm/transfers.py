@@ -1,9 +1,9 @@
 """The bytes that hosts fetch from each other: an update that is offered or kept, and the whole state of a part.
 
 Who fetches knows the part's schema, and so how many bytes there can be: a header that announces more is refused before memory
-is taken. A source that sends nothing for STALL_S, or less than MIN_BYTES_PER_S, is given up. A source sends its
-metadata at once, even if it is still busy with other readers or with its journal. After that the first message may take as long
-as all bytes of the answer may take.
+is taken. A source that sends nothing for STALL_S, or less than MIN_BYTES_PER_S, is given up. It sends its metadata at once, even
+if it is still busy with other readers or with its journal; after that the first message may take as long as all bytes of the
+answer may take.
 """
 
 from __future__ import annotations
