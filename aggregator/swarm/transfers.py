@@ -1,9 +1,9 @@
 """The bytes that hosts fetch from each other: an update that is offered or kept, and the whole state of a part.
 
 Who fetches knows the part's schema, and so how many bytes there can be: a header that announces more is refused before memory
-is taken. A source that sends nothing for STALL_S, or less than MIN_BYTES_PER_S, is given up. It sends its metadata at once, even
-if it is still busy with other readers or with its journal; after that the first message may take as long as all bytes of the
-answer may take.
+is taken. A source that sends nothing for STALL_S, or less than MIN_BYTES_PER_S, is given up. It sends its metadata at once,
+even if it is still busy with other readers or with its journal; after that the first message may take as long as the bytes of
+the answer's tensors may take.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ async def fetch_offer(stub: CouncilStub, part: int, outer_step: int, update_id: 
 
     request = pb.OfferRequest(outer_step=outer_step, id=bytes.fromhex(update_id))
     call: Any = stub.FetchOffer(request, metadata=metadata_of(part))
-    header, (manifest, *bodies) = await _received(call, announced, MOST_MANIFEST + sum(sizes))
+    header, (manifest, *bodies) = await _received(call, announced, sum(sizes))
     return Offer(header.update, bytes(manifest), tuple(bodies))
 
 
@@ -198,7 +198,7 @@ async def _state(call: Any, part: int, schema: Schema, bytes_per_element: int) -
             )
         return header, [header.description_bytes, *header.tensor_bytes]
 
-    header, (description, *data) = await _received(call, announced, MOST_DESCRIPTION + most)
+    header, (description, *data) = await _received(call, announced, most)
     try:
         values = parse_json(bytes(description))
         if not isinstance(values, dict) or not isinstance(values["metadata"], dict):
@@ -214,7 +214,7 @@ def _tensor(dtype: str, data: memoryview) -> Tensor:
 
 
 async def _received(call: Any, announced: Callable[[Any], tuple[_T, list[int]]], most: int) -> tuple[_T, list[memoryview]]:
-    """Return the header of an answer, and the byte strings that follow it. most: bytes that it can have."""
+    """Return the header of an answer, and the byte strings that follow it. most: bytes that its tensors have."""
     try:
         first = await _first(call, most)
         if first is grpc.aio.EOF or isinstance(first, ReceivedChunk) or first.WhichOneof("kind") != "header":
