@@ -205,6 +205,8 @@ class UpdateAssembly:
         """Raise RemoteProtocolError: bytes are missing."""
         if self._manifest is None:
             raise RemoteProtocolError("an empty update")
+        if self._at == len(self._parts):
+            raise RemoteProtocolError("an update that comes sealed where nothing comes ahead of its commit")
         part = self._parts[self._at]
         assert part is not None
         part.bytes.finish()

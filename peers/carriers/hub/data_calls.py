@@ -187,16 +187,20 @@ class DataCalls:
             if assembly.take(part):
                 arrived()
 
+        async def open_all() -> None:
+            while assembly.open_one():
+                arrived()
+                await asyncio.sleep(0)  # heartbeats
+
         async def attempt() -> None:
+            await open_all()  # the stream that brought the key may have broken
             begun = assembly.received > 0 and assembly.manifest is None  # at the aggregator, ahead of the commit
             if not begun and (own := self._channels.taken()) is not None:
                 await self._from_own_host(own, assembly, take)
             async with StallTimeout(self._stall_s) as moving:
                 while assembly.round_id and assembly.manifest is None:
                     await self._read_ahead(assembly, ask, moving, take)
-                while assembly.open_one():
-                    arrived()
-                    await asyncio.sleep(0)  # heartbeats
+                await open_all()
                 await read_in_ranges(assembly, self._pace_down, ask, moving.read, take)
             assembly.finish()
 

@@ -101,6 +101,15 @@ def test_nothing_of_it_is_a_payload_before_it_is_opened() -> None:
     assert payload is not None and bytes(payload.data) == bytes(PAYLOADS[0].data)
 
 
+def test_a_stream_that_ends_with_all_bytes_sealed_has_ended_too_early() -> None:
+    """It came where updates are plain: the reader opens nothing there."""
+    update, key = assembly(), new_key()
+    ahead(update, key, 4 * sum(SIZES))
+    begin(update, manifest(key))
+    with pytest.raises(RemoteProtocolError, match="comes sealed"):
+        update.refuse_end()
+
+
 class LoggedBytes:
     """Takes any receipt; by the log the update has these bytes."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 import pytest
@@ -14,14 +15,18 @@ from edit.config.codec import CodecChoice
 from edit.errors import StaleError, TransportError
 from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.shards import Shard
+from edit.records import Commit, FragmentCommit
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
+from editpb.data_messages import update_manifest_to_pb
 from editpb.messages import SnapshotManifest, SnapshotRequest
 from editpb.transport.chunks import make_chunks
+from editpb.transport.sealing import Seal, new_key
 from editpb.transport.send_limit import UNLIMITED
 from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.data_calls import STALL_S, DataCalls, StallTimeout
 from peers.carriers.run_connection import Traffic
+from tests.support.encoded import encode
 from tests.support.fake_donor import Break, FakeDonor, dripping, listening, silent
 from tests.support.fake_run import schema_of, vectors
 from tests.support.loops import pass_time, run_held
@@ -33,6 +38,7 @@ THETA = vectors(SIZES, seed=3)
 HASHES = tuple(fragment_hash(theta) for theta in THETA)
 MUCH = 1 << 26  # more than travels to who does not read
 WHOLE = [Shard(fragment) for fragment in SCHEMA.fragments]
+PAYLOAD = encode("fp32", THETA[0])
 
 
 class Speechless(data_pb2_grpc.DataServicer):
@@ -153,6 +159,78 @@ def test_a_call_that_brings_nothing_ahead_of_the_commit_has_failed() -> None:
         return marking.calls
 
     assert asyncio.run(scenario()) == 1
+
+
+class Breaking(data_pb2_grpc.DataServicer):
+    """Sends some of an update ahead of its commit; then the manifest with the key, and breaks. From then on it is away."""
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead, self._key, self.calls = ahead, new_key(), 0
+
+    async def FetchUpdate(
+        self, request: data_pb2.UpdateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[data_pb2.UpdatePart]:
+        self.calls += 1
+        if self.calls == 1:
+            sealed = Seal(self._key, WHOLE[0])(bytes(PAYLOAD.data)[: self._ahead])
+            yield data_pb2.UpdatePart(ahead=data_pb2.UpdateAhead())
+            yield chunk(0, sealed)
+            return
+        if self.calls == 2:
+            yield manifest(self._key)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
+
+
+class OwnHost(data_pb2_grpc.DataServicer):
+    """Has the update, from the second call on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def FetchUpdate(
+        self, request: data_pb2.UpdateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[data_pb2.UpdatePart]:
+        self.calls += 1
+        if self.calls == 1:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not here yet")
+        if request.offset == 0:
+            yield manifest()
+        data = bytes(PAYLOAD.data)
+        if request.offset < len(data):
+            yield chunk(request.offset, data[request.offset :])
+
+
+def manifest(key: bytes = b"") -> data_pb2.UpdatePart:
+    fragment = FragmentCommit(fragment_id=0, payload=PAYLOAD, verdicts=(), merged_norm=1.0, clip=1.0)
+    commit = Commit(outer_step=3, round_id=7, digest="0" * 64, reason="all in", fragments=(fragment,))
+    return data_pb2.UpdatePart(manifest=update_manifest_to_pb(commit, key=key))
+
+
+def chunk(offset: int, data: bytes) -> data_pb2.UpdatePart:
+    return data_pb2.UpdatePart(chunk=data_pb2.FragmentChunk(fragment_id=0, chunk=tensors_pb2.Chunk(offset=offset, data=data)))
+
+
+def fetched_beside(own: data_pb2_grpc.DataServicer, aggregator: data_pb2_grpc.DataServicer) -> bytes:
+    """Fetch the update as a peer with a host of its own does; return its bytes."""
+
+    async def scenario() -> bytes:
+        async with serving(own) as near, serving(aggregator) as channels:
+            channels.taken = lambda: near.data()  # type: ignore[method-assign]
+            assembly = UpdateAssembly(SCHEMA, 3, (0,), WHOLE, round_id=7, choice=CodecChoice("fp32"))
+            await DataCalls(channels, "run-0a1b2c3d", Traffic()).update(
+                assembly, partial(next, iter([True]), False), lambda: None
+            )
+            payload = assembly.payload(0)
+            assert payload is not None
+            return bytes(payload.data)
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ahead", [1, 4 * SIZES[0] - 1, 4 * SIZES[0]])
+def test_an_owner_that_dies_with_its_manifest_sent_leaves_what_came_sealed_to_be_used(ahead: int) -> None:
+    """The peer has the key by then, goes on at its own host, and may need no byte more from there."""
+    assert fetched_beside(OwnHost(), Breaking(ahead)) == bytes(PAYLOAD.data)
 
 
 def never() -> bool:
