@@ -27,9 +27,10 @@ from aggregator.storage.line_file import LineFile
 from aggregator.storage.state_folder import AUDIT_LOG, part_log_of, part_logs
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
-from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
+from edit.errors import ConfigError, GoneError, LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 from edit.merging.outer_state import OuterState
 from edit.trust.merkle import MerkleTree, leaf_hash
+from editpb.messages import LoggedEntry
 from editpb.part_entries import begins_line, begun_with, genesis_line
 from editpb.signed_contributions import config_digest
 
@@ -48,6 +49,7 @@ class PartLog:
         self._folder, self._run_id, self._part, self._config = folder, run_id, part, config
         self._disk, self._digest = disk or Disk(), config_digest(config)
         self._tree = MerkleTree()
+        self._last: dict[int, LoggedEntry] = {}  # by outer step; replaced, never changed: the event loop reads it, too
         self._file: LineFile | None = None
         self._pending: list[bytes] = []  # lines that are still to be appended
         self._appending = Lock()
@@ -57,6 +59,18 @@ class PartLog:
         """Of all entries. Raises StorageError while the last one cannot be written."""
         self.flush()
         return self._tree
+
+    def entry(self, outer_step: int) -> LoggedEntry:
+        """Return the entry of the commit to an outer step, of as many as updates are kept. Any thread.
+
+        Raises StaleError while it is still to come, GoneError where it is not in this log, or kept no longer.
+        """
+        last = self._last
+        if (found := last.get(outer_step)) is not None:
+            return found
+        if outer_step > max(last, default=0):
+            raise StaleError(f"part {self._part}: the audit log has no entry of outer step {outer_step} yet; ask again")
+        raise GoneError(f"part {self._part}: the entry of outer step {outer_step} is kept no longer, or is not in this log")
 
     def found(self, outer: OuterState) -> None:
         """Begin the log of a new run with its genesis. Raises StorageError."""
@@ -134,7 +148,7 @@ class PartLog:
                 if self._file is None:
                     raise LocalProtocolError("the audit log of a part was not read")
                 self._file.append(self._pending[0])
-                self._tree.append(leaf_hash(self._pending.pop(0)))
+                self._take(self._tree, self._pending.pop(0))
 
     def close(self) -> None:
         """Close the file."""
@@ -173,7 +187,7 @@ class PartLog:
     def _read(self, path: Path) -> None:
         """Open a log, and read its tree. Raises StorageError."""
         self.close()
-        self._file, self._pending = LineFile(path, self._disk), []
+        self._file, self._pending, self._last = LineFile(path, self._disk), [], {}
         tree: MerkleTree | None = None
 
         def take(line: bytes) -> None:
@@ -183,10 +197,16 @@ class PartLog:
                 if configured != self._digest:
                     raise ConfigError(f"{path}: was begun with other settings than those of run.toml; set them back")
             else:
-                tree.append(leaf_hash(line))
+                self._take(tree, line)
 
         try:
             self._file.read(take)
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{path}: its first line is damaged ({error!r}); restore it from a copy") from error
         self._tree = tree or MerkleTree()
+
+    def _take(self, tree: MerkleTree, line: bytes) -> None:
+        """Note the next entry, which is that of the outer step of its number."""
+        kept = [*self._last.items(), (len(tree), LoggedEntry(line, tree.peaks))][-self._config.kept_updates :]
+        self._last = dict(kept)
+        tree.append(leaf_hash(line))

@@ -122,6 +122,7 @@ from editpb import council_pb2 as pb
 from editpb.control_messages import evict_request_from_pb
 from editpb.council_messages import (
     MOST_TOLD,
+    LogDoubt,
     Offering,
     PartOwner,
     StateAsked,
@@ -129,12 +130,16 @@ from editpb.council_messages import (
     SwarmDescription,
     Told,
     description_to_pb,
+    doubt_from_pb,
+    logged_request_from_pb,
+    logged_to_pb,
     owners_to_pb,
     waiting_from_pb,
 )
 from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, endpoint_of
-from editpb.limits import CHUNK_BYTES, check_digest, check_id, one_line
+from editpb.limits import CHUNK_BYTES, check_digest, check_id, one_line, within
+from editpb.messages import LoggedEntry
 from editpb.signed_contributions import config_digest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
@@ -1600,6 +1605,18 @@ class Host:
             for number, outer_step in waiting.items():
                 self.tell(ev.Wanted(number, outer_step))
 
+    def logged(self, number: int, outer_step: int) -> LoggedEntry:
+        """Return an entry of the audit log kept here. Raises StaleError, GoneError, RefusedError, RemoteProtocolError."""
+        within("part", number, 0, len(self.parts) - 1)
+        if (log := self._stores[number].part_log) is None:
+            raise RefusedError("the run has no audit log")
+        return log.entry(outer_step)
+
+    def doubted(self, doubt: LogDoubt) -> None:
+        """Show what the peer beside this host finds wrong with the audit log of a part. Nothing else follows from it."""
+        within("part", doubt.part, 0, len(self.parts) - 1)
+        self._note(f"part {doubt.part}, outer step {doubt.outer_step}: {doubt.reason}")
+
     def handler(self, method: str, metadata: Any) -> Any:
         """Return what serves a call of a peer that trains.
 
@@ -1713,6 +1730,25 @@ class _CouncilService:
                 raise RefusedError(f"only {self._host.peer_id} itself says here that it waits")
             self._host.wanted(waiting_from_pb(request))
         return pb.WaitingReply()
+
+    async def Logged(self, request: pb.LoggedRequest, context: Context) -> pb.LoggedReply:
+        """See the service."""
+        async with abort_on_error(context):
+            self._check_own_peer(context)
+            return logged_to_pb(self._host.logged(*logged_request_from_pb(request)))
+        raise AssertionError("unreachable: abort raises")
+
+    async def Doubt(self, request: pb.LogDoubt, context: Context) -> pb.LogDoubtReply:
+        """See the service."""
+        async with abort_on_error(context):
+            self._check_own_peer(context)
+            self._host.doubted(doubt_from_pb(request))
+        return pb.LogDoubtReply()
+
+    def _check_own_peer(self, context: Context) -> None:
+        """Raise RefusedError for another member than the one whose host this is."""
+        if self._host.caller(context) != self._host.peer_id:
+            raise RefusedError(f"only {self._host.peer_id} itself may ask or say this here")
 
     async def Standing(self, request: pb.StandingRequest, context: Context) -> pb.StandingReply:
         """See the service."""

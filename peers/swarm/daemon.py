@@ -113,6 +113,7 @@ def _connect(
             ranks,
             limit,
             site=site,
+            home=folder.path,
             keep=keep,
         ) as connected:
             check_ranks(connected[1], launch.size)

@@ -30,16 +30,30 @@ from edit.council.record import (
 from edit.fragments.schema import Schema
 from edit.plain_text import parse_json
 from edit.rounds.work_claims import Work
+from edit.trust.merkle import HASH_BYTES
 from editpb import council_pb2 as pb
 from editpb.data_messages import contribution_header_from_pb, contribution_header_to_pb
 from editpb.invitation import is_endpoint
-from editpb.limits import MAX_CONFIG_CHARS, MAX_COUNT, MAX_STEP, at_most, check_id, check_text, fail, within
-from editpb.messages import PROTOCOL, ContributionHeader
+from editpb.limits import (
+    MAX_CONFIG_CHARS,
+    MAX_COUNT,
+    MAX_ENTRY_BYTES,
+    MAX_PROOF_HASHES,
+    MAX_STEP,
+    at_most,
+    check_id,
+    check_text,
+    fail,
+    one_line,
+    within,
+)
+from editpb.messages import PROTOCOL, ContributionHeader, LoggedEntry
 
 __all__ = [
     "COUNCIL_BYTES",
     "MOST_TOLD",
     "Introduction",
+    "LogDoubt",
     "MergedContribution",
     "OfferHeader",
     "Offering",
@@ -53,6 +67,11 @@ __all__ = [
     "Word",
     "description_from_pb",
     "description_to_pb",
+    "doubt_from_pb",
+    "doubt_to_pb",
+    "logged_from_pb",
+    "logged_request_from_pb",
+    "logged_to_pb",
     "merged_contribution_from_pb",
     "merged_contribution_to_pb",
     "message_from_pb",
@@ -81,6 +100,15 @@ class Introduction:
     run_id: str
     incarnation: int
     protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, slots=True)
+class LogDoubt:
+    """What a peer finds wrong with the audit log of a part at an outer step. reason: in words."""
+
+    part: int
+    outer_step: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +355,36 @@ def waiting_from_pb(message: pb.WaitingRequest) -> dict[int, int]:
     return {
         within("part", one.part, 0, MOST_PARTS - 1): within("outer_step", one.outer_step, 0, MAX_COUNT) for one in message.parts
     }
+
+
+def logged_request_from_pb(message: pb.LoggedRequest) -> tuple[int, int]:
+    """Return part and outer step of the entry that is asked for. Raises RemoteProtocolError."""
+    return within("part", message.part, 0, MOST_PARTS - 1), within("outer_step", message.outer_step, 1, MAX_STEP)
+
+
+def logged_to_pb(logged: LoggedEntry) -> pb.LoggedReply:
+    """Encode an entry of the audit log of a part."""
+    return pb.LoggedReply(entry=logged.entry, peaks=logged.peaks)
+
+
+def logged_from_pb(message: pb.LoggedReply) -> LoggedEntry:
+    """Decode it. Raises RemoteProtocolError. What it says is checked by `editpb.part_receipts`."""
+    at_most("bytes of an entry", message.entry, MAX_ENTRY_BYTES)
+    at_most("peaks", message.peaks, MAX_PROOF_HASHES)
+    for each in message.peaks:
+        within("bytes of a peak", len(each), HASH_BYTES, HASH_BYTES)
+    return LoggedEntry(message.entry, tuple(message.peaks))
+
+
+def doubt_to_pb(doubt: LogDoubt) -> pb.LogDoubt:
+    """Encode what a peer doubts."""
+    return pb.LogDoubt(part=doubt.part, outer_step=doubt.outer_step, reason=one_line(doubt.reason))
+
+
+def doubt_from_pb(message: pb.LogDoubt) -> LogDoubt:
+    """Decode it. Raises RemoteProtocolError."""
+    part = within("part", message.part, 0, MOST_PARTS - 1)
+    return LogDoubt(part, within("outer_step", message.outer_step, 1, MAX_STEP), check_text("reason", message.reason))
 
 
 def _owner_from(owner: pb.Owners.Owner) -> PartOwner:

@@ -364,6 +364,36 @@ class WaitingReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LoggedRequest(_message.Message):
+    __slots__ = ("part", "outer_step")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    outer_step: int
+    def __init__(self, part: _Optional[int] = ..., outer_step: _Optional[int] = ...) -> None: ...
+
+class LoggedReply(_message.Message):
+    __slots__ = ("entry", "peaks")
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    PEAKS_FIELD_NUMBER: _ClassVar[int]
+    entry: bytes
+    peaks: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, entry: _Optional[bytes] = ..., peaks: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class LogDoubt(_message.Message):
+    __slots__ = ("part", "outer_step", "reason")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    outer_step: int
+    reason: str
+    def __init__(self, part: _Optional[int] = ..., outer_step: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LogDoubtReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StandingRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

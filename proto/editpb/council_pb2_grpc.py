@@ -76,6 +76,16 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.WaitingRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.WaitingReply.FromString,
                 _registered_method=True)
+        self.Logged = channel.unary_unary(
+                '/editpb.Council/Logged',
+                request_serializer=editpb_dot_council__pb2.LoggedRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.LoggedReply.FromString,
+                _registered_method=True)
+        self.Doubt = channel.unary_unary(
+                '/editpb.Council/Doubt',
+                request_serializer=editpb_dot_council__pb2.LogDoubt.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.LogDoubtReply.FromString,
+                _registered_method=True)
         self.Standing = channel.unary_unary(
                 '/editpb.Council/Standing',
                 request_serializer=editpb_dot_council__pb2.StandingRequest.SerializeToString,
@@ -166,6 +176,19 @@ class CouncilServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Logged(self, request, context):
+        """Likewise, in a run with an audit log: what the log that the host keeps says of an outer step, and what the peer doubts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Doubt(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Standing(self, request, context):
         """For peers of the run, its operator and observers.
         """
@@ -250,6 +273,16 @@ def add_CouncilServicer_to_server(servicer, server):
                     servicer.Waiting,
                     request_deserializer=editpb_dot_council__pb2.WaitingRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.WaitingReply.SerializeToString,
+            ),
+            'Logged': grpc.unary_unary_rpc_method_handler(
+                    servicer.Logged,
+                    request_deserializer=editpb_dot_council__pb2.LoggedRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.LoggedReply.SerializeToString,
+            ),
+            'Doubt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Doubt,
+                    request_deserializer=editpb_dot_council__pb2.LogDoubt.FromString,
+                    response_serializer=editpb_dot_council__pb2.LogDoubtReply.SerializeToString,
             ),
             'Standing': grpc.unary_unary_rpc_method_handler(
                     servicer.Standing,
@@ -500,6 +533,60 @@ class Council(object):
             '/editpb.Council/Waiting',
             editpb_dot_council__pb2.WaitingRequest.SerializeToString,
             editpb_dot_council__pb2.WaitingReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Logged(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/Logged',
+            editpb_dot_council__pb2.LoggedRequest.SerializeToString,
+            editpb_dot_council__pb2.LoggedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Doubt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/Doubt',
+            editpb_dot_council__pb2.LogDoubt.SerializeToString,
+            editpb_dot_council__pb2.LogDoubtReply.FromString,
             options,
             channel_credentials,
             insecure,

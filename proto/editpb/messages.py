@@ -38,6 +38,7 @@ __all__ = [
     "InjectHeader",
     "InjectionState",
     "LogReceipt",
+    "LoggedEntry",
     "PeerState",
     "Proposal",
     "Received",
@@ -354,6 +355,14 @@ class LogReceipt:
     checkpoint: str  # a signed note of C2SP
     consistency: tuple[bytes, ...]  # proof that this tree begins with the one of the request's seen_size
     seen: Mapping[int, tuple[bytes, ...]]  # likewise for each size of a SeenHead in the entry
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedEntry:
+    """An entry of the audit log of a swarm's part, from who keeps that log. `editpb.part_receipts` checks it."""
+
+    entry: bytes  # the line, without its end
+    peaks: tuple[bytes, ...]  # `MerkleTree.peaks` of the entries before it
 
 
 @dataclass(frozen=True, slots=True)

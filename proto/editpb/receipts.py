@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edit.errors import RefusedError
@@ -18,9 +18,11 @@ from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signatu
 from edit.trust.merkle import EMPTY_ROOT, leaf_hash, verify_consistency, verify_inclusion
 from edit.trust.signatures import key_hash
 from editpb.audit_log import DAMAGE, PART, Signed, agreed_set, counts_anybody, is_signed_part, seen_heads
-from editpb.messages import LogReceipt, SeenHead, UpdateManifest
+from editpb.messages import ContributionHeader, LogReceipt, SeenHead, UpdateManifest
 
-__all__ = ["NOTHING_SEEN", "Expected", "Head", "Mine", "ReceiptFault", "SeenMasks", "check_receipt"]
+__all__ = ["NOTHING_SEEN", "Expected", "Head", "Mine", "ReceiptFault", "SeenMasks", "check_mine", "check_receipt"]
+
+_ROUNDS = 16  # the last ones whose contributions are remembered
 
 
 class ReceiptFault(RefusedError):
@@ -65,6 +67,24 @@ class Mine:
     delivered: frozenset[int] = frozenset()
     masks: Mapping[int, SeenMasks] = field(default_factory=dict)  # by masked round
 
+    def with_signed(self, header: ContributionHeader) -> Mine:
+        """Return it with what the peer has signed now, too."""
+        rounds = {number: dict(each) for number, each in self.signatures.items()}
+        of_round = rounds.setdefault(header.round_id, {})
+        of_round[header.fragment_id] = (*of_round.get(header.fragment_id, ()), header.signature)[-_ROUNDS:]
+        last = {each: rounds[each] for each in sorted(rounds)[-_ROUNDS:]}
+        since = self.since if self.signatures else header.attempt
+        return replace(self, signatures=last, since=since)
+
+    def with_delivered(self, round_id: int) -> Mine:
+        """Return it with a round that has said that it has all of a shard."""
+        return replace(self, delivered=frozenset(sorted({*self.delivered, round_id})[-_ROUNDS:]))
+
+    def with_masks(self, round_id: int, seen: SeenMasks) -> Mine:
+        """Return it with what the peer knows of a masked round."""
+        masks = {**self.masks, round_id: seen}
+        return replace(self, masks={each: masks[each] for each in sorted(masks)[-_ROUNDS:]})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
@@ -89,7 +109,7 @@ def check_receipt(receipt: LogReceipt, expected: Expected) -> tuple[Head, dict[s
         _check_entry(receipt, entry, head, expected)
         _check_commit(entry, expected.manifest, expected.before)
         _check_contributions(entry, expected)
-        _check_mine(entry, expected)
+        check_mine(entry, expected.mine, _signed(entry, expected))
         _check_masked(entry, expected)
         _check_seen(receipt, entry, head, expected)
     except DAMAGE as error:
@@ -175,9 +195,12 @@ def _check_contributions(entry: dict[str, Any], expected: Expected) -> None:
             raise ReceiptFault(f"fragment {fragment['fragment']}: of {who} the log has a verdict or a contribution, not both")
 
 
-def _check_mine(entry: dict[str, Any], expected: Expected) -> None:
-    """Check that the entry names this peer's own contribution as it was sent, or says that it is not in it."""
-    mine, round_id = expected.mine, entry["round_id"]
+def check_mine(entry: Mapping[str, Any], mine: Mine, signed: Signed) -> None:
+    """Check that an entry names a peer's own contribution as it was sent, or says that it is not in it.
+
+    Raises ReceiptFault, and what DAMAGE has for what is no entry of a commit.
+    """
+    round_id = entry["round_id"]
     given = entry["contributions"].get(mine.peer_id)
     if given is None:
         named = mine.peer_id in entry["missing"] or mine.peer_id in entry.get("unmerged", ())
@@ -188,7 +211,7 @@ def _check_mine(entry: dict[str, Any], expected: Expected) -> None:
         return
     if (key := base64.b64decode(given["key"], validate=True)) != mine.public_key:
         raise ReceiptFault("the log names another key as this peer's")
-    heads, signed = seen_heads(given), _signed(entry, expected)
+    heads = seen_heads(given)
     for values in given["parts"]:
         part = dict(zip(PART, values, strict=False))
         known = mine.signatures.get(part["round_id"])

@@ -15,7 +15,7 @@ from edit.replica.ranks import Ranks
 from edit.replica.replica import Outer
 from editpb.identity import Identity
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
+from peers.carriers.hub.collective import Follower, HubCollective, Siblings, read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
 from peers.carriers.hub.site import NOWHERE, Site
 from peers.carriers.hub.snapshot_server import SnapshotServer
@@ -126,6 +126,7 @@ class AllAggregators(CompositeCollective):
         parser: of the configuration, with what it has parsed.
         server: serves this peer's snapshots.
         site: this peer's.
+        followers: of the connection to each aggregator, at rank 0; none: nobody follows.
     """
 
     def __init__(
@@ -137,13 +138,16 @@ class AllAggregators(CompositeCollective):
         parser: ConfigParser | None = None,
         server: SnapshotServer | None = None,
         site: Site = NOWHERE,
+        followers: Sequence[Follower] = (),
     ) -> None:
         self._io = io
         self._server = server
         self._shown: Outer | None = None
         siblings = Siblings(len(channels), parser, server)
+        following: Sequence[Follower | None] = followers or [None] * len(channels)
         self._connections = tuple(
-            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, site=site) for each in channels
+            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, site=site, follower=follower)
+            for each, follower in zip(channels, following, strict=True)
         )
         super().__init__(self._connections, site.clip)
 

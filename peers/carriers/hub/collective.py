@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from edit.fragments.digest import digest
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Shard
-from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Progress, Snapshot
+from edit.records import Aborted, Commit, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Progress, Snapshot
 from edit.replica.ranks import ALONE, Ranks
 from edit.trust.checkpoints import Cosigner
 from edit.trust.mask_plan import FragmentPlan
@@ -109,6 +109,22 @@ class Siblings:
         return tuple(self._joined) if len(self._joined) == self._connections else ()
 
 
+class Follower(Protocol):
+    """Is told at rank 0 what this peer sends, and which updates it takes. On the loop's thread."""
+
+    def signed(self, header: ContributionHeader) -> ContributionHeader:
+        """A contribution is signed, and may be sent. Returns the header."""
+        ...
+
+    def delivered(self, header: ContributionHeader) -> None:
+        """The other side has said that it has all of this shard."""
+        ...
+
+    def took(self, commit: Commit) -> None:
+        """An update is here."""
+        ...
+
+
 class HubCollective:
     """One rank's side of a run at one aggregator; a `peers.carriers.run_connection.AggregatorConnection`.
 
@@ -124,6 +140,7 @@ class HubCollective:
         siblings: what this peer's connections to all aggregators share; None: this is the only one.
         stage: applied to each contribution once its round is known.
         site: this peer's.
+        follower: at rank 0; None: nobody follows.
         draw: random numbers in [0, 1).
     """
 
@@ -137,6 +154,7 @@ class HubCollective:
         siblings: Siblings | None = None,
         stage: Stage = as_it_is,
         site: Site = NOWHERE,
+        follower: Follower | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._io = io
@@ -144,7 +162,7 @@ class HubCollective:
         self._identity = identity
         self._ranks = ranks
         self._siblings = siblings or Siblings()
-        self._stage, self._site = stage, site
+        self._stage, self._site, self._follower = stage, site, follower
         self._hidden = {name: _HIDDEN[name] for name in site.hide}
         # The main thread's.
         self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
@@ -306,14 +324,18 @@ class HubCollective:
         self._io.change(lambda: self._session.expelled(Expel(evicted=False, reason=reason)))
 
     def _signer(self, config: RunConfig) -> Sign:
-        if (receipts := self._receipts) is None:
-            return ContributionSigner(self._site.key, config)
-        sign = ContributionSigner(self._site.key, config, receipts.seen)
-        return lambda header, data: receipts.signed(sign(header, data))
+        if (receipts := self._receipts) is not None:
+            sign = ContributionSigner(self._site.key, config, receipts.seen)
+            return lambda header, data: receipts.signed(sign(header, data))
+        plain = ContributionSigner(self._site.key, config)
+        if (follower := self._follower) is not None:
+            return lambda header, data: follower.signed(plain(header, data))
+        return plain
 
     def _delivered(self, header: ContributionHeader) -> None:
-        if self._receipts is not None and not self._session.carries:
-            self._receipts.delivered(header)
+        for one in (self._receipts, self._follower):
+            if one is not None and not self._session.carries:
+                one.delivered(header)
 
     def _masked_rounds(self, config: RunConfig) -> MaskingSession:
         if not self._site.key or self._site.masks is None:
@@ -544,6 +566,8 @@ class HubCollective:
             return None
         except (StaleError, RemoteProtocolError) as error:
             return NeedsSnapshot(f"update {outer_step}: {error}")
+        if (follower := self._follower) is not None:
+            self._io.post(partial(follower.took, outcome.commit))
         carried = leader.carried and not outcome.commit.has(self.peer_id)
         return dataclasses.replace(outcome, carried=carried, inner_steps=leader.inner_steps)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,8 +22,6 @@ from editpb.receipts import Expected, Head, Mine, ReceiptFault, SeenMasks, check
 from peers.carriers.hub.kept_receipts import FAULT, FORMAT, RECEIPTS, KeptReceipts, base64_text, pinned_key
 
 __all__ = ["Receipts"]
-
-_ROUNDS = 16  # the last ones whose contributions are remembered
 
 
 @dataclass(slots=True)
@@ -104,23 +102,16 @@ class Receipts:
 
     def signed(self, header: ContributionHeader) -> ContributionHeader:
         """Note what this peer signs; return it."""
-        rounds = {number: dict(each) for number, each in self.mine.signatures.items()}
-        of_round = rounds.setdefault(header.round_id, {})
-        of_round[header.fragment_id] = (*of_round.get(header.fragment_id, ()), header.signature)[-_ROUNDS:]
-        last = {each: rounds[each] for each in sorted(rounds)[-_ROUNDS:]}
-        since = self.mine.since if self.mine.signatures else header.attempt
-        self.mine = replace(self.mine, signatures=last, since=since)
+        self.mine = self.mine.with_signed(header)
         return header
 
     def delivered(self, header: ContributionHeader) -> None:
         """Note that the coordinator has said that it has all of this shard."""
-        rounds = frozenset(sorted({*self.mine.delivered, header.round_id})[-_ROUNDS:])
-        self.mine = replace(self.mine, delivered=rounds)
+        self.mine = self.mine.with_delivered(header.round_id)
 
     def saw_masks(self, round_id: int, seen: SeenMasks) -> None:
         """Note what this peer has seen of a masked round, or has signed in it."""
-        masks = {**self.mine.masks, round_id: seen}
-        self.mine = replace(self.mine, masks={each: masks[each] for each in sorted(masks)[-_ROUNDS:]})
+        self.mine = self.mine.with_masks(round_id, seen)
 
     def accept(self, manifest: UpdateManifest, message: data_pb2.LogReceipt | None, asked: Head) -> dict[int, str | None]:
         """Check the receipt of an update; return the hashes that the update's bytes are to have, by fragment; None: any.

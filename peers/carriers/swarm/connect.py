@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from edit.config.run import RunConfig
 from edit.replica.ranks import ALONE, Ranks
+from edit.trust.signatures import Signer
 from editpb.identity import Identity
+from editpb.signed_contributions import config_digest
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from peers.carriers.hub.all_aggregators import AllAggregators
 from peers.carriers.hub.collective import read_configuration
@@ -20,6 +23,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import leaving
 from peers.carriers.swarm.channels import PartChannels
 from peers.carriers.swarm.owners import OwnerWatch
+from peers.carriers.swarm.receipts import ReceiptChecks
 from peers.carriers.swarm.waiting import WaitingNews
 
 __all__ = ["connect_swarm"]
@@ -36,6 +40,7 @@ def connect_swarm(
     limit: SendLimit = UNLIMITED,
     *,
     site: Site = NOWHERE,
+    home: Path | None = None,
     keep: Callable[[PartChannels], Coroutine[Any, Any, None]] | None = None,
     ended: str = "the run has finished",
     failed: str = "the peer failed",
@@ -51,7 +56,8 @@ def connect_swarm(
         parts: that the model is cut into.
         credentials: of this peer.
         limit: of what is sent.
-        site: this peer's; no round is masked here, and the log has no receipts.
+        site: this peer's; no round is masked here, and the log has no receipts of a coordinator.
+        home: its folder, where a run has an audit log: what its own host's log says of it is checked; None: it is not.
         keep: a task that renews the credentials of the channels that it is given.
         ended, failed: what the goodbye says.
     """
@@ -64,13 +70,26 @@ def connect_swarm(
     parser = ConfigParser(site.check)
     read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)
-    with leaving(AllAggregators(io, channels, identity, ranks, parser, site=site), ended, failed) as connection:
+    config = read[0][0]
+    checks: ReceiptChecks | None = None
+    if home is not None and config.audit.enabled and site.key and ranks.leads and own_takes:
+        key, alone = Signer(site.key).public_key, ranks.size == 1
+        checks = ReceiptChecks(identity, channels[0], config_digest(config), key, home, parts, alone=alone)
+    followers = checks.parts if checks is not None else ()
+    hub = AllAggregators(io, channels, identity, ranks, parser, site=site, followers=followers)
+    with leaving(hub, ended, failed) as connection:
         waiting = WaitingNews(identity, channels[0], lambda: [one.awaits for one in connection.shares])
         io.spawn(watch.run())
         if ranks.leads and own_takes:
             io.spawn(waiting.run())
+        if checks is not None:
+            io.spawn(checks.run())
         try:
-            yield connection, read[0][0], min(outer_step for _, outer_step in read)
+            yield connection, config, min(outer_step for _, outer_step in read)
+            if checks is not None:
+                io.call(checks.last())
         finally:
+            if checks is not None:
+                io.post(checks.stop)
             io.post(watch.stop)
             io.post(waiting.stop)

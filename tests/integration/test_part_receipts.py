@@ -1,0 +1,261 @@
+"""A peer of a swarm compares the audit log with what it sent and took; an owner that leaves it out is found and named."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+import tomllib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from edit.config.run import RunConfig
+from edit.fragments.shards import Shard
+from edit.merging.merge import Measured
+from edit.records import Committed, Contribution
+from edit.rounds import events
+from edit.trust.canonical import parse_canonical
+from edit.trust.signatures import Signer
+from editpb import council_pb2 as pb
+from editpb import council_pb2_grpc
+from editpb.audit_log import RoundFacts
+from editpb.council_messages import LogDoubt, doubt_to_pb, logged_from_pb
+from editpb.identity import Identity
+from editpb.messages import LoggedEntry
+from peers.carriers.hub.site import Site
+from peers.carriers.io_thread import IoThread
+from peers.carriers.swarm import receipts
+from peers.carriers.swarm.channels import PartChannels
+from peers.carriers.swarm.connect import connect_swarm
+from peers.carriers.swarm.receipts import PartReceipts, ReceiptChecks, fault_file
+from tests.aggregator.swarm.test_part_logs import config as audited
+from tests.aggregator.swarm.test_part_logs import grown, take_step
+from tests.support.council.hosts import Hosts, hosts
+from tests.support.council.trained import Trained, trained
+from tests.support.encoded import encode
+from tests.support.fake_run import vectors
+from tests.support.loops import WAIT_S, run_held
+from tests.support.served import TOML
+from tests.support.two_ranks import SCHEMA, SIZES
+
+STEPS = 3
+
+
+class Watched:
+    """What the checks of the peers of a test came to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.checked = list[int]()
+        check = PartReceipts.check
+
+        def watch(part: PartReceipts, logged: LoggedEntry) -> Any:
+            self.checked.append(part.unchecked[0].outer_step)
+            return check(part, logged)
+
+        monkeypatch.setattr(PartReceipts, "check", watch)
+
+
+def train(at: Trained, name: str, home: Path | None, gate: threading.Barrier, steps: int = STEPS) -> None:
+    """Take outer steps, together with the other peers."""
+    addresses = at.addresses()
+    places = {name: addresses.pop(name), **addresses} if name in addresses else addresses
+    identity, site = Identity(at.swarm.run_id, "peer", name), Site(key=at.swarm.own(name)[0])
+    with (
+        IoThread() as io,
+        connect_swarm(io, places, 1, at.credentials(name), identity, site=site, home=home) as (connection, _, _),
+    ):
+        (collective,) = connection.shares
+        collective.join(SCHEMA, list, [Shard(fragment) for fragment in SCHEMA.fragments])
+        for step in range(steps):
+            gate.wait()
+            for i, delta in enumerate(vectors(SIZES, 10 * step + len(name))):
+                payload = encode("fp32", delta)
+                collective.contribute(Contribution(outer_step=step, fragment_id=i, inner_steps=5, tokens=50, payload=payload))
+            while (outcome := collective.outcome(step, block=True)) is None:
+                pass
+            assert isinstance(outcome, Committed), outcome
+
+
+def both(path: Path, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Trained], None], home: Path) -> None:
+    """A member and a peer without a host train together."""
+    toml = TOML.format(start=2, quorum=1) + "[membership]\nheartbeat_s = 10.0\nlease_s = 1000.0\n"
+    values = {key: section for key, section in tomllib.loads(toml).items() if key != "server"}
+    config = RunConfig.from_mapping({**values, "audit": {"enabled": True}, "swarm": {"parts": 1}})
+    home.mkdir()
+    with trained(path, monkeypatch, SCHEMA, vectors(SIZES, 0), toml, config=config) as at, ThreadPoolExecutor() as pool:
+        at.call(at.swarm.enrol("a", "b", "c", "other"))
+        at.until(lambda: at.swarm.owner() is not None)
+        lie(at)
+        gate = threading.Barrier(2, timeout=WAIT_S)
+        for done in [pool.submit(train, at, "b", home, gate), pool.submit(train, at, "other", None, gate)]:
+            done.result()
+        notices.extend(text for _, text in at.swarm.running["b"]._notices)
+
+
+notices = list[str]()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    notices.clear()
+
+
+def test_all_entries_of_an_honest_owner_fit_also_that_of_the_last_outer_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched(monkeypatch)
+    with caplog.at_level(logging.INFO, receipts.__name__):
+        both(tmp_path / "swarm", monkeypatch, lambda at: None, tmp_path / "home")
+    assert watched.checked == [1, 2, 3], "of the member; the other peer has no host that it could ask"
+    assert not [*(tmp_path / "home").iterdir()] and not [text for text in notices if "outer step" in text]
+    assert not [record for record in caplog.records if record.name == receipts.__name__]
+
+
+def leaves_out(at: Trained, peer: str, named: str) -> None:
+    """The owner merges nothing of a peer at outer step 2, and says of it what is named, or nothing."""
+    owner = at.swarm.owner()
+    assert owner is not None and owner.parts[0].engine is not None
+    rounds, store = owner.parts[0].engine.run.rounds, owner.parts[0].replica._engine
+    assert store is not None and store._entries is not None
+    merge, commit = rounds._merge, store._entries.commit
+
+    def merges(effect: events.Reduce, measured: list[Measured], injection: None) -> Any:
+        lies = rounds.outer.outer_step == 1
+        return merge(effect, [one for one in measured if one.peer_id != peer] if lies else measured, injection)
+
+    def says(outer: Any, records: Any, staged: Any, contributions: Any, facts: RoundFacts) -> str:
+        if outer.outer_step == 1:
+            contributions = {i: [each for each in headers if each.peer_id != peer] for i, headers in contributions.items()}
+            facts = replace(facts, **{named: [peer]} if named else {})
+        return commit(outer, records, staged, contributions, facts)
+
+    rounds._merge = merges  # type: ignore[method-assign, assignment]
+    store._entries.commit = says  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("missing", "signed that it did not come"),
+        ("unmerged", "signed that it came too late to be merged"),
+        ("", "neither names the contribution of this peer to round"),
+    ],
+)
+def test_an_owner_that_leaves_a_peer_out_is_named_there_and_in_the_status_and_the_peer_trains_on(
+    named: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched, home, owner = Watched(monkeypatch), tmp_path / "home", list[str]()
+
+    def lie(at: Trained) -> None:
+        owner.append(at.swarm.record.parts[0].owner)
+        leaves_out(at, "b", named)
+
+    both(tmp_path / "swarm", monkeypatch, lie, home)
+    assert watched.checked == [1, 2, 3]
+    said = [record.message for record in caplog.records if record.name == receipts.__name__]
+    assert len(said) == 1 and "part 0, outer step 2: " in said[0] and why in said[0] and owner[0] in said[0]
+    assert [text for text in notices if why in text and owner[0] in text and text.startswith("part 0, outer step 2: ")]
+    kept = fault_file(home, 0, 2)
+    assert kept.exists() == (not named), "what the entry alone shows, with this peer's word, is kept"
+    if not named:
+        values = json.loads(kept.read_bytes())
+        entry = parse_canonical(values["entry"].encode())
+        assert entry["owner"] == owner[0] and entry["outer_step"] == 2 and entry["round_id"] in values["delivered"]
+        (signature, *_) = values["signatures"][str(entry["round_id"])]["0"]
+        assert len(base64.b64decode(signature)) == 64
+
+
+# -- the host ------------------------------------------------------------------------------------------------------------------
+
+
+async def logged(swarm: Hosts, to: str, step: int, asks: str = "b", part: int = 0) -> LoggedEntry | grpc.StatusCode:
+    async with swarm.channel(to, asks, own=True) as channel:
+        stub = council_pb2_grpc.CouncilStub(channel)
+        try:
+            return logged_from_pb(await stub.Logged(pb.LoggedRequest(part=part, outer_step=step), timeout=WAIT_S))
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+
+
+async def doubt(swarm: Hosts, to: str, said: pb.LogDoubt, asks: str = "b") -> grpc.StatusCode:
+    async with swarm.channel(to, asks, own=True) as channel:
+        try:
+            await council_pb2_grpc.CouncilStub(channel).Doubt(said, timeout=WAIT_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+
+def test_a_host_says_to_its_own_peer_what_is_in_its_log_and_shows_what_that_doubts(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=audited()) as swarm:
+            await grown(swarm)
+            await take_step(swarm, 1)
+            await take_step(swarm, 2)
+            found = await logged(swarm, "b", 2)
+            assert isinstance(found, LoggedEntry) and parse_canonical(found.entry)["outer_step"] == 2
+            assert found == await logged(swarm, "a", 2, "a"), "all members have the same"
+            assert await logged(swarm, "b", 3) is grpc.StatusCode.FAILED_PRECONDITION, "it may come"
+            assert await logged(swarm, "b", 0) is grpc.StatusCode.INVALID_ARGUMENT
+            assert await logged(swarm, "b", 1, part=1) is grpc.StatusCode.INVALID_ARGUMENT
+            assert await logged(swarm, "b", 2, "a") is grpc.StatusCode.PERMISSION_DENIED
+            said = doubt_to_pb(LogDoubt(0, 2, "it\nlies" + "!" * 10_000))
+            assert await doubt(swarm, "b", said) is grpc.StatusCode.OK
+            assert [text for _, text in swarm.running["b"]._notices][-1].startswith("part 0, outer step 2: it lies!!")
+            swarm.running["b"].standing().decode(swarm.running["b"].standing().encode())
+            assert await doubt(swarm, "b", said, "a") is grpc.StatusCode.PERMISSION_DENIED
+            assert await doubt(swarm, "b", pb.LogDoubt(part=1, outer_step=1)) is grpc.StatusCode.INVALID_ARGUMENT
+            assert await doubt(swarm, "b", pb.LogDoubt(outer_step=1, reason="\n")) is grpc.StatusCode.INVALID_ARGUMENT
+            await swarm.stop("b")
+            await swarm.start("b")
+            assert found == await logged(swarm, "b", 2), "and after a start"
+
+    run_held(body())
+
+
+def test_what_the_host_has_no_entry_of_is_not_compared_and_what_it_says_wrongly_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The updates are what another host has taken; this peer's own host has another log, none of it any more, or damage."""
+
+    async def body() -> None:
+        async with hosts(tmp_path, config=audited()) as swarm:
+            await grown(swarm)
+            for step in (1, 2, 3):
+                await take_step(swarm, step)
+            key, certificate = swarm.own("b")
+            own = grpc.ssl_channel_credentials(swarm.ca, key, certificate)
+            channels = PartChannels(swarm.run_id, {each: swarm.running[each].listen for each in "ba"}, 0, own)
+            digest = swarm.running["b"]._config_digest
+            identity = Identity(swarm.run_id, "peer", "b")
+            checks = ReceiptChecks(identity, channels, digest, Signer(key).public_key, tmp_path / "b", 1)
+            commits = [swarm.running["b"]._stores[0].update(step) for step in (1, 2, 3)]
+            entry = swarm.running["b"].logged
+            first, second, third = (entry(0, step) for step in (1, 2, 3))
+            says = {1: first, 2: replace(third, peaks=second.peaks), 3: third}
+            monkeypatch.setattr(swarm.running["b"], "logged", lambda number, step: says[step])
+            for commit in commits:
+                assert commit is not None
+                checks.parts[0].took(commit)
+                checks.parts[0].took(commit)
+            await checks.last()
+            assert checks.parts[0].checked == 2 and fault_file(tmp_path / "b", 0, 2).exists()
+            (fault,) = [record.message for record in caplog.records if record.name == receipts.__name__]
+            assert "outer step 2: entry 2 of the log is not the one that follows the 2 entries before it" in fault
+            monkeypatch.setattr(swarm.running["b"]._stores[0].part_log, "_last", {7: first})
+            monkeypatch.setattr(swarm.running["b"], "logged", entry)
+            with caplog.at_level(logging.INFO, receipts.__name__):
+                checks.parts[0].took(replace(commit, outer_step=4))
+                await checks.last()
+            assert "outer step 4 is not compared with the audit log: part 0: the entry" in caplog.text
+            assert not checks.parts[0].unchecked
+            await checks._forget()
+
+    run_held(body())
