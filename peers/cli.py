@@ -170,6 +170,7 @@ def consent(
     Run it while the peer does not run. It signs the consent with the peer's key and writes it to consent.json in --home. If the
     run's configuration changes later, the peer ends and says what has changed (exit code 2; 3 while it trains).
     docs/site-policy.md explains policy.toml, in which a site sets its own limits. Exit code 1: you did not consent.
+    In a swarm, run it in the folder of a member that was founded or has joined: the settings lie there, and never change.
 
     Example: edit-peer consent --home my-peer
     """
@@ -182,7 +183,8 @@ def consent(
     if accept is None and not terms.refused:
         if not sys.stdin.isatty():
             raise ConfigError(f"stdin is not a terminal, so nobody can be asked; consent with: --accept {terms.digest}")
-        typer.confirm(f"\nWhat leaves this site: edit-peer explain --home {home}\nDo you consent?", abort=True)
+        explain = f"\nWhat leaves this site: edit-peer explain --home {home}" if terms.enrolled.endpoints else ""
+        typer.confirm(f"{explain}\nDo you consent?", abort=True)
     consent_to(terms)
 
 

@@ -1,4 +1,7 @@
-"""`edit-peer consent`: show an operator the run's configuration, and keep the consent to it."""
+"""`edit-peer consent`: show an operator the run's configuration, and keep the consent to it.
+
+A member of a swarm has the configuration, which never changes, in its folder.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class Terms:
     """What an operator consents to."""
 
     enrolled: Enrolment
-    # The configuration, as the coordinator sent it.
+    # The configuration, as the coordinator sent it; in a swarm, as the owners of parts send it.
     text: str
     policy: SitePolicy
     # Why policy.toml does not allow it; empty: it does, or there is none.
@@ -47,7 +50,9 @@ class Terms:
         default = RunConfig.from_mapping({"swarm": {}} if config.swarm is not None else {})
         found = [
             f"run {identity.run_id}, in which this peer is {identity.peer_id}",
-            f"coordinator {', '.join(self.enrolled.endpoints)}",
+            f"coordinator {', '.join(self.enrolled.endpoints)}"
+            if self.enrolled.endpoints
+            else "a swarm, without a coordinator",
             f"configuration {self.digest}",
             "",
             "settings other than the defaults:",
@@ -68,15 +73,21 @@ def _all(config: RunConfig) -> str:
 
 
 def ask_terms(home: Path, now: float) -> Terms:
-    """Ask the run's coordinator for the configuration; wait for one that is not there. now: unix seconds.
+    """Ask the run's coordinator for the configuration; wait for one that is not there. In a swarm, read it from the folder.
+
+    now: unix seconds.
 
     Raises ConfigError, RefusedError, EvictedError, Interrupted.
     """
     folder = PeerFolder(home)
-    enrolled = folder.load(now)
+    swarm = folder.of_swarm()
+    enrolled = folder.load(now, swarm=swarm)
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; only who trains consents")
     policy, parser = SitePolicy.load(home, enrolled.identity, folder.key), ConfigParser()
+    if swarm:
+        config = RunConfig.from_toml(home / "run.toml")
+        return Terms(enrolled, config.to_json(), policy, next(policy.faults(config), ""))
     with IoThread() as io, stopping(io):
         config, _ = read_configuration(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity, parser=parser)
     return Terms(enrolled, parser.text, policy, next(policy.faults(config), ""))

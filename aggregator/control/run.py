@@ -42,11 +42,11 @@ from aggregator.run_feed import (
     RunFounded,
     StepCommitted,
 )
-from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.configurations import Configurations
 from aggregator.storage.cosignatures import Cosignatures
 from aggregator.storage.high_water import Mark
 from aggregator.storage.privacy_budget import PrivacyBudget
+from aggregator.storage.store import Entries
 from edit.config.run import RunConfig
 from edit.errors import RefusedError, RemoteProtocolError, StaleError, StorageError, TransportError
 from edit.fragments.schema import Schema
@@ -319,12 +319,12 @@ class Run:
             if self._rounds is None and self.attendances.get(peer_id) is not None:
                 self.founding.attended(peer_id)
             self._show_change()
-        if self._resources.store.audit is not None:
-            self._resources.background.spawn(self._log_consent(self._resources.store.audit, peer_id, consent))
+        if (entries := self._resources.store.entries) is not None:
+            self._resources.background.spawn(self._log_consent(entries, peer_id, consent))
 
-    async def _log_consent(self, audit: AuditLog, peer_id: str, consent: Consent) -> None:
+    async def _log_consent(self, entries: Entries, peer_id: str, consent: Consent) -> None:
         try:
-            await self._resources.background.in_worker(audit.consent, peer_id, consent)
+            await self._resources.background.in_worker(entries.consent, peer_id, consent)
         except StorageError as error:
             _log.error("%s; it is tried again before the next commit", error)
 

@@ -31,7 +31,7 @@ from edit.errors import ConfigError, GoneError, LocalProtocolError, RemoteProtoc
 from edit.merging.outer_state import OuterState
 from edit.trust.merkle import MerkleTree, leaf_hash
 from editpb.messages import LoggedEntry
-from editpb.part_entries import begins_line, begun_with, genesis_line
+from editpb.part_entries import begins_line, begun_with, consents_named, genesis_line
 from editpb.signed_contributions import config_digest
 
 __all__ = ["PartLog"]
@@ -49,6 +49,8 @@ class PartLog:
         self._folder, self._run_id, self._part, self._config = folder, run_id, part, config
         self._disk, self._digest = disk or Disk(), config_digest(config)
         self._tree = MerkleTree()
+        # By peer: `part_entries.consent_name` of the last one in this log; replaced, never changed.
+        self.consents: dict[str, str] = {}
         self._last: dict[int, LoggedEntry] = {}  # by outer step; replaced, never changed: the event loop reads it, too
         self._file: LineFile | None = None
         self._pending: list[bytes] = []  # lines that are still to be appended
@@ -188,6 +190,7 @@ class PartLog:
         """Open a log, and read its tree. Raises StorageError."""
         self.close()
         self._file, self._pending, self._last = LineFile(path, self._disk), [], {}
+        self.consents = {}
         tree: MerkleTree | None = None
 
         def take(line: bytes) -> None:
@@ -209,4 +212,6 @@ class PartLog:
         """Note the next entry, which is that of the outer step of its number."""
         kept = [*self._last.items(), (len(tree), LoggedEntry(line, tree.peaks))][-self._config.kept_updates :]
         self._last = dict(kept)
+        if said := consents_named(line):
+            self.consents = {**self.consents, **said}
         tree.append(leaf_hash(line))

@@ -42,7 +42,7 @@ from edit.merging.trust import Trust
 from edit.records import MOST_TOKENS, Commit
 from edit.trust.merkle import HASH_BYTES, MOST_PROOF
 from editpb.audit_log import DAMAGE, RoundFacts, completed
-from editpb.messages import ContributionHeader, SeenHead
+from editpb.messages import Consent, ContributionHeader, SeenHead
 
 __all__ = ["Entries", "Store", "load_outer", "peaks_from", "read_outer"]
 
@@ -71,6 +71,10 @@ class Entries(Protocol):
 
     def misfit(self, seen: SeenHead) -> tuple[str, bool]:
         """See `AuditLog.misfit`."""
+        ...
+
+    def consent(self, peer_id: str, consent: Consent) -> None:
+        """See `AuditLog.consent`."""
         ...
 
 

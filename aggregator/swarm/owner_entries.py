@@ -17,9 +17,10 @@ from edit.errors import LocalProtocolError
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.trust.canonical import parse_canonical
 from edit.trust.signatures import Signer
-from editpb.audit_log import RoundFacts, check_length, claimed_privacy, commit_entry, entry_line
-from editpb.messages import ContributionHeader, SeenHead
+from editpb.audit_log import RoundFacts, check_length, claimed_privacy, commit_entry, consent_entry, entry_line
+from editpb.messages import Consent, ContributionHeader, SeenHead
 from editpb.owner_signatures import signed_by_owner
+from editpb.part_entries import CONSENTS, MOST_CONSENTS, consent_name
 from editpb.signed_contributions import config_digest
 
 __all__ = ["OwnerEntries", "computed"]
@@ -75,6 +76,7 @@ class OwnerEntries:
     ) -> None:
         self._log, self._run_id, self._part, self._grant = log, run_id, part, grant
         self._config, self._owner, self._signer, self._now = config, owner, signer, now
+        self._said: dict[str, Consent] = {}  # by peer: its site's, as it said it last
 
     @property
     def of_results(self) -> bool:
@@ -101,10 +103,22 @@ class OwnerEntries:
         entry = computed(
             self._config, self._part, self._grant, outer, records, staged, replace(facts, trained=(0, 0)), contributions
         )
+        if consents := self._unlogged():
+            entry[CONSENTS] = consents
         placed = parse_canonical(entry_line(self._log.tree, self._now(), {**entry, "owner": self._owner}))
         line = signed_by_owner(self._run_id, placed, self._signer)
         check_length(line, placed)
         return line.decode()
+
+    def consent(self, peer_id: str, consent: Consent) -> None:
+        """Take a site's consent to the run's configuration, for the next entry, unless the log has it."""
+        self._said[peer_id] = consent
+
+    def _unlogged(self) -> list[dict[str, Any]]:
+        """Return the entries of the consents that the log lacks, by peer: as many as one entry of a commit may have."""
+        said = {peer_id: consent_entry(peer_id, self._said[peer_id]) for peer_id in sorted(self._said)}
+        known = self._log.consents
+        return [each for peer_id, each in said.items() if known.get(peer_id) != consent_name(each)][:MOST_CONSENTS]
 
     def misfit(self, seen: SeenHead) -> tuple[str, bool]:
         """Say that nobody can have seen a signed head of this log: there is none."""

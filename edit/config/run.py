@@ -340,8 +340,9 @@ class RunConfig:
         require(
             not self.privacy.of_examples or self.inner.batch_growth == 1, "inner.batch_growth", self.inner.batch_growth, rule
         )
-        rule = "must be false with [swarm]: there is no coordinator that asks for it; policy.toml of each site may"
-        require(self.swarm is None or not self.membership.consent, "membership.consent", True, rule)
+        rule = 'must be false with outer.algorithm = "gossip": partners ask for none; policy.toml of each site may'
+        gossips = self.outer.algorithm == "gossip"
+        require(not gossips or not self.membership.consent, "membership.consent", True, rule)
         if self.aggregators.addresses:
             rule = "must be 0 with aggregators.addresses: each aggregator would count by itself"
             require(self.sync.tokens == 0, "sync.tokens", self.sync.tokens, rule)

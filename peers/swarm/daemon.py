@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 from edit.config.run import RunConfig
 from edit.config.validation import require
@@ -34,7 +35,7 @@ from peers.training.sharding import process_group
 from peers.training.torchrun import Launch, launched
 from peers.training.trainer import choose_device, use_threads
 
-__all__ = ["run_member"]
+__all__ = ["check_settings", "run_member"]
 
 _log = logging.getLogger("peers")
 
@@ -52,7 +53,8 @@ def run_member(options: PeerOptions, prepare: Callable[[], list[str]], serving: 
     device = choose_device(options.device, launch)
     use_threads(options.threads)
     limit_heaps()
-    host = HostProcess(options.home, prepare()) if launch.leads else None  # the other ranks wait for the process group
+    # The other ranks wait for the process group.
+    host = HostProcess(options.home, _allowed(options.home, prepare())) if launch.leads else None
     finished = False
     try:
         with process_group(launch, device):
@@ -66,6 +68,22 @@ def run_member(options: PeerOptions, prepare: Callable[[], list[str]], serving: 
     finally:
         if host is not None:
             host.close(linger=finished)
+
+
+def _allowed(home: Path, arguments: list[str]) -> list[str]:
+    """Return what the host is told, once the site allows the run's settings, as far as they are here. Raises ConfigError.
+
+    A new member's host is told them when it is let in; then the peer looks before it trains, and ends its host.
+    """
+    check_settings(home)
+    return arguments
+
+
+def check_settings(home: Path) -> None:
+    """Raise ConfigError unless policy.toml and consent.json of a member's folder allow the settings in it, if any are."""
+    if (path := home / "run.toml").exists():
+        folder, config = PeerFolder(home), RunConfig.from_toml(path)
+        SitePolicy.load(home, folder.load(swarm=True).identity, folder.key).check(config.to_json(), config)
 
 
 def check_ranks(config: RunConfig, size: int) -> None:

@@ -63,6 +63,7 @@ __all__ = [
     "commit_entry",
     "completed",
     "config_entry",
+    "consent_in",
     "continued_entry",
     "counts_anybody",
     "entry_line",
@@ -143,6 +144,15 @@ def consent_entry(peer_id: str, consent: Consent) -> _Entry:
         "signature": base64.b64encode(consent.signature).decode(),
         **({"data": asdict(consent.data)} if consent.data else {}),
     }
+
+
+def consent_in(entry: Mapping[str, Any]) -> tuple[str, Consent]:
+    """Return the peer and the consent of an entry. Whether it is signed is not looked at. Raises what DAMAGE has."""
+    key, signature = (base64.b64decode(str(entry[name]), validate=True) for name in ("key", "signature"))
+    said = entry.get("data", {})
+    data = DataStatement(**{name: str(said[name]) for name in ("statement", "manifest", "licence") if said})
+    consent = Consent(str(entry["config_digest"]), str(entry["policy_digest"]), key, signature, data)
+    return str(entry["peer"]), consent
 
 
 def approval_entry(approver: str, approval: Approval) -> _Entry:
@@ -697,17 +707,13 @@ class LogVerifier:
         self._approvals.append((name, approval))
 
     def _take_consent(self, entry: _Entry) -> None:
-        key, signature = (base64.b64decode(str(entry[name]), validate=True) for name in ("key", "signature"))
-        peer_id = str(entry["peer"])
-        said = entry.get("data", {})
-        data = DataStatement(**{name: str(said[name]) for name in ("statement", "manifest", "licence") if said})
-        consent = Consent(str(entry["config_digest"]), str(entry["policy_digest"]), key, signature, data)
+        peer_id, consent = consent_in(entry)
         try:
             check_consent(consent, self.run_id, peer_id, self._config)
         except RemoteProtocolError as error:
             raise ValueError(str(error)) from error
         self.consents[peer_id] = consent
-        self.keys.setdefault(peer_id, set()).add(key)
+        self.keys.setdefault(peer_id, set()).add(consent.public_key)
 
     def _commit(self, entry: _Entry) -> None:
         if entry["outer_step"] != self.outer_step + 1 or entry["before"] != self.digest:
@@ -718,6 +724,8 @@ class LogVerifier:
             if entry["part"] != self.part:
                 raise ValueError(f"is of part {entry['part']}, the log of part {self.part}")
             check_owner(self.run_id, entry)
+            for consent in entry.get("consents", ()):
+                self._take_consent(consent)
         self.outer_step, self.digest = entry["outer_step"], str(entry["after"])
         self.commits += 1
         contributed: dict[int, set[str]] = {}

@@ -1,14 +1,16 @@
 """The entries of the audit log of one part of a swarm, which each member keeps, and what a member checks before it holds one.
 
 The first one is the part's genesis, which all members compute alike. Entry t is the commit to outer step t, as of a run with a
-coordinator (`editpb.audit_log`), with the part, its owner, the grant, and the owner's signature. A log that a member was not
-there to see begin has in place of what it lacks a first line of the kind `begins`, which is no entry: the number of entries
-before, the hashes that their tree goes on from, and the outer parameters there.
+coordinator (`editpb.audit_log`), with the part, its owner, the grant, and the owner's signature. Where sites have said since
+the entry before that they consent to the configuration, it has their signed consents, too. A log that a member was not there to
+see begin has in place of what it lacks a first line of the kind `begins`, which is no entry: the number of entries before, the
+hashes that their tree goes on from, and the outer parameters there.
 """
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +20,33 @@ from edit.errors import GoneError, RemoteProtocolError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
 from edit.trust.signatures import key_hash
-from editpb.audit_log import DAMAGE, PART, Signed, is_signed_part
-from editpb.limits import MAX_ENTRY_BYTES, MAX_VERDICTS, is_id
+from editpb.audit_log import DAMAGE, PART, Signed, consent_entry, consent_in, is_signed_part
+from editpb.consents import check_consent
+from editpb.limits import MAX_DATA_CHARS, MAX_ENTRY_BYTES, MAX_VERDICTS, is_id
 from editpb.owner_signatures import check_owner
 from editpb.signed_contributions import config_digest
 
-__all__ = ["EntryFault", "ExpectedEntry", "begins_line", "begun_with", "check_entry", "genesis_line", "named_signatures"]
+__all__ = [
+    "CONSENTS",
+    "MOST_CONSENTS",
+    "EntryFault",
+    "ExpectedEntry",
+    "begins_line",
+    "begun_with",
+    "check_entry",
+    "consent_name",
+    "consents_named",
+    "genesis_line",
+    "named_signatures",
+]
+
+CONSENTS = "consents"  # of sites, said since the entry before: entries as `audit_log.consent_entry` makes them, by peer
+MOST_CONSENTS = 64  # in one entry
 
 # What an entry has that a member cannot compute; it checks what it can of that.
 _CLAIMED = {"time", "missing", "unmerged", "contributions", "key", "signature"}
 _MOST_TIME = 1 << 53  # seconds since 1970
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _TEXTS = ("codec", "boxes", "payload", "signature")  # of PART; all others are numbers
 
 
@@ -92,8 +111,12 @@ def check_entry(line: bytes, expected: ExpectedEntry) -> None:
         _check_says(entry, expected)
         _check_claims(entry)
         _check_contributions(entry, expected)
+        if CONSENTS in entry:
+            _check_consents(entry[CONSENTS], expected)
         _check_key(str(entry["owner"]), base64.b64decode(entry["key"], validate=True), expected)
         check_owner(expected.signed.run_id, entry)
+    except RemoteProtocolError as error:
+        raise EntryFault(f"the owner's entry of the audit log: {error}") from error
     except DAMAGE as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise EntryFault(f"the owner's entry of the audit log: {why}") from error
@@ -115,7 +138,7 @@ def _check_says(entry: Any, expected: ExpectedEntry) -> None:
     tree = expected.tree
     says = {name: each for name, each in expected.says.items() if name not in _CLAIMED}
     wanted = {"index": len(tree), "root": tree.root().hex(), **parse_canonical(canonical(says))}
-    if not isinstance(entry, dict) or entry.keys() != wanted.keys() | _CLAIMED | {"owner"}:
+    if not isinstance(entry, dict) or entry.keys() - {CONSENTS} != wanted.keys() | _CLAIMED | {"owner"}:
         raise ValueError("it has not the fields of the commit of a part")
     for name, value in wanted.items():
         if canonical(entry[name]) != canonical(value):
@@ -173,6 +196,38 @@ def _check_contributions(entry: Mapping[str, Any], expected: ExpectedEntry) -> N
     for (i, peer), numel in counted.items():
         if numel != expected.numel[i]:
             raise ValueError(f"the contribution of {peer} to fragment {i} has {numel} elements, not {expected.numel[i]}")
+
+
+def consent_name(said: Mapping[str, Any]) -> str:
+    """Return by what a consent of an entry is known: all of it but the signature, which may be made anew."""
+    return leaf_hash(canonical({name: each for name, each in said.items() if name != "signature"})).hex()
+
+
+def consents_named(line: bytes) -> dict[str, str]:
+    """Return the `consent_name` of each consent in an entry that was verified, by peer."""
+    if f'"{CONSENTS}":['.encode() not in line:
+        return {}
+    said = parse_canonical(line).get(CONSENTS, ())
+    return {str(each["peer"]): consent_name(each) for each in said}
+
+
+def _check_consents(said: Any, expected: ExpectedEntry) -> None:
+    """Check that these are consents of members, each with its own key, to the run's configuration."""
+    if not isinstance(said, list) or not 0 < len(said) <= MOST_CONSENTS:
+        raise ValueError("its consents are no list of some")
+    peers = [each["peer"] for each in said]
+    if not all(map(_is_name, peers)) or peers != sorted(set(peers)):
+        raise ValueError("its consents are not in order, one of each member")
+    for each in said:
+        peer_id, consent = consent_in(each)
+        data = consent.data
+        texts = [text.isprintable() and len(text) <= MAX_DATA_CHARS for text in (data.statement, data.licence)]
+        if canonical(consent_entry(peer_id, consent)) != canonical(each) or not all(texts):
+            raise ValueError(f"the consent of {peer_id} is written otherwise")
+        if any(text and not _DIGEST.fullmatch(text) for text in (data.manifest, consent.policy_digest)):
+            raise ValueError(f"the consent of {peer_id} names a digest that is none")
+        check_consent(consent, expected.signed.run_id, peer_id, expected.signed.config_digest)
+        _check_key(peer_id, consent.public_key, expected)
 
 
 def _part(values: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import grpc
 import pytest
 
 from edit.config.run import RunConfig
+from edit.errors import RefusedError
 from edit.fragments.shards import Shard
 from edit.merging.merge import Measured
 from edit.records import Committed, Contribution
@@ -25,10 +26,14 @@ from edit.trust.canonical import parse_canonical
 from edit.trust.signatures import Signer
 from editpb import council_pb2 as pb
 from editpb import council_pb2_grpc
-from editpb.audit_log import RoundFacts
+from editpb.audit_log import LogVerifier, RoundFacts
+from editpb.consents import signed_consent
 from editpb.council_messages import LogDoubt, doubt_to_pb, logged_from_pb
 from editpb.identity import Identity
-from editpb.messages import LoggedEntry
+from editpb.messages import Consent, DataStatement, LoggedEntry
+from editpb.part_entries import consents_named
+from editpb.signed_contributions import config_digest
+from peers.carriers.hub.control_stream import Check
 from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from peers.carriers.swarm import receipts
@@ -48,6 +53,10 @@ from tests.support.two_ranks import SCHEMA, SIZES
 STEPS = 3
 
 
+def no_say(text: str, config: RunConfig) -> None:
+    return None
+
+
 class Watched:
     """What the checks of the peers of a test came to."""
 
@@ -62,11 +71,13 @@ class Watched:
         monkeypatch.setattr(PartReceipts, "check", watch)
 
 
-def train(at: Trained, name: str, home: Path | None, gate: threading.Barrier, steps: int = STEPS) -> None:
+def train(
+    at: Trained, name: str, home: Path | None, gate: threading.Barrier, steps: int = STEPS, check: Check = no_say
+) -> None:
     """Take outer steps, together with the other peers."""
     addresses = at.addresses()
     places = {name: addresses.pop(name), **addresses} if name in addresses else addresses
-    identity, site = Identity(at.swarm.run_id, "peer", name), Site(key=at.swarm.own(name)[0])
+    identity, site = Identity(at.swarm.run_id, "peer", name), Site(key=at.swarm.own(name)[0], check=check)
     with (
         IoThread() as io,
         connect_swarm(io, places, 1, at.credentials(name), identity, site=site, home=home) as (connection, _, _),
@@ -83,9 +94,18 @@ def train(at: Trained, name: str, home: Path | None, gate: threading.Barrier, st
             assert isinstance(outcome, Committed), outcome
 
 
-def both(path: Path, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Trained], None], home: Path) -> None:
-    """A member and a peer without a host train together."""
+def both(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lie: Callable[[Trained], None],
+    home: Path,
+    asks: bool = False,
+    site: Callable[[Trained, str], Check] = lambda at, name: no_say,
+    names: Sequence[str] = ("b", "other"),
+) -> None:
+    """A member and a peer without a host train together, or one of them. site: returns what theirs say of the configuration."""
     toml = TOML.format(start=2, quorum=1) + "[membership]\nheartbeat_s = 10.0\nlease_s = 1000.0\n"
+    toml += f"consent = {str(asks).lower()}\n"
     values = {key: section for key, section in tomllib.loads(toml).items() if key != "server"}
     config = RunConfig.from_mapping({**values, "audit": {"enabled": True}, "swarm": {"parts": 1}})
     home.mkdir()
@@ -93,9 +113,11 @@ def both(path: Path, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Trained], N
         at.call(at.swarm.enrol("a", "b", "c", "other"))
         at.until(lambda: at.swarm.owner() is not None)
         lie(at)
-        gate = threading.Barrier(2, timeout=WAIT_S)
-        for done in [pool.submit(train, at, "b", home, gate), pool.submit(train, at, "other", None, gate)]:
+        gate = threading.Barrier(len(names), timeout=WAIT_S)
+        homes = {"b": home, "other": None}
+        for done in [pool.submit(train, at, name, homes[name], gate, check=site(at, name)) for name in names]:
             done.result()
+        at.until(lambda: set(at.swarm.steps().values()) == {STEPS})
         notices.extend(text for _, text in at.swarm.running["b"]._notices)
 
 
@@ -133,7 +155,8 @@ def leaves_out(at: Trained, peer: str, named: str) -> None:
     def says(outer: Any, records: Any, staged: Any, contributions: Any, facts: RoundFacts) -> str:
         if outer.outer_step == 1:
             contributions = {i: [each for each in headers if each.peer_id != peer] for i, headers in contributions.items()}
-            facts = replace(facts, **{named: [peer]} if named else {})
+            if named:
+                facts = replace(facts, missing=[peer]) if named == "missing" else replace(facts, unmerged=[peer])
         return commit(outer, records, staged, contributions, facts)
 
     rounds._merge = merges  # type: ignore[method-assign, assignment]
@@ -170,6 +193,39 @@ def test_an_owner_that_leaves_a_peer_out_is_named_there_and_in_the_status_and_th
         assert entry["owner"] == owner[0] and entry["outer_step"] == 2 and entry["round_id"] in values["delivered"]
         (signature, *_) = values["signatures"][str(entry["round_id"])]["0"]
         assert len(base64.b64decode(signature)) == 64
+
+
+# -- consents ------------------------------------------------------------------------------------------------------------------
+
+
+def consenting(at: Trained, name: str) -> Check:
+    """A site that has a policy, and consents."""
+    data = DataStatement("notes", "", "DUA") if name == "b" else DataStatement()
+
+    def check(text: str, config: RunConfig) -> Consent:
+        key = Signer(at.swarm.own(name)[0])
+        return signed_consent(at.swarm.run_id, name, config_digest(config), "5" * 64, key, data)
+
+    return check
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_consents_of_sites_are_in_the_log_of_every_member_once_also_where_the_run_asks_for_them(
+    asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(tmp_path / "swarm", monkeypatch, lambda at: None, tmp_path / "home", asks, consenting)
+    logs = {(tmp_path / "swarm" / name / "part-0" / "audit-log.jsonl").read_bytes() for name in "abc"}
+    (log,) = logs
+    verifier = LogVerifier()
+    for line in log.splitlines():
+        verifier.take(line)
+    assert {name: each.data.statement for name, each in verifier.consents.items()} == {"b": "notes", "other": ""}
+    assert sum(len(consents_named(line)) for line in log.splitlines()) == 2
+
+
+def test_where_the_run_asks_for_it_nobody_counts_without_a_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RefusedError, match=r"its site has not consented.*membership\.consent"):
+        both(tmp_path / "swarm", monkeypatch, lambda at: None, tmp_path / "home", True, names=("b",))
 
 
 # -- the host ------------------------------------------------------------------------------------------------------------------
@@ -236,13 +292,13 @@ def test_what_the_host_has_no_entry_of_is_not_compared_and_what_it_says_wrongly_
             digest = swarm.running["b"]._config_digest
             identity = Identity(swarm.run_id, "peer", "b")
             checks = ReceiptChecks(identity, channels, digest, Signer(key).public_key, tmp_path / "b", 1)
-            commits = [swarm.running["b"]._stores[0].update(step) for step in (1, 2, 3)]
+            commits = [*swarm.running["b"]._stores[0]._updates.values()]
+            assert [each.outer_step for each in commits] == [1, 2, 3]
             entry = swarm.running["b"].logged
             first, second, third = (entry(0, step) for step in (1, 2, 3))
             says = {1: first, 2: replace(third, peaks=second.peaks), 3: third}
             monkeypatch.setattr(swarm.running["b"], "logged", lambda number, step: says[step])
             for commit in commits:
-                assert commit is not None
                 checks.parts[0].took(commit)
                 checks.parts[0].took(commit)
             await checks.last()

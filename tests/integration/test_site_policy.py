@@ -284,9 +284,10 @@ def test_a_site_bounds_its_contributions_and_keeps_numbers_to_itself(tmp_path: P
         assert (beat.tokens_per_s, beat.step_s, beat.device, dict(beat.metrics)) == (0.0, 0.0, "", {})
 
 
-def test_a_swarm_asks_for_no_consents() -> None:
-    with pytest.raises(ConfigError, match=r"membership\.consent = True: must be false with \[swarm\]"):
-        RunConfig.from_mapping({"swarm": {}, "membership": {"consent": True}})
+def test_a_swarm_asks_for_consents_and_one_that_gossips_does_not() -> None:
+    assert RunConfig.from_mapping({"membership": {"consent": True}, "swarm": {}}).membership.consent
+    with pytest.raises(ConfigError, match=r'membership\.consent = True: must be false with outer\.algorithm = "gossip"'):
+        RunConfig.from_mapping({"membership": {"consent": True}, "outer": {"algorithm": "gossip"}, "swarm": {"parts": 1}})
 
 
 @pytest.mark.parametrize(

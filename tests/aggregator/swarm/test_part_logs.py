@@ -6,6 +6,7 @@ import base64
 import errno
 import json
 import os
+import re
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from aggregator.storage import checkpoint
 from aggregator.storage.journal import Disk, replay_segments
 from aggregator.storage.state_folder import part_logs
 from aggregator.swarm.commands import app
+from aggregator.swarm.owner_entries import OwnerEntries
 from aggregator.swarm.replication import Claimed, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
@@ -31,7 +33,7 @@ from edit.trust.signatures import Signer
 from editpb.audit_log import LogFault, LogVerifier, RoundFacts, config_entry, consent_entry, continued_entry, entry_line
 from editpb.consents import signed_consent
 from editpb.limits import MAX_ENTRY_BYTES
-from editpb.messages import SeenHead
+from editpb.messages import Consent, DataStatement, SeenHead
 from editpb.part_entries import begins_line
 from editpb.signed_contributions import ContributionSigner, config_digest
 from tests.aggregator.storage.test_audit_log import Killed, MortalDisk
@@ -219,6 +221,79 @@ def test_a_contribution_that_names_a_signed_head_of_the_log_is_refused(two: tupl
     offer = owner.offer(2, headers={"seen": SeenHead(1, bytes(32), bytes(64))})
     answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
     assert isinstance(answer, ev.Failed) and answer.is_wrong and "is no contribution" in answer.reason
+
+
+# -- consents ------------------------------------------------------------------------------------------------------------------
+
+
+def consent_of(peer_id: str = "p", policy: str = "", key: bytes = b"", data: DataStatement | None = None) -> Consent:
+    signer = Signer(key or KEYS[peer_id])
+    return signed_consent(RUN, peer_id, config_digest(AUDITED), policy, signer, data or DataStatement())
+
+
+def said(*consents: Entry) -> Callable[[Entry], None]:
+    return lambda entry: entry.update(consents=[*consents])
+
+
+def test_a_consent_is_in_the_log_of_all_once_until_its_policy_is_another(two: tuple[AuditedMember, AuditedMember]) -> None:
+    owner, other = two
+    policies, found = ("", "", "5" * 64, ""), list[bool]()
+    entries = OwnerEntries(owner.log, RUN, 0, 1, AUDITED, "a", Signer(KEYS["a"]), lambda: 1.7e9)
+    for step, policy in enumerate(policies, 2):
+        data = DataStatement("notes", "6" * 64, "DUA")
+        entries.consent("p", consent_of("p", policy, data=data))
+        entries.consent("q", consent_of("q"))
+        consents = entries._unlogged()
+        found.append(bool(consents))
+        offer = owner.offer(step, said(*consents) if consents else lambda entry: None)
+        owner.take(offer)
+        assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
+        other.replica.adopt(offer.update.id)
+        if step == 3:
+            owner, other = owner.again(), other.again()
+            entries._log = owner.log
+    assert found == [True, False, True, True] and owner.logs == other.logs
+    log = verified(owner.logs[0])
+    assert {peer_id: each.data.licence for peer_id, each in log.consents.items()} == {"p": "DUA", "q": ""}
+
+
+OF_P = consent_entry("p", consent_of("p"))
+CONSENT_LIES: list[tuple[list[Any], str]] = [
+    ([], "its consents are no list of some"),
+    ([OF_P] * 2, "its consents are not in order"),
+    ([consent_entry("q", consent_of("q")), OF_P], "its consents are not in order"),
+    ([OF_P] * 65, "its consents are no list of some"),
+    ([{**OF_P, "peer": "q"}], "the consent of q is not signed with the key that it names"),
+    ([{**OF_P, "policy_digest": "5" * 64}], "the consent of p is not signed"),
+    ([consent_entry("p", consent_of("p", "none"))], "the consent of p names a digest that is none"),
+    ([{**OF_P, "more": 1}], "the consent of p is written otherwise"),
+    ([{**OF_P, "data": {}}], "the consent of p is written otherwise"),
+    ([consent_entry("p", consent_of("p", data=DataStatement("x" * 513)))], "the consent of p is written otherwise"),
+    ([consent_entry("p", consent_of("p", data=DataStatement("x", "6")))], "the consent of p names a digest that is none"),
+    ([consent_entry("p", consent_of("p", key=KEYS["q"]))], "it names a key of p that it is not enrolled for"),
+    ([consent_entry("p", signed_consent(RUN, "p", "0" * 64, "", Signer(KEYS["p"])))], "consents to another configuration"),
+    (["p"], "string indices"),
+    ([{**OF_P, "key": 1}], "the consent of p|base64|Incorrect padding|only"),
+]
+
+
+@pytest.mark.parametrize(("consents", "why"), CONSENT_LIES)
+def test_no_update_is_held_whose_entry_has_a_wrong_consent(
+    two: tuple[AuditedMember, AuditedMember], consents: list[Any], why: str
+) -> None:
+    owner, other = two
+    wrong = owner.offer(2, said(*consents))
+    answer = carry_out(other.replica, ev.Hold(wrong.update), offer=wrong)
+    assert isinstance(answer, ev.Failed) and answer.is_wrong and re.search(why, answer.reason), answer
+
+
+def test_the_consent_of_who_is_not_known_to_be_enrolled_is_not_held_against_the_owner(
+    two: tuple[AuditedMember, AuditedMember],
+) -> None:
+    owner, other = two
+    stranger = consent_entry("z", signed_consent(RUN, "z", config_digest(AUDITED), "", Signer(KEYS["p"])))
+    answer = carry_out(other.replica, ev.Hold((offer := owner.offer(2, said(stranger))).update), offer=offer)
+    assert isinstance(answer, ev.Failed) and not answer.is_wrong and "the enrolment of z" in answer.reason
 
 
 # -- on disk -------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,23 @@
-"""A member that trains: which settings it cannot train with."""
+"""A member that trains: which settings it cannot train with, and what its site allows."""
+
+import time
+from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from typer.testing import CliRunner
 
+from aggregator.security.authority import Authority
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
-from peers.swarm.daemon import check_ranks
+from editpb.identity import Identity
+from peers.cli import app
+from peers.identity.peer_folder import PeerFolder
+from peers.identity.policy import digest_of
+from peers.swarm.daemon import check_ranks, check_settings
+from tests.support.council.audited import audited_toml
+from tests.support.served import new_folder
 
 
 def test_a_member_of_several_ranks_is_refused_with_gossip() -> None:
@@ -13,3 +26,52 @@ def test_a_member_of_several_ranks_is_refused_with_gossip() -> None:
         check_ranks(config, size)
     with pytest.raises(ConfigError, match=r"needs members of one rank each, and this one has 2"):
         check_ranks(gossip, 2)
+
+
+def member(tmp_path: Path) -> Path:
+    """The folder of a member of a swarm, as it is once its host was told the settings."""
+    run = new_folder(tmp_path / "run")
+    authority, home = Authority.load(run.path, run.run_id), tmp_path / "home"
+    folder, identity = PeerFolder(home), Identity(run.run_id, "peer", "a")
+    certificate = authority.issuer.issue(identity, folder.make_key().public_key(), lifetime_s=3600, now=time.time())
+    der = serialization.Encoding.DER
+    ca = x509.load_pem_x509_certificate((run.path / "ca.pem").read_bytes())
+    folder.store(identity, (), certificate.public_bytes(der), ca.public_bytes(der))
+    (home / "run.toml").write_text(audited_toml())
+    return home
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("", ""),
+        ("[require]\naudit = true\nmin_peers = 2", ""),
+        ("[require]\nmin_peers = 3", r"require\.min_peers = 3: the run has rounds\.quorum = 2"),
+        ('[limits]\nmodels = ["hf:*"]', r"limits\.models"),
+        ("[limits]\nmax_gb_per_day = 5", "a member of a swarm serves its parts to others, too"),
+        ("[require]\ngovernance = true", "the run has no governance"),
+        ("[accept]", "nobody at this site has consented to the run's configuration sha256:"),
+    ],
+)
+def test_a_member_does_not_start_with_settings_that_its_site_does_not_allow(tmp_path: Path, policy: str, why: str) -> None:
+    home = member(tmp_path)
+    (home / "policy.toml").write_text(policy)
+    if not why:
+        check_settings(home)
+        return
+    with pytest.raises(ConfigError, match=why):
+        check_settings(home)
+    (home / "run.toml").unlink()
+    check_settings(home)  # its host will be told; then the peer looks
+
+
+def test_a_site_consents_to_the_settings_of_a_swarm_in_its_folder_and_to_no_others(tmp_path: Path) -> None:
+    home = member(tmp_path)
+    (home / "policy.toml").write_text("[accept]\n")
+    digest = digest_of(RunConfig.from_toml(home / "run.toml").to_json())
+    said = CliRunner().invoke(app, ["consent", "--home", str(home), "--accept", digest])
+    assert said.exit_code == 0 and f"configuration {digest}" in said.output and "a swarm, without a coordinator" in said.output
+    check_settings(home)
+    (home / "run.toml").write_text(audited_toml().replace("lr = 0.7", "lr = 0.5"))
+    with pytest.raises(ConfigError, match=r"not the one that this site consented to: outer\.lr = 0\.5 \(was 0\.7\)"):
+        check_settings(home)

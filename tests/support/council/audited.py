@@ -35,11 +35,23 @@ from editpb.signed_contributions import ContributionSigner
 from tests.support.council.replicated_table import CONFIG, ReplicatedTable
 from tests.support.encoded import encode
 from tests.support.keys import member_key
+from tests.support.served import TOML
 
 AUDITED = RunConfig.from_mapping({**CONFIG, "audit": {"enabled": True}, "swarm": {"parts": 1}})
 KEYS = {peer_id: member_key() for peer_id in "abcdepq"}
 ENROLLED = {peer_id: Enrolled("1" * 32, key_hash(Signer(key).public_key)) for peer_id, key in KEYS.items()}
 GRANT = 1
+
+
+def audited_toml(keep: int = 0) -> str:
+    """The run.toml of hosts with an audit log. keep: contributions of so many outer steps."""
+    text = TOML.format(start=2, quorum=2).replace("checkpoint_every = 3", "checkpoint_every = 2\nkeep_checkpoints = 4")
+    lines, skipping = list[str](), False
+    for line in text.splitlines():
+        skipping = line in ("[server]", "[outer]") if line.startswith("[") else skipping
+        lines += [] if skipping else [line]
+    lines += ["[outer]", 'optimizer = "nesterov"', "lr = 0.7", "momentum = 0.9", "[audit]", "enabled = true"]
+    return "\n".join([*lines, f"keep_contributions = {keep}", "[swarm]", "parts = 1", ""])
 
 
 def record_of(**enrolled: Enrolled) -> Record:
