@@ -1,7 +1,9 @@
-"""`edit-coordinator audit replay`: merge the contributions behind a commit once more, and compare the result with the log.
+"""`edit-coordinator audit replay`, `edit-peer swarm audit replay`: merge the contributions behind a commit once more, and
+compare the result with the log.
 
-The log proves what each peer signed, and what the coordinator says came of it. With the contributions themselves, and the outer
-parameters before them, anybody can see that the one follows from the other: the same code gives the same bits on every machine.
+The log proves what each peer signed, and what the coordinator, or the owner of a swarm's part, says came of it. With the
+contributions themselves, and the outer parameters before them, anybody can see that the one follows from the other: the same
+code gives the same bits on every machine.
 
  1. The log holds together up to its signed head, and has the commit.
  2. What is kept is what the entry names: each shard has the signature that stands there, which is of its header, and its bytes
@@ -15,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +29,11 @@ from aggregator.audit_verification import entries_of
 from aggregator.data.contributions import Contributions
 from aggregator.storage.configurations import configurations_of
 from aggregator.storage.kept_contributions import Kept, load_kept
-from aggregator.storage.state_folder import AUDIT_LOG, StateFolder
+from aggregator.storage.state_folder import AUDIT_LOG, StateFolder, contributions_of
 from aggregator.storage.store import read_outer
 from aggregator.storage.upload_buffer import UploadBuffer
-from edit.errors import ConfigError, EditError
+from edit.config.run import RunConfig
+from edit.errors import ConfigError, EditError, StorageError
 from edit.merging.merge import Measured, measure
 from edit.merging.mergers import admission, screen
 from edit.merging.outer_state import MergeRecord, OuterState
@@ -40,7 +43,7 @@ from edit.trust.canonical import canonical, parse_canonical
 from editpb.audit_log import DAMAGE, PART, LogFault, fragment_entry
 from editpb.signed_contributions import check_signature, config_digest
 
-__all__ = ["Replayed", "replay_step"]
+__all__ = ["Replayed", "replay_part", "replay_step"]
 
 _MOST_SHOWN = 200  # characters of a value in a message
 
@@ -64,23 +67,59 @@ def replay_step(state: Path, outer_step: int, signed: int) -> Replayed:
     files, LogFault where the result, or what was merged, is not what the log says.
     """
     folder = StateFolder(state)
-    entry, trust = _entry_of(state / AUDIT_LOG, outer_step, signed)
-    config = configurations_of(folder).config
-    if (digest := config_digest(config)) != entry["config_digest"]:
-        raise ConfigError(
-            f"{folder.run_toml}: outer step {outer_step} was committed under another configuration "
-            f"({entry['config_digest'][:12]}, this one is {digest[:12]}); a replay needs the run.toml of then"
-        )
+    entry, trust = _entry_of(entries_of(state / AUDIT_LOG), outer_step, signed, state / AUDIT_LOG)
+    _check_config(config := configurations_of(folder).config, entry, folder.run_toml)
     if entry["injected"] is not None:
         raise ConfigError(f"outer step {outer_step} brought values of a run above, which are not kept")
     outer = read_outer(folder.outer, config, folder.run_id, outer_step - 1)
     if outer is None:
         raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
+    return _replayed(entry, trust, outer, load_kept(folder.contributions, outer_step, outer.schema))
+
+
+def replay_part(home: Path, part: int, run_id: str, log: Path, outer_step: int, entries: int) -> Replayed:
+    """Merge what is behind the commit to this outer step of a swarm's part once more, from the folder of a member.
+
+    Only who owned the part at that outer step has what its peers sent.
+
+    Args:
+        log: of the part, which has the commit.
+        entries: number of the last one that is verified, and one.
+
+    Raises as `replay_step`; ConfigError also where another member owned the part.
+    """
+    folder = home / f"part-{part}"
+    entry, trust = _entry_of(entries_of(log), outer_step, entries, log)
+    _check_config(config := RunConfig.from_toml(home / "run.toml"), entry, home / "run.toml")
+    outer = read_outer(folder, config, run_id, outer_step - 1)
+    if outer is None:
+        raise ConfigError(f"{folder}: this member has no state of the part")
+    owned = f"{printable(str(entry['owner']))} owned part {part} at outer step {outer_step}, and keeps them if it is set to"
+    try:
+        kept = load_kept(contributions_of(folder), outer_step, outer.schema)
+    except StorageError as error:
+        raise ConfigError(f"{error}; {owned}") from error
+    if any(one.header.round_id != entry["round_id"] for one in kept):
+        raise ConfigError(f"what is kept here of outer step {outer_step} is of a round that came to nothing; {owned}")
+    return _replayed(entry, trust, outer, kept)
+
+
+def _check_config(config: RunConfig, entry: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for another configuration than a commit was made under."""
+    if (digest := config_digest(config)) != entry["config_digest"]:
+        raise ConfigError(
+            f"{path}: outer step {entry['outer_step']} was committed under another configuration "
+            f"({entry['config_digest'][:12]}, this one is {digest[:12]}); a replay needs the run.toml of then"
+        )
+
+
+def _replayed(entry: Mapping[str, Any], trust: Mapping[str, Any] | None, outer: OuterState, kept: Sequence[Kept]) -> Replayed:
+    """Merge once more, and compare. outer: the state before it; trust: what the log says of the trust in peers there."""
+    outer_step = outer.outer_step + 1
     if outer.digest != entry["before"]:
         raise LogFault(f"outer step {outer_step - 1} has digest {outer.digest[:12]}, the log says {entry['before'][:12]}")
     if trust is not None and {peer: [each.mean.hex(), each.count] for peer, each in outer.trust.items()} != trust:
         raise LogFault(f"outer step {outer_step - 1}: the trust in peers is not what the log says")
-    kept = load_kept(folder.contributions, outer_step, outer.schema)
     try:
         _check_kept(kept, entry)
         _compare(asyncio.run(_merged(kept, outer)), outer, entry)
@@ -96,17 +135,18 @@ def replay_step(state: Path, outer_step: int, signed: int) -> Replayed:
     )
 
 
-def _entry_of(path: Path, outer_step: int, signed: int) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+def _entry_of(
+    lines: Iterable[bytes], outer_step: int, signed: int, path: Path
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """Return the last commit to this outer step among the entries that are verified, and the trust in peers before it.
 
     None: no entry says it.
     """
     found: Mapping[str, Any] | None = None
     trust: Mapping[str, Any] | None = None
-    for index, line in enumerate(entries_of(path)):
-        if index == signed:
+    for line in lines:
+        if (entry := parse_canonical(line)).get("index") == signed:
             break
-        entry = parse_canonical(line)
         if entry["kind"] != "commit":
             continue
         if entry["outer_step"] == outer_step:

@@ -108,6 +108,10 @@ class KeptContributions:
             if step <= outer_step - self._steps or step > outer_step:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def give_up(self, outer_step: int) -> None:
+        """Let go of what has the place of an outer step that did not come of it."""
+        shutil.rmtree(step_folder(self._folder, outer_step), ignore_errors=True)
+
     def shards(self, outer_step: int, schema: Schema) -> list[KeptShard]:
         """Return what was merged in the commit to this outer step, without its bytes.
 

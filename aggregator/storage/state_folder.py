@@ -215,6 +215,11 @@ def part_log_of(folder: Path, first: int) -> Path:
     return folder / (f"{name.stem}-{first:08d}{name.suffix}" if first else AUDIT_LOG)
 
 
+def contributions_of(folder: Path) -> Path:
+    """Return where the contributions lie that an owner has merged. folder: of a swarm's part."""
+    return folder / "contributions"
+
+
 def part_logs(folder: Path) -> list[tuple[int, Path]]:
     """Return the audit logs of a swarm's part, each with the number of its first entry, in order. folder: of the part."""
     name = Path(AUDIT_LOG)

@@ -1,4 +1,4 @@
-"""The verbs of `python -m aggregator.swarm audit`: the logs of a member's parts, verified, summed up and copied from files.
+"""The verbs of `python -m aggregator.swarm audit`: the logs of a member's parts, verified, summed up, replayed and copied.
 
 The member's host may run meanwhile, and appends to them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -15,6 +16,7 @@ import typer
 from aggregator.audit_commands import print_usage, usage_values
 from aggregator.audit_verification import entries_of, verified_log
 from aggregator.storage.state_folder import part_logs
+from edit.council.record import recoveries
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
@@ -22,7 +24,7 @@ from editpb.audit_log import LogFault, LogVerifier
 
 __all__ = ["audit"]
 
-audit = typer.Typer(no_args_is_help=True, help="Verify, sum up or copy the audit log that a member keeps of each part.")
+audit = typer.Typer(no_args_is_help=True, help="Verify, sum up, replay or copy the audit log that a member keeps of each part.")
 _Folder = Annotated[Path, typer.Argument(help="The folder of a member, or one that an export has written.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -60,6 +62,13 @@ def verify(
         typer.echo(f"part {part}: {log.commits} commits, each signed by the part's owner, {signatures}: verified")
         if log.before:
             typer.echo(f"  begins      with entry {log.before}: this member took a snapshot of outer step {log.before - 1}")
+        for one in log.recovered:
+            entries = f"it goes on from the {one.entry} entries before, root {one.root}"
+            typer.echo(
+                f"  recovered   lineage {one.lineage} begins with entry {one.entry}, of {printable(one.owner)}: {entries}"
+            )
+        if log.before and recoveries(log.grant) and not log.recovered:
+            typer.echo(f"  lineage     {recoveries(log.grant) + 1}: the swarm was recovered before this log begins")
         if path != newest[part]:
             typer.echo("  ends        before a snapshot; a later log follows")
         typer.echo(f"  outer step  {log.outer_step}, digest {printable(log.digest[:12])}")
@@ -79,6 +88,52 @@ def usage(folder: _Folder, as_json: _Json = False) -> None:
         first = log.outer_step - log.commits + 1
         typer.echo(f"part {part}, outer steps {first} to {log.outer_step}" if log.commits else f"part {part}: no commit")
         print_usage(log)
+
+
+@audit.command()
+def replay(
+    folder: _Folder,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="The outer step.", show_default="the last one")] = None,
+    part: Annotated[int | None, typer.Option("--part", min=0, help="The part.", show_default="all")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Merge the contributions behind a commit of each part once more, and compare the result with the log."""
+    from aggregator.audit_replay import replay_part
+
+    newest: dict[int, list[_Log]] = {}
+    for each in _verified(folder, 0):
+        newest.setdefault(each.part, []).append(each)
+    if part is not None and part not in newest:
+        raise ConfigError(f"--part {part}: {folder} has the parts {', '.join(map(str, newest))}")
+    found, lacking = [], list[str]()
+    for number, logs in newest.items():
+        if part not in (None, number):
+            continue
+        outer_step = step or logs[-1].log.outer_step
+        having = [each for each in logs if each.log.before <= outer_step < len(each.log.tree)]
+        try:
+            if not having:
+                raise ConfigError(f"part {number}: no log in {folder} has outer step {outer_step}")
+            _, path, log = having[-1]
+            found.append((number, replay_part(folder, number, log.run_id, path, outer_step, len(log.tree))))
+        except ConfigError as error:
+            if part is not None:
+                raise
+            lacking.append(f"part {number} was not merged once more: {error}")
+    if not found:
+        raise ConfigError("; ".join(lacking))
+    if as_json:
+        typer.echo(json.dumps([{"part": number, **asdict(done)} for number, done in found]))
+        return
+    for number, done in found:
+        typer.echo(
+            f"part {number}, outer step {done.outer_step}: {done.bytes:,} bytes of {len(done.peers)} peers merged once more: "
+            f"the same verdicts, update and digest {printable(done.digest[:12])}"
+        )
+        for peer in done.less:
+            typer.echo(f"  {printable(peer)} claimed more inner steps or tokens than counted for it")
+    for text in lacking:
+        typer.echo(printable(text))
 
 
 @audit.command()
@@ -129,4 +184,5 @@ def _values(one: _Log) -> dict[str, object]:
         "outer_step": log.outer_step,
         "digest": log.digest,
         "root": log.tree.root().hex(),
+        "recovered": [each._asdict() for each in log.recovered],
     }

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 
+from aggregator.storage.kept_contributions import KeptContributions
+from aggregator.storage.state_folder import contributions_of
 from aggregator.storage.store import Entries, Store
 from edit.config.run import RunConfig
 from edit.council.record import Update
@@ -63,7 +65,9 @@ class EngineStore(Store):
         propose: Callable[[Proposal], None],
         entries: Entries | None = None,
     ) -> None:
-        super().__init__(folder, config, run_id)
+        steps = config.audit.keep_contributions
+        kept = KeptContributions(contributions_of(folder), steps) if steps else None
+        super().__init__(folder, config, run_id, kept=kept)
         self.tokens, self._entries = store.tokens, entries
         self._store, self._propose = store, propose
         self._merged: dict[int, MergeRecord] = {}  # of the round under way, by fragment_id
@@ -123,7 +127,12 @@ class EngineStore(Store):
                 raise RefusedError(self._ended)
             self._agreed = agreed
         self._propose(Proposal(round_id, reason, tokens, records, audit))
-        self._update = agreed.result()
+        try:
+            self._update = agreed.result()
+        except RefusedError:
+            if self.kept is not None:
+                self.kept.give_up(outer_step)
+            raise
 
     def applied(self, commit: Commit) -> None:
         """See `Store`."""

@@ -540,23 +540,27 @@ def recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
 
 
 def _recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
-    from aggregator.storage.store import Store  # imports torch, which the other commands do without
+    from aggregator.swarm.host import merging, part_store  # imports torch, which the other commands do without
     from aggregator.swarm.replication import PartReplica
 
-    folder, config = _Folder(path), RunConfig.from_toml(path / "run.toml")
+    folder, config = _Folder(path), merging(RunConfig.from_toml(path / "run.toml"))
     if folder.saved is None or (record := folder.saved.record) is None:
         raise ConfigError(f"{path}: this member was never let in; there is nothing to recover from")
     asyncio.run(_check_gone(folder, record))
-    states = []
+    states, logs = [], list[str]()
     for number in range(len(record.parts)):
-        store = Store(MemberFolder(path).part(number), config, folder.identity.run_id)
+        store = part_store(MemberFolder(path), number, config, folder.identity.run_id)
         try:
             states.append(PartReplica(folder.identity.run_id, number, config, store).state)
+            if store.part_log is not None:
+                tree = store.part_log.tree
+                logs.append(f"the audit log of part {number} goes on from its {len(tree)} entries, root {tree.root().hex()}")
         finally:
             store.close()
     saved = folder.saved.recovered(folder.identity.peer_id, states)
     assert saved.record is not None
-    if not confirm(Recovery(record, saved.record, tuple(_recovery_words(folder.identity.peer_id, record, saved.record)))):
+    words = (*_recovery_words(folder.identity.peer_id, record, saved.record), *logs)
+    if not confirm(Recovery(record, saved.record, words)):
         raise RefusedError("not confirmed; nothing was changed")
     MemberFolder(path).save(saved)
     me = folder.identity.peer_id

@@ -20,7 +20,8 @@ class AuditConfig:
     # swarm every member keeps the log, the owners of parts sign its entries, and `edit-peer swarm audit verify` checks it.
     enabled: bool = False
     # The coordinator keeps the contributions to this many of the last outer steps, as they were sent. `edit-coordinator audit
-    # replay` merges them once more and compares the result with the log.
+    # replay` merges them once more and compares the result with the log. In a swarm the owner of each part does, and
+    # `edit-peer swarm audit replay` merges them.
     keep_contributions: Annotated[int, Between(0, 10_000)] = 0
     # Peers sign the head of each receipt that they accept with the key of their certificate, and send it with their reports.
     # `edit-coordinator audit verify` says how many members vouch for which head.

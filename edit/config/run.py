@@ -372,8 +372,6 @@ class RunConfig:
             require(self.outer.algorithm == "mean", "audit.enabled", True, rule)
             rule = "must be 0 with audit.enabled in a swarm: a signature is of one round"
             require(self.rounds.max_staleness == 0, "rounds.max_staleness", self.rounds.max_staleness, rule)
-            rule = "must be 0 with [swarm]: nobody has the contributions to all parts; swarm.verify has updates computed again"
-            require(not self.audit.keep_contributions, "audit.keep_contributions", self.audit.keep_contributions, rule)
         rule = "must be false with aggregators.addresses: one log is kept, of one aggregator"
         require(not self.aggregators.addresses, "audit.enabled", True, rule)
         if kept := self.audit.keep_contributions:

@@ -53,6 +53,7 @@ __all__ = [
     "is_quorum",
     "name_of",
     "peer_of",
+    "recoveries",
     "update_id",
 ]
 
@@ -74,6 +75,12 @@ MOST_LEASE_S = 60.0
 # Grants of a new lineage begin so far above those that the survivor knows: what was signed for a round of the lost members is
 # of no use in it.
 _RECOVERED = 1 << 20
+
+
+def recoveries(grant: int) -> int:
+    """Return how often the swarm was recovered before a grant was made."""
+    return grant // _RECOVERED
+
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}#[0-9]{1,19}")

@@ -322,7 +322,7 @@ def export(
 audit = typer.Typer(
     no_args_is_help=True,
     context_settings=SHORT_HELP,
-    help="Verify, sum up or copy the audit log that this member keeps of each part (docs/audit.md).",
+    help="Verify, sum up, replay or copy the audit log that this member keeps of each part (docs/audit.md).",
 )
 app.add_typer(audit, name="audit")
 
@@ -359,6 +359,28 @@ def usage(
     Example: edit-peer swarm audit usage --home a
     """
     operate("audit", "usage", home, *(["--json"] if as_json else []))
+
+
+@audit.command()
+def replay(
+    home: HomeOption = Path("edit-peer"),
+    step: Annotated[int | None, typer.Option("--step", min=1, help="The outer step.", show_default="the last one")] = None,
+    part: Annotated[
+        int | None, typer.Option("--part", min=0, help="The part.", show_default="all that this member has owned")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Merge the contributions behind a commit once more, and compare verdicts, update and parameters with the log.
+
+    For a swarm with audit.keep_contributions, in the folder of the member that owned the part at that outer step: nobody else
+    has what the peers sent. The logs are verified before, without the signatures of other commits.
+
+    Exit codes: 0 the result is what the log says; 2 it is not, and the message names what differs, or it cannot be done here.
+
+    Example: edit-peer swarm audit replay --step 12 --part 0 --home a
+    """
+    more = [*(["--step", step] if step is not None else []), *(["--part", part] if part is not None else [])]
+    operate("audit", "replay", home, *more, *(["--json"] if as_json else []))
 
 
 @audit.command("export")

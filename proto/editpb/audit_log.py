@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blake3 import blake3
 
 from edit.config.run import RunConfig
+from edit.council.record import recoveries
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signatures_under
@@ -52,6 +53,7 @@ __all__ = [
     "Changed",
     "LogFault",
     "LogVerifier",
+    "Recovered",
     "RoundFacts",
     "Signed",
     "Usage",
@@ -380,6 +382,15 @@ class Changed(NamedTuple):
     approvers: tuple[str, ...]  # empty: it needed nobody's approval
 
 
+class Recovered(NamedTuple):
+    """Where a survivor of a swarm goes on with the log of a part alone. The entry names all before it by their root."""
+
+    entry: int  # the first one of the new lineage
+    lineage: int
+    root: str  # of the entries before it, hex
+    owner: str  # who has signed the entry
+
+
 class Signed(NamedTuple):
     """What the signatures of an entry are of, beside what stands in it."""
 
@@ -550,6 +561,8 @@ class LogVerifier:
         self.run_id, self.outer_step, self.digest, self.commits, self.verified = "", 0, "", 0, 0
         self.part: int | None = None  # of a swarm, whose log it is; None: of a run with a coordinator
         self.before = 0  # entries that are not here, but known by the hashes that the tree goes on from
+        self.grant = -1  # of the last entry of a part's log; -1: there was none
+        self.recovered: list[Recovered] = []  # in a part's log: where another lineage begins
         self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
         self.usage: dict[str, Usage] = {}
         self.consents: dict[str, Consent] = {}  # by peer: the last one
@@ -724,6 +737,7 @@ class LogVerifier:
             if entry["part"] != self.part:
                 raise ValueError(f"is of part {entry['part']}, the log of part {self.part}")
             check_owner(self.run_id, entry)
+            self._take_grant(entry)
             for consent in entry.get("consents", ()):
                 self._take_consent(consent)
         self.outer_step, self.digest = entry["outer_step"], str(entry["after"])
@@ -751,6 +765,15 @@ class LogVerifier:
         self._take_privacy(entry.get("privacy"))
         self._take_trust(entry.get("trust"))
         self._count(entry)
+
+    def _take_grant(self, entry: _Entry) -> None:
+        """Take under which grant an owner has signed: they only grow, and a recovery makes them much greater."""
+        before, self.grant = self.grant, int(entry["grant"])
+        if self.grant < before:
+            raise ValueError(f"was made under grant {self.grant}, and one before it under grant {before}")
+        lineage, known = recoveries(self.grant) + 1, before >= 0 or not self.before
+        if known and lineage > recoveries(max(before, 0)) + 1:
+            self.recovered.append(Recovered(entry["index"], lineage, str(entry["root"]), str(entry["owner"])))
 
     def _take_score(self, entry: _Entry) -> None:
         if entry["outer_step"] != self.outer_step:

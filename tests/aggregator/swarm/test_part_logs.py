@@ -19,6 +19,7 @@ import pytest
 from aggregator.storage import checkpoint
 from aggregator.storage.journal import Disk, replay_segments
 from aggregator.storage.state_folder import part_logs
+from aggregator.swarm import operate
 from aggregator.swarm.commands import app
 from aggregator.swarm.owner_entries import OwnerEntries
 from aggregator.swarm.replication import Claimed, carry_out
@@ -37,9 +38,10 @@ from editpb.messages import Consent, DataStatement, SeenHead
 from editpb.part_entries import begins_line
 from editpb.signed_contributions import ContributionSigner, config_digest
 from tests.aggregator.storage.test_audit_log import Killed, MortalDisk
+from tests.aggregator.swarm.test_operating import equip, in_thread
 from tests.aggregator.swarm.test_takeover import EITHER, LOST
 from tests.aggregator.swarm.test_verification import PEERS, contribute
-from tests.support.council.audited import AUDITED, KEYS, AuditedMember, AuditedTable, record_of
+from tests.support.council.audited import AUDITED, KEYS, AuditedMember, AuditedTable, audited_toml, record_of
 from tests.support.council.hosts import Hosts, hosts
 from tests.support.council.replicated_table import ReplicatedTable
 from tests.support.council.table import LEASE_S
@@ -664,6 +666,73 @@ def test_what_no_owner_has_signed_is_no_entry_of_a_parts_log(tmp_path: Path) -> 
     begins = begins_line(RUN, 0, AUDITED, "0" * 64, 1, log.digest, log.tree.peaks)
     with pytest.raises(LogFault, match="entry 2"):
         verified(owner.logs[0] + begins)
+
+
+# -- after a recovery ----------------------------------------------------------------------------------------------------------
+
+RECOVERED = 1 << 20  # what a grant of the next lineage is greater by
+
+
+def under(grant: int) -> Callable[[Entry], None]:
+    return lambda entry: entry.update(grant=grant)
+
+
+def test_a_log_shows_where_another_lineage_goes_on_from_all_before_and_grants_never_fall(tmp_path: Path) -> None:
+    owner = AuditedMember(tmp_path / "a", disk=QUICK).found()
+    owner.take(owner.offer())
+    whole, entry = owner.logs[0], lambda grant: json.loads(owner.offer(2, under(grant)).manifest)["audit"].encode()
+    log = verified(whole)
+    assert not log.recovered and log.grant == 1
+    root = log.tree.root().hex()
+    log.take(entry(RECOVERED + 1))
+    assert log.recovered == [(2, 2, root, "a")]
+    begun = LogVerifier()
+    begun.take(
+        begins_line(RUN, 0, AUDITED, owner.replica.outer.schema.schema_hash, 1, owner.replica.outer.digest, log_peaks(whole))
+    )
+    begun.take(entry(RECOVERED + 1))
+    assert not begun.recovered and begun.grant == RECOVERED + 1, "what was before is not known"
+    with pytest.raises(LogFault, match="entry 2: was made under grant 0, and one before it under grant 1"):
+        verified(whole + entry(0))
+
+
+def log_peaks(log: bytes) -> tuple[bytes, ...]:
+    return verified(log).tree.peaks
+
+
+def test_who_recovers_goes_on_with_its_log_which_names_what_was_before_and_the_lost_one_is_kept_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=RunConfig.from_text(audited_toml().encode(), "run.toml")) as swarm:
+            await grown(swarm)
+            for step in (1, 2):
+                await take_step(swarm, step)
+            folders = {peer_id: equip(swarm, peer_id) for peer_id in "abc"}
+            for folder in folders.values():
+                (folder / "run.toml").write_text(audited_toml())
+            for peer_id in "cab":
+                await swarm.stop(peer_id)
+            plans: list[operate.Recovery] = []
+            root = verified(log_of(swarm, "c")).tree.root().hex()
+            await in_thread(operate.recover, folders["c"], lambda plan: plans.append(plan) is None)
+            assert plans[0].lines[-1] == f"the audit log of part 0 goes on from its 3 entries, root {root}"
+            await swarm.start("c")
+            await swarm.until(lambda: swarm.owner() is not None, passes=1.0)
+            await in_thread(operate.rejoin, folders["b"])
+            await swarm.start("b")
+            await swarm.until(lambda: swarm.settled("cb") and swarm.steps() == {"c": 2, "b": 2}, passes=1.0)
+            await take_step(swarm, 3)
+            said = command(capsys, "verify", swarm.path / "c")
+            assert f"recovered   lineage 2 begins with entry 3, of c: it goes on from the 3 entries before, root {root}" in said
+            (values,) = json.loads(command(capsys, "verify", swarm.path / "c", "--json"))
+            assert values["recovered"] == [{"entry": 3, "lineage": 2, "root": root, "owner": "c"}]
+            said = command(capsys, "verify", swarm.path / "b")
+            assert "lineage     2: the swarm was recovered before this log begins" in said
+            (aside,) = (swarm.path / "b").glob("lineage-1-*")
+            assert f"head        3 entries, root {root}" in command(capsys, "verify", aside), "what it had before"
+
+    run_held(body())
 
 
 # -- hosts ---------------------------------------------------------------------------------------------------------------------

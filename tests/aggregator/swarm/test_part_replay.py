@@ -1,0 +1,117 @@
+"""What the owner of a part keeps, merged once more from its folder, and what that finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from aggregator.storage.kept_contributions import Kept, KeptContributions, load_kept
+from aggregator.storage.state_folder import contributions_of
+from aggregator.swarm.commands import app
+from aggregator.swarm.member_folder import MemberFolder
+from edit.config.run import RunConfig
+from edit.errors import ConfigError
+from editpb.audit_log import LogFault
+from tests.aggregator.swarm.test_part_logs import grown, take_step
+from tests.aggregator.swarm.test_verification import contribute
+from tests.support.council.audited import audited_toml
+from tests.support.council.hosts import Hosts, hosts, schema_of
+from tests.support.loops import run_held
+
+
+def toml() -> str:
+    return audited_toml(keep=3)
+
+
+def replay(capsys: pytest.CaptureFixture[str], home: Path, *words: object) -> str:
+    app(["audit", "replay", str(home), *map(str, words)], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+async def kept(swarm: Hosts) -> list[str]:
+    """Take five outer steps; the owner ends after the third. Returns who owned the part at each."""
+    await grown(swarm)
+    owners = []
+    for step in (1, 2, 3, 4, 5):
+        await take_step(swarm, step)
+        owners.append(swarm.record.parts[0].owner)
+        if step == 3:
+            await swarm.stop(owners[-1])
+            await swarm.until(lambda: swarm.owner() is not None, passes=1.0)
+    return owners
+
+
+def test_owners_keep_what_they_merged_and_it_gives_the_commits_once_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owners = list[str]()
+
+    async def body() -> None:
+        async with hosts(tmp_path, config=RunConfig.from_text(toml().encode(), "run.toml")) as swarm:
+            owners.extend(await kept(swarm))
+
+    run_held(body())
+    first, second = owners[0], owners[-1]
+    assert first != second
+    for name in "abc":
+        (tmp_path / name / "run.toml").write_text(toml())
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / first, copy)
+    for home, steps in ((copy, (1, 2, 3)), (tmp_path / second, (4, 5))):
+        for step in steps:
+            assert f"part 0, outer step {step}: " in replay(capsys, home, "--step", step)
+    (said,) = json.loads(replay(capsys, tmp_path / second, "--json", "--part", 0))
+    assert (said["part"], said["outer_step"], said["peers"], said["shards"]) == (0, 5, ["p", "q"], 4)
+    with pytest.raises(ConfigError, match=f"outer step 3 are not kept; those to these are: 4, 5; {first} owned part 0"):
+        replay(capsys, tmp_path / second, "--step", 3)
+    with pytest.raises(ConfigError, match=r"no log in .* has outer step 9"):
+        replay(capsys, copy, "--step", 9)
+    with pytest.raises(ConfigError, match=r"--part 1: .* has the parts 0"):
+        replay(capsys, copy, "--part", 1)
+    folder = contributions_of(MemberFolder(copy).part(0))
+    _damage(folder, 2)
+    with pytest.raises(LogFault, match="is kept with other bytes than were signed"):
+        replay(capsys, copy, "--step", 2)
+    shutil.rmtree(folder / "step-00000001")
+    (folder / "step-00000003").rename(folder / "step-00000001")
+    with pytest.raises(ConfigError, match=f"is of a round that came to nothing; {first} owned part 0 at outer step 1"):
+        replay(capsys, copy, "--step", 1)
+    (copy / "run.toml").write_text(toml().replace("lr = 0.7", "lr = 0.6"))
+    with pytest.raises(ConfigError, match=r"a replay needs the run\.toml of then"):
+        replay(capsys, copy, "--step", 2)
+
+
+def _damage(folder: Path, step: int) -> None:
+    """One bit of a contribution, in a file that is whole."""
+    shards = load_kept(folder, step, schema_of(0))
+    wrong = bytearray(shards[0].data)
+    wrong[0] ^= 1
+    again = KeptContributions(folder, 3)
+    for fragment_id in {one.header.fragment_id for one in shards}:
+        these = [one for one in shards if one.header.fragment_id == fragment_id]
+        again.add(1, fragment_id, [Kept(one.header, one.work, wrong if one is shards[0] else one.data) for one in these])
+    shutil.rmtree(folder / f"step-{step:08d}")
+    (folder / "pending").rename(folder / f"step-{step:08d}")
+
+
+def test_what_an_owner_proposed_and_others_did_not_take_is_not_kept(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=RunConfig.from_text(toml().encode(), "run.toml")) as swarm:
+            await grown(swarm)
+            await take_step(swarm, 1)
+            owner = swarm.record.parts[0].owner
+            store = swarm.running[owner].parts[0].replica._engine
+            assert store is not None and store._entries is not None
+            commit = store._entries.commit
+            store._entries.commit = lambda *given: commit(*given).replace('"unmerged":[]', '"unmerged":["b"]')  # type: ignore
+            await contribute(swarm, 2)
+            await swarm.until(lambda: swarm.record.parts[0].owner != owner, passes=1.0)
+            await take_step(swarm, 2)
+            folders = {name: contributions_of(swarm.folder(name).part(0)) for name in "abc"}
+            having = {name for name, folder in folders.items() if (folder / "step-00000002").exists()}
+            assert having == {swarm.record.parts[0].owner}
+
+    run_held(body())
