@@ -46,7 +46,15 @@ from aggregator.storage.privacy_budget import PrivacyBudget
 from edit.config.in_force import in_force
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
-from edit.errors import LocalProtocolError, PluginError, RefusedError, RemoteProtocolError, StaleError, StorageError
+from edit.errors import (
+    LocalProtocolError,
+    OutdatedError,
+    PluginError,
+    RefusedError,
+    RemoteProtocolError,
+    StaleError,
+    StorageError,
+)
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection, check_order, check_run
@@ -686,7 +694,7 @@ class RoundRunner:
             return
         reason = str(error)
         if not isinstance(
-            error, StorageError | RefusedError | StaleError | PluginError
+            error, StorageError | RefusedError | OutdatedError | PluginError
         ):  # a bug, or bytes that passed every check before
             reason = f"{type(error).__name__}: {error}"
             _log.error("round %d failed: %s", round_number(round_id), reason, exc_info=error)

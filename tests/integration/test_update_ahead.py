@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from edit.config.codec import CodecChoice
-from edit.errors import StaleError
+from edit.errors import GoneError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Shard
@@ -172,7 +172,7 @@ async def test_a_peer_stops_reading_when_the_round_comes_to_nothing(tmp_path: Pa
         await first_fragment(a, b, round_id)
         await until(lambda: assembly.received == SIZES[0])
         run.coordinator.run.rounds.feed(events.RoundFailed(round_id, "the disk is full"))
-        with pytest.raises(StaleError):
+        with pytest.raises(GoneError):
             await task
         assert assembly.manifest is None
 
@@ -414,7 +414,7 @@ async def test_what_came_from_a_coordinator_that_was_killed_is_thrown_away(tmp_p
             await peer.attend()
         if not committed:
             async with reader(run, round_id, assembly) as (_, _, task):
-                with pytest.raises(StaleError):
+                with pytest.raises(GoneError):
                     await task
             for peer in (a, b):
                 await peer.report(0)

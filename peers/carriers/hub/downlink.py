@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from edit.config.codec import CodecChoice
 from edit.config.run import SyncConfig
-from edit.errors import EditError, RemoteProtocolError, StaleError, TransportError
+from edit.errors import EditError, OutdatedError, RemoteProtocolError, TransportError
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
@@ -70,7 +70,7 @@ class _Download:
         self.begin()
         while (found := look(self.assembly)) is None:
             if self._task is None or self._task.done():
-                if early and isinstance(self._error, StaleError):
+                if early and isinstance(self._error, OutdatedError):
                     early = False  # it had asked before the update was there
                     self.begin()
                     continue
@@ -103,7 +103,7 @@ class Arrival:
         """Block until every rank has its shard. All ranks call it in the same order; all get it or raise the same.
 
         Raises TransportError when cut off (called again, it resumes where the stream broke), RemoteProtocolError when what came
-        was bad again and again, StaleError when the update is no longer kept; also EvictedError, RefusedError, Interrupted.
+        was bad again and again, GoneError when the update is no longer kept; also EvictedError, RefusedError, Interrupted.
         """
         return self.agreement.together(self.download.until(lambda assembly: assembly.payload(self.position)))
 
@@ -158,7 +158,7 @@ class Downlink:
     def update(self, outer_step: int) -> Committed:
         """Return the update that led to `outer_step`, at every rank.
 
-        Raises TransportError when a rank was cut off (asked again, it resumes where the stream broke), StaleError or
+        Raises TransportError when a rank was cut off (asked again, it resumes where the stream broke), OutdatedError or
         RemoteProtocolError when a rank cannot get it, ReceiptFault when it is not what the audit log must say.
         """
         return self._agreement.together(self._update(outer_step))
@@ -176,7 +176,7 @@ class Downlink:
                 if (receipts := self._receipts) is not None:
                     self._io.change(partial(receipts.at, snapshot.outer_step, snapshot.digest))
                 return snapshot
-            except StaleError as error:
+            except OutdatedError as error:
                 _log.info("the snapshot is gone (%s); taking a newer one", error)
             except RemoteProtocolError as error:
                 raise TransportError(f"no snapshot: {error}") from error
