@@ -21,6 +21,7 @@ from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Committed, EncodedTensor, RolledBack, Snapshot, Update
+from editpb.messages import SnapshotManifest
 from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.data_calls import DataCalls, Wanted, once
 from peers.carriers.hub.receipts import Receipts
@@ -166,12 +167,13 @@ class Downlink:
     def snapshot(self) -> Snapshot:
         """Return the outer parameters of the latest commit, of one outer step at all ranks, and abandon all updates.
 
-        Raises TransportError, also when what arrived was damaged again and again.
+        Raises TransportError, also when what arrived was damaged again and again; ReceiptFault when they are not those of the
+        audit log.
         """
         self._io.post(lambda: self.forget(taken=False))
         for _ in range(SNAPSHOT_TRIES):
             try:
-                manifest = self._agreement.on_leader(lambda: self._data.describe(self._schema, self._wanted))
+                manifest = self._agreement.on_leader(self._described)
                 snapshot = self._agreement.together(self._data.snapshot(manifest, self._shards, self._wanted))
                 if (receipts := self._receipts) is not None:
                     self._io.change(partial(receipts.at, snapshot.outer_step, snapshot.digest))
@@ -218,15 +220,33 @@ class Downlink:
             if self._receipts is None or self._compared:
                 return
             try:
-                newest = (await self._data.describe(self._schema, once)).outer_step
-                if not newest:
-                    return
-                nothing = [Shard(fragment, ()) for fragment in self._schema.fragments]
-                assembly = UpdateAssembly(self._schema, newest, self._due(newest), nothing, receipts=self._receipts)
-                await self._data.update(assembly, once, lambda: None)
+                if newest := (await self._data.describe(self._schema, once)).outer_step:
+                    await self._read_receipt(newest, once)
             except EditError as error:
                 _log.info("the audit log of the coordinator that refuses: %s", error)
             self._compared = True
+
+    async def _described(self) -> SnapshotManifest:
+        """Return what the snapshot of the latest commit consists of; once the log is known, what it says of that commit, too.
+
+        Where there is no receipt of the commit to be had (it is kept no longer), the next one is compared with the snapshot.
+        """
+        manifest = await self._data.describe(self._schema, self._wanted)
+        if (receipts := self._receipts) is None or receipts.agrees(manifest):
+            return manifest
+        try:
+            await self._read_receipt(manifest.outer_step, self._wanted)
+        except OutdatedError as error:
+            _log.info("no receipt of the snapshot of outer step %d: %s", manifest.outer_step, error)
+        receipts.check_snapshot(manifest)
+        return manifest
+
+    async def _read_receipt(self, outer_step: int, wanted: Wanted) -> None:
+        """Take the receipt of a commit, and nothing of its update. Raises as `DataCalls.update`, and ReceiptFault."""
+        nothing = [Shard(fragment, ()) for fragment in self._schema.fragments]
+        assembly = UpdateAssembly(self._schema, outer_step, self._due(outer_step), nothing, receipts=self._receipts)
+        await self._data.update(assembly, wanted, lambda: None)
+        await self._save_receipt()
 
     async def _update(self, outer_step: int) -> Committed:
         download = self._download(outer_step)
