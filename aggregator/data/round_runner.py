@@ -272,6 +272,7 @@ class RoundRunner:
         contribution, fragment = self._contributions.find(shard.header), self._contributions.fragment_of(shard)
         if shard.norm is not None:
             return
+        came_at = self._clock.monotonic()  # how long it waits to be hashed and measured says nothing of its link
         try:
             norm = await self._background.in_worker(_measured, shard)
         except StorageError:
@@ -282,7 +283,7 @@ class RoundRunner:
         fragment.check_current(shard)
         if self._round is not None:
             self._round.bytes_in += shard.header.total_bytes
-            self._round.last_byte_at = self._clock.monotonic()
+            self._round.last_byte_at = max(self._round.last_byte_at, came_at)
         if fragment.measured(shard, norm):
             self.feed(events.Arrived(shard.header.peer_id, shard.header.round_id, shard.header.fragment_id))
 

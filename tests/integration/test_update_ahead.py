@@ -15,6 +15,9 @@ import grpc
 import pytest
 import torch
 
+from aggregator.data.contributions import ShardUpload
+from aggregator.data.round_runner import _FAST_S, _measured
+from aggregator.resources import Clock
 from edit.config.codec import CodecChoice
 from edit.errors import GoneError
 from edit.fragments.digest import digest
@@ -293,6 +296,27 @@ async def test_after_a_round_over_fast_links_nothing_goes_ahead(
         answer = await waiting
         assert not answer.ahead and answer.manifest is not None and len(answer.data) == sum(SIZES)
         assert answer.manifest.digest == run.coordinator.run.rounds.published.digest
+
+
+@on_a_loop
+async def test_how_fast_contributions_come_in_does_not_depend_on_how_long_they_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, held, measured = [0.0], held_clock(), list[float]()
+
+    def measuring(shard: ShardUpload) -> float:
+        measured.append(_measured(shard))
+        now[0] += 0.5 if len(measured) == 2 * len(SIZES) else 0.0  # the last one
+        return measured[-1]
+
+    monkeypatch.setattr("aggregator.data.round_runner._measured", measuring)
+    clock = Clock(monotonic=lambda: held.monotonic() + now[0], unix=held.unix)
+    async with served(new_folder(tmp_path / "run", start=2, toml=TOML), clock) as run, two_peers(run) as (a, b, round_id):
+        for i in range(len(SIZES)):
+            for peer in (a, b):
+                await send(peer, round_id, i, 1.0)
+        await a.view(lambda view: view.outer_step == 1)
+        assert now == [0.5] and run.coordinator.run.rounds._bytes_per_s == 2 * sum(SIZES) / _FAST_S
 
 
 @on_a_loop
