@@ -7,8 +7,9 @@ EditError                 exit code 70 unless it says otherwise
  ├─ EvictedError          the operator evicted this peer from the run; exit code 4
  ├─ LocalProtocolError    ours: a call out of order is a bug
  ├─ RemoteProtocolError   the other side's: it sent something it must not send; no state was touched
- ├─ StaleError            nobody's: the request does not fit the run as it stands now; look at the view, then ask again
- │   └─ GoneError         what was asked for (an old update, an old snapshot) is no longer kept
+ ├─ OutdatedError         nobody's: the run has moved on; either of
+ │   ├─ StaleError        the request does not fit the run as it stands now; look at the view, then ask again
+ │   └─ GoneError         what was asked for (an old update, an old snapshot) is no longer kept; ask for something newer
  ├─ StorageError          the disk under the state folder is full, failed or damaged; exit code 2
  ├─ FormatError           a file is of another format than this software reads; exit code 2
  └─ TransportError        the connection failed; the same call may be tried again; exit code 69
@@ -25,6 +26,7 @@ __all__ = [
     "FormatError",
     "GoneError",
     "LocalProtocolError",
+    "OutdatedError",
     "PluginError",
     "RefusedError",
     "RemoteProtocolError",
@@ -70,12 +72,16 @@ class RemoteProtocolError(EditError):
     """The other side broke the protocol. Nothing of what it sent was applied."""
 
 
-class StaleError(EditError):
-    """The request is valid but does not fit the run as it stands now: look at the view, then ask again."""
+class OutdatedError(EditError):
+    """The request is valid, but the run has moved on. Base of StaleError and GoneError, which say what to do next."""
 
 
-class GoneError(StaleError):
-    """What was asked for is no longer kept."""
+class StaleError(OutdatedError):
+    """The request does not fit the run as it stands now: look at the view, then ask again."""
+
+
+class GoneError(OutdatedError):
+    """What was asked for is no longer kept: ask for something newer."""
 
 
 class StorageError(EditError):

@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleError, TransportError
+from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError
 from edit.trust.signatures import Signer
 from editpb import governance_pb2, governance_pb2_grpc
 from editpb.approvals import ApprovalRules, governance_of, signed_approval, still_needed
@@ -126,7 +126,7 @@ def approve(change: Change) -> str:
     message = approval_to_pb(approval)
     try:
         reply = _ask(enrolled, lambda stub: stub.Approve(message, timeout=_ANSWER_S))
-    except StaleError as error:
+    except OutdatedError as error:
         raise ConfigError(f"{error}; call edit-peer approve again to look at it") from error
     return check_text("standing", reply.standing)
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from edit import plugins
 from edit.codecs import decode
 from edit.config.run import RunConfig, SyncConfig
-from edit.errors import ConfigError, RemoteProtocolError, StaleError, TransportError
+from edit.errors import ConfigError, OutdatedError, RemoteProtocolError, TransportError
 from edit.fragments.digest import digest
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
@@ -154,7 +154,7 @@ class Scorer:
         return self._before
 
     async def score(self) -> dict[str, float]:
-        """Score what the commit after theta's has merged, and say so. Raises StaleError: it is not the last one any more."""
+        """Score what the commit after theta's has merged, and say so. Raises OutdatedError: it is not the last one any more."""
         theta, before = self._theta, await self.prepare()
         assert theta is not None
         step = theta.outer_step + 1
@@ -235,13 +235,13 @@ async def follow(scorer: Scorer, newest: _Newest) -> None:
             elif newest.outer_step == have + 1:
                 try:
                     await scorer.score()
-                except StaleError as error:
+                except OutdatedError as error:
                     _log.info("outer step %d is not scored: %s", have + 1, error)
                 have = await scorer.advance()
             else:
                 await scorer.prepare()
                 await newest.changed.wait()
-        except (StaleError, RemoteProtocolError) as error:
+        except (OutdatedError, RemoteProtocolError) as error:
             _log.info("%s; a snapshot is taken", error)
             have = -1
             await asyncio.sleep(_AGAIN_S)
@@ -305,6 +305,6 @@ async def _schema_of(calls: DataCalls) -> Schema:
     while True:
         try:
             return (await calls.describe(None, _always)).schema
-        except (StaleError, TransportError) as error:
+        except (OutdatedError, TransportError) as error:
             _log.info("%s; trying again", error)
             await asyncio.sleep(_AGAIN_S)

@@ -46,7 +46,15 @@ from aggregator.storage.privacy_budget import PrivacyBudget
 from edit.config.in_force import in_force
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic
-from edit.errors import LocalProtocolError, PluginError, RefusedError, RemoteProtocolError, StaleError, StorageError
+from edit.errors import (
+    LocalProtocolError,
+    OutdatedError,
+    PluginError,
+    RefusedError,
+    RemoteProtocolError,
+    StaleError,
+    StorageError,
+)
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection, check_order, check_run
@@ -264,6 +272,7 @@ class RoundRunner:
         contribution, fragment = self._contributions.find(shard.header), self._contributions.fragment_of(shard)
         if shard.norm is not None:
             return
+        came_at = self._clock.monotonic()  # how long it waits to be hashed and measured says nothing of its link
         try:
             norm = await self._background.in_worker(_measured, shard)
         except StorageError:
@@ -274,7 +283,7 @@ class RoundRunner:
         fragment.check_current(shard)
         if self._round is not None:
             self._round.bytes_in += shard.header.total_bytes
-            self._round.last_byte_at = self._clock.monotonic()
+            self._round.last_byte_at = max(self._round.last_byte_at, came_at)
         if fragment.measured(shard, norm):
             self.feed(events.Arrived(shard.header.peer_id, shard.header.round_id, shard.header.fragment_id))
 
@@ -686,7 +695,7 @@ class RoundRunner:
             return
         reason = str(error)
         if not isinstance(
-            error, StorageError | RefusedError | StaleError | PluginError
+            error, StorageError | RefusedError | OutdatedError | PluginError
         ):  # a bug, or bytes that passed every check before
             reason = f"{type(error).__name__}: {error}"
             _log.error("round %d failed: %s", round_number(round_id), reason, exc_info=error)

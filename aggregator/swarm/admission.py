@@ -40,6 +40,7 @@ from edit.errors import (
     ConfigError,
     EditError,
     EvictedError,
+    OutdatedError,
     RefusedError,
     RemoteProtocolError,
     StaleError,
@@ -484,7 +485,7 @@ async def take_settings(
                 found = await _describe(address, credentials, Identity(me.run_id, "peer", peer_id).server_name)
                 told = Settings(found.run_toml, found.schema)
                 told.schemas(told.config())
-            except (TransportError, StaleError, RemoteProtocolError, RefusedError, EvictedError, ConfigError) as error:
+            except (TransportError, OutdatedError, RemoteProtocolError, RefusedError, EvictedError, ConfigError) as error:
                 answers.append(error)
                 continue
             if found.schema:

@@ -36,7 +36,7 @@ from aggregator.swarm.standing import Report, Standing, report
 from edit.config.run import RunConfig
 from edit.council.record import Record, Root, Saved
 from edit.durable_files import read_json, read_private, rename, write_atomic, write_json
-from edit.errors import BusyError, ConfigError, EditError, RefusedError, StaleError, TransportError
+from edit.errors import BusyError, ConfigError, EditError, OutdatedError, RefusedError, StaleError, TransportError
 from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
@@ -254,7 +254,7 @@ async def _survey_any(folder: _Folder) -> Survey:
     for who, address in list((own | folder.others()).items())[:MOST_ASKED]:
         try:
             return await _survey(folder, who, address)
-        except (TransportError, StaleError) as error:
+        except (TransportError, OutdatedError) as error:
             failures.append(f"{who}: {error}")
     raise TransportError(f"no member answers: {'; '.join(failures) or 'none is known'}")
 
@@ -363,7 +363,7 @@ async def _order_leader(
             return leader
         except BusyError:
             raise
-        except (StaleError, TransportError) as error:  # another leads by now, or none
+        except (OutdatedError, TransportError) as error:  # another leads by now, or none
             if time.monotonic() >= until:
                 raise TransportError(f"the swarm takes no orders now: {error}") from error
         await asyncio.sleep(pause_s)
@@ -413,7 +413,7 @@ async def _share(folder: _Folder, operator: grpc.ChannelCredentials, peer_id: st
             async with _connected(folder, peer_id, address, operator) as channel:
                 await council_stub(channel).TakeAuthority(pb.TakeAuthorityRequest(key=key), timeout=ANSWER_S)
             return f"{peer_id} has a copy of the authority's key; in all: {', '.join(said.record.holders)}"
-        except (StaleError, TransportError) as error:  # another leads by now, or it has not heard yet
+        except (OutdatedError, TransportError) as error:  # another leads by now, or it has not heard yet
             if time.monotonic() >= until:
                 raise TransportError(f"{peer_id} does not take the authority's key: {error}; say it again") from error
         await asyncio.sleep(0.2)
@@ -466,7 +466,7 @@ async def _replace_authority(folder: _Folder) -> str:
             async with _connected(folder, me, own, operator) as channel:
                 await council_stub(channel).TakeAuthority(pb.TakeAuthorityRequest(key=key), timeout=ANSWER_S)
             break
-        except (StaleError, TransportError, RefusedError) as error:  # it has not heard yet
+        except (OutdatedError, TransportError, RefusedError) as error:  # it has not heard yet
             if time.monotonic() >= until:
                 raise TransportError(f"{me} does not take the new authority's key: {error}; say it again") from error
         await asyncio.sleep(0.2)

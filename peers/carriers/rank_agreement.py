@@ -11,7 +11,7 @@ import concurrent.futures
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from edit.errors import RemoteProtocolError, StaleError, TransportError
+from edit.errors import OutdatedError, RemoteProtocolError, TransportError
 from edit.replica.ranks import Ranks
 from peers.carriers.io_thread import SLICE_S, IoThread
 
@@ -100,10 +100,11 @@ async def _nothing() -> None:
 def worst_error(errors: Sequence[BaseException | None]) -> BaseException:
     """Return the most final of the ranks' errors.
 
-    A broken link may mend (TransportError); stale or damaged bytes need another source (StaleError, RemoteProtocolError); any
-    other error is final.
+    A broken link may mend (TransportError); outdated or damaged bytes need another source (OutdatedError,
+    RemoteProtocolError); any other error is final.
     """
     known = [error for error in errors if error is not None]
     return max(
-        known, key=lambda e: 0 if isinstance(e, TransportError) else 1 if isinstance(e, StaleError | RemoteProtocolError) else 2
+        known,
+        key=lambda e: 0 if isinstance(e, TransportError) else 1 if isinstance(e, OutdatedError | RemoteProtocolError) else 2,
     )

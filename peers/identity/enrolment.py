@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleError, TransportError
+from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
@@ -159,7 +159,7 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door], pb.EnrolReply]
     for door in _doors(invitation):
         try:
             return call(door)
-        except (TransportError, StaleError) as error:
+        except (TransportError, OutdatedError) as error:
             stranger = handshake_refusal(str(error))
             (silent if stranger is None else strangers).append(f"{door.endpoint}: {stranger or error}")
         except RefusedError as error:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from edit.errors import EditError, RemoteProtocolError, StaleError, TransportError
+from edit.errors import EditError, OutdatedError, RemoteProtocolError, TransportError
 from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
@@ -105,7 +105,7 @@ class RunBelow:
         """Return what the attempt gives; None where it failed and may succeed later."""
         try:
             answer = self._io.call(_with_blame(attempt))
-        except (StaleError, TransportError) as error:
+        except (OutdatedError, TransportError) as error:
             self._say(error)
         except RemoteProtocolError as error:
             self._damaged += 1

@@ -15,8 +15,11 @@ import grpc
 import pytest
 import torch
 
+from aggregator.data.contributions import ShardUpload
+from aggregator.data.round_runner import _FAST_S, _measured
+from aggregator.resources import Clock
 from edit.config.codec import CodecChoice
-from edit.errors import StaleError
+from edit.errors import GoneError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Shard
@@ -172,7 +175,7 @@ async def test_a_peer_stops_reading_when_the_round_comes_to_nothing(tmp_path: Pa
         await first_fragment(a, b, round_id)
         await until(lambda: assembly.received == SIZES[0])
         run.coordinator.run.rounds.feed(events.RoundFailed(round_id, "the disk is full"))
-        with pytest.raises(StaleError):
+        with pytest.raises(GoneError):
             await task
         assert assembly.manifest is None
 
@@ -296,6 +299,27 @@ async def test_after_a_round_over_fast_links_nothing_goes_ahead(
 
 
 @on_a_loop
+async def test_how_fast_contributions_come_in_does_not_depend_on_how_long_they_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, held, measured = [0.0], held_clock(), list[float]()
+
+    def measuring(shard: ShardUpload) -> float:
+        measured.append(_measured(shard))
+        now[0] += 0.5 if len(measured) == 2 * len(SIZES) else 0.0  # the last one
+        return measured[-1]
+
+    monkeypatch.setattr("aggregator.data.round_runner._measured", measuring)
+    clock = Clock(monotonic=lambda: held.monotonic() + now[0], unix=held.unix)
+    async with served(new_folder(tmp_path / "run", start=2, toml=TOML), clock) as run, two_peers(run) as (a, b, round_id):
+        for i in range(len(SIZES)):
+            for peer in (a, b):
+                await send(peer, round_id, i, 1.0)
+        await a.view(lambda view: view.outer_step == 1)
+        assert now == [0.5] and run.coordinator.run.rounds._bytes_per_s == 2 * sum(SIZES) / _FAST_S
+
+
+@on_a_loop
 async def test_merged_contributions_make_room_and_are_whole_for_who_sends_them_again(tmp_path: Path) -> None:
     """There is memory for two contributions to fragment 1, or for one and its update."""
     toml = TOML.replace("[storage]\n", f"[storage]\nbuffer_bytes = {2 * SIZES[1] * 4 // 3}\n")
@@ -414,7 +438,7 @@ async def test_what_came_from_a_coordinator_that_was_killed_is_thrown_away(tmp_p
             await peer.attend()
         if not committed:
             async with reader(run, round_id, assembly) as (_, _, task):
-                with pytest.raises(StaleError):
+                with pytest.raises(GoneError):
                     await task
             for peer in (a, b):
                 await peer.report(0)

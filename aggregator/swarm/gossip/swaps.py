@@ -120,7 +120,7 @@ class Swaps:
                     return await (self._dial(step) if self._dials(record, partner) else self._wait(step))
                 except (GoneError, RemoteProtocolError, RefusedError) as error:
                     return _alone(partner, str(error))
-                except (StaleError, TransportError, BusyError, TimeoutError) as error:
+                except (StaleError, TransportError, TimeoutError) as error:
                     why = str(error) or why
                 links = self._links()
                 if asyncio.get_running_loop().time() >= deadline:

@@ -27,9 +27,9 @@ from edit.errors import (
     EditError,
     EvictedError,
     LocalProtocolError,
+    OutdatedError,
     RefusedError,
     RemoteProtocolError,
-    StaleError,
     TransportError,
 )
 from edit.fragments.digest import digest
@@ -252,7 +252,7 @@ class HubCollective:
             try:
                 self._agreement.on_leader(lambda: send(digest(theta), self._online))  # noqa: B023
                 answered = asked.end_of_connection()
-            except (StaleError, TransportError, RefusedError) as error:
+            except (OutdatedError, TransportError, RefusedError) as error:
                 _log.info("founding: %s", error)  # a view will tell who founds the run now
                 answered = asked
 
@@ -564,7 +564,7 @@ class HubCollective:
         except TransportError as error:
             _log.info("%s", error)
             return None
-        except (StaleError, RemoteProtocolError) as error:
+        except (OutdatedError, RemoteProtocolError) as error:
             return NeedsSnapshot(f"update {outer_step}: {error}")
         if (follower := self._follower) is not None:
             self._io.post(partial(follower.took, outcome.commit))

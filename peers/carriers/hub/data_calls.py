@@ -90,8 +90,8 @@ class DataCalls:
     """The data calls of one rank to one aggregator, all on the loop's thread. `wanted` is asked before each further try.
 
     All raise: TransportError when the last try failed or no further one is wanted; RefusedError; RemoteProtocolError when the
-    aggregator's bytes were wrong three times; StaleError when what was asked for is over (the round closed, the update no
-    longer kept).
+    aggregator's bytes were wrong three times; OutdatedError when what was asked for is over (StaleError: the round closed;
+    GoneError: the update is no longer kept).
 
     Args:
         channels: to the aggregator and to other members.
@@ -170,7 +170,7 @@ class DataCalls:
     async def update(self, assembly: UpdateAssembly, wanted: Wanted, arrived: Callable[[], None]) -> None:
         """Complete `assembly`. arrived: called when its manifest is in, and each time one of its fragments is.
 
-        With a round that may come to it, what is known of it is read before the commit; StaleError when that round came to
+        With a round that may come to it, what is known of it is read before the commit; GoneError when that round came to
         nothing.
         """
 
@@ -224,7 +224,7 @@ class DataCalls:
                     async with StallTimeout(OWN_STALL_S) as moving:
                         return await read_in_ranges(assembly, self._pace_own, ask, moving.read, take)
                 except grpc.aio.AioRpcError as error:
-                    if type(from_rpc(error)) is not StaleError or clock() > give_up_at:  # a GoneError is one, too
+                    if not isinstance(from_rpc(error), StaleError) or clock() > give_up_at:
                         raise
                 await asyncio.sleep(FIRST_DELAY_S)
         except (grpc.aio.AioRpcError, TransportError, RemoteProtocolError) as error:

@@ -16,11 +16,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from edit.config.codec import CodecChoice
 from edit.config.run import SyncConfig
-from edit.errors import EditError, RemoteProtocolError, StaleError, TransportError
+from edit.errors import EditError, OutdatedError, RemoteProtocolError, TransportError
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.records import Committed, EncodedTensor, RolledBack, Snapshot, Update
+from editpb.messages import SnapshotManifest
 from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.data_calls import DataCalls, Wanted, once
 from peers.carriers.hub.receipts import Receipts
@@ -70,7 +71,7 @@ class _Download:
         self.begin()
         while (found := look(self.assembly)) is None:
             if self._task is None or self._task.done():
-                if early and isinstance(self._error, StaleError):
+                if early and isinstance(self._error, OutdatedError):
                     early = False  # it had asked before the update was there
                     self.begin()
                     continue
@@ -103,7 +104,7 @@ class Arrival:
         """Block until every rank has its shard. All ranks call it in the same order; all get it or raise the same.
 
         Raises TransportError when cut off (called again, it resumes where the stream broke), RemoteProtocolError when what came
-        was bad again and again, StaleError when the update is no longer kept; also EvictedError, RefusedError, Interrupted.
+        was bad again and again, GoneError when the update is no longer kept; also EvictedError, RefusedError, Interrupted.
         """
         return self.agreement.together(self.download.until(lambda assembly: assembly.payload(self.position)))
 
@@ -158,7 +159,7 @@ class Downlink:
     def update(self, outer_step: int) -> Committed:
         """Return the update that led to `outer_step`, at every rank.
 
-        Raises TransportError when a rank was cut off (asked again, it resumes where the stream broke), StaleError or
+        Raises TransportError when a rank was cut off (asked again, it resumes where the stream broke), OutdatedError or
         RemoteProtocolError when a rank cannot get it, ReceiptFault when it is not what the audit log must say.
         """
         return self._agreement.together(self._update(outer_step))
@@ -166,17 +167,18 @@ class Downlink:
     def snapshot(self) -> Snapshot:
         """Return the outer parameters of the latest commit, of one outer step at all ranks, and abandon all updates.
 
-        Raises TransportError, also when what arrived was damaged again and again.
+        Raises TransportError, also when what arrived was damaged again and again; ReceiptFault when they are not those of the
+        audit log.
         """
         self._io.post(lambda: self.forget(taken=False))
         for _ in range(SNAPSHOT_TRIES):
             try:
-                manifest = self._agreement.on_leader(lambda: self._data.describe(self._schema, self._wanted))
+                manifest = self._agreement.on_leader(self._described)
                 snapshot = self._agreement.together(self._data.snapshot(manifest, self._shards, self._wanted))
                 if (receipts := self._receipts) is not None:
                     self._io.change(partial(receipts.at, snapshot.outer_step, snapshot.digest))
                 return snapshot
-            except StaleError as error:
+            except OutdatedError as error:
                 _log.info("the snapshot is gone (%s); taking a newer one", error)
             except RemoteProtocolError as error:
                 raise TransportError(f"no snapshot: {error}") from error
@@ -218,15 +220,33 @@ class Downlink:
             if self._receipts is None or self._compared:
                 return
             try:
-                newest = (await self._data.describe(self._schema, once)).outer_step
-                if not newest:
-                    return
-                nothing = [Shard(fragment, ()) for fragment in self._schema.fragments]
-                assembly = UpdateAssembly(self._schema, newest, self._due(newest), nothing, receipts=self._receipts)
-                await self._data.update(assembly, once, lambda: None)
+                if newest := (await self._data.describe(self._schema, once)).outer_step:
+                    await self._read_receipt(newest, once)
             except EditError as error:
                 _log.info("the audit log of the coordinator that refuses: %s", error)
             self._compared = True
+
+    async def _described(self) -> SnapshotManifest:
+        """Return what the snapshot of the latest commit consists of; once the log is known, what it says of that commit, too.
+
+        Where there is no receipt of the commit to be had (it is kept no longer), the next one is compared with the snapshot.
+        """
+        manifest = await self._data.describe(self._schema, self._wanted)
+        if (receipts := self._receipts) is None or receipts.agrees(manifest):
+            return manifest
+        try:
+            await self._read_receipt(manifest.outer_step, self._wanted)
+        except OutdatedError as error:
+            _log.info("no receipt of the snapshot of outer step %d: %s", manifest.outer_step, error)
+        receipts.check_snapshot(manifest)
+        return manifest
+
+    async def _read_receipt(self, outer_step: int, wanted: Wanted) -> None:
+        """Take the receipt of a commit, and nothing of its update. Raises as `DataCalls.update`, and ReceiptFault."""
+        nothing = [Shard(fragment, ()) for fragment in self._schema.fragments]
+        assembly = UpdateAssembly(self._schema, outer_step, self._due(outer_step), nothing, receipts=self._receipts)
+        await self._data.update(assembly, wanted, lambda: None)
+        await self._save_receipt()
 
     async def _update(self, outer_step: int) -> Committed:
         download = self._download(outer_step)

@@ -17,7 +17,7 @@ from edit.trust.checkpoints import Cosigner, NoteKey, open_note
 from editpb import data_pb2
 from editpb.data_messages import receipt_from_pb
 from editpb.limits import one_line
-from editpb.messages import ContributionHeader, Cosignature, LogReceipt, SeenHead, UpdateManifest
+from editpb.messages import ContributionHeader, Cosignature, LogReceipt, SeenHead, SnapshotManifest, UpdateManifest
 from editpb.receipts import Expected, Head, Mine, ReceiptFault, SeenMasks, check_receipt
 from peers.carriers.hub.kept_receipts import FAULT, FORMAT, RECEIPTS, KeptReceipts, base64_text, pinned_key
 
@@ -95,6 +95,18 @@ class Receipts:
             self._cosigned = Cosignature(seen, self.cosigner.sign(text))
         return self._cosigned
 
+    def agrees(self, snapshot: SnapshotManifest) -> bool:
+        """Return whether nothing is left to be asked of a snapshot: it is theta as known, of no commit, or nothing is known."""
+        known = self.position[0] >= 0 and snapshot.outer_step > 0
+        return not known or self.position == (snapshot.outer_step, snapshot.digest)
+
+    def check_snapshot(self, snapshot: SnapshotManifest) -> None:
+        """Raise ReceiptFault, after which the peer must not go on, where the log says another theta of that outer step."""
+        (step, digest), other = self.position, snapshot.digest
+        if step == snapshot.outer_step and digest != other:
+            why = f"theta after outer step {step} has the digest {digest[:12]} by the log, {other[:12]} by the snapshot"
+            self.fault(snapshot, why)
+
     def at(self, outer_step: int, digest: str) -> None:
         """Note theta as a snapshot has it: the next receipt must begin with it."""
         self.position = outer_step, digest
@@ -151,7 +163,7 @@ class Receipts:
         self._reached = max(self._reached, manifest.outer_step)
         return {one["fragment"]: None if checked_by_digest else one["update"] for one in entry["fragments"]}
 
-    def fault(self, manifest: UpdateManifest, why: str, receipt: LogReceipt | None = None) -> NoReturn:
+    def fault(self, manifest: UpdateManifest | SnapshotManifest, why: str, receipt: LogReceipt | None = None) -> NoReturn:
         """Keep what was seen before and what came now, say that the peer must not go on, and raise ReceiptFault."""
         path = self.home / FAULT
         reason = one_line(f"the audit log at outer step {manifest.outer_step}: {why}; what was seen is in {path}")
@@ -161,7 +173,7 @@ class Receipts:
             "run_id": self.run_id,
             "key": self.key.text(),
             "outer_step": manifest.outer_step,
-            "round_id": manifest.round_id,
+            "round_id": manifest.round_id if isinstance(manifest, UpdateManifest) else 0,  # 0: it came as a snapshot
             "digest": manifest.digest,
             "seen": seen,
             "came": _as_json(receipt) if receipt is not None else None,

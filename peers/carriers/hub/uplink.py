@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from edit.errors import EditError, LocalProtocolError, RefusedError, RemoteProtocolError, StaleError, TransportError
+from edit.errors import EditError, LocalProtocolError, OutdatedError, RefusedError, RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
 from edit.records import Contribution, round_number
 from editpb.identity import Identity
@@ -347,7 +347,7 @@ class Uplink:
 
     async def _step_of_refusal(self, error: EditError, wanted: Callable[[], bool]) -> int | None:
         """Return the run's outer step at or after the refusal of a contribution; None: not refused, or the step is unknown."""
-        if not isinstance(error, StaleError | RemoteProtocolError):
+        if not isinstance(error, OutdatedError | RemoteProtocolError):
             return None
         try:
             return (await self._data.describe(self._schema, wanted)).outer_step  # views may tell of it later
@@ -368,7 +368,7 @@ class Uplink:
                 attempt.queue.clear()
         elif reached is not None and self._is_current(header.round_id):
             self._refuse(attempt, reached, str(error))
-        elif isinstance(error, TransportError | StaleError | RemoteProtocolError):
+        elif isinstance(error, TransportError | OutdatedError | RemoteProtocolError):
             attempt.seen = (0, 0)
 
     def _is_current(self, round_id: int) -> bool:

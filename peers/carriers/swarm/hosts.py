@@ -7,7 +7,7 @@ import logging
 
 import grpc
 
-from edit.errors import ConfigError, StaleError, TransportError
+from edit.errors import ConfigError, OutdatedError, TransportError
 from editpb import council_pb2 as pb
 from editpb.council_messages import SwarmDescription, description_from_pb
 from editpb.identity import Identity
@@ -56,8 +56,8 @@ async def describe_swarm(own: str, identity: Identity, credentials: grpc.Channel
     while True:
         try:
             return await _describe(own, identity, credentials)
-        except (TransportError, StaleError) as error:
-            if isinstance(error, StaleError) and str(error) != told:
+        except (TransportError, OutdatedError) as error:
+            if isinstance(error, OutdatedError) and str(error) != told:
                 told = str(error)
                 _log.info("waiting: %s", error)
             await asyncio.sleep(AGAIN_S)

@@ -15,6 +15,7 @@ from edit.errors import (
     EvictedError,
     GoneError,
     LocalProtocolError,
+    OutdatedError,
     RefusedError,
     RemoteProtocolError,
     StaleError,
@@ -53,6 +54,7 @@ ERRORS: Mapping[grpc.StatusCode, type[EditError]] = MappingProxyType(
 _CODES: Mapping[type[EditError], grpc.StatusCode] = MappingProxyType(
     {
         RemoteProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
+        OutdatedError: grpc.StatusCode.FAILED_PRECONDITION,
         StaleError: grpc.StatusCode.FAILED_PRECONDITION,
         GoneError: grpc.StatusCode.NOT_FOUND,
         RefusedError: grpc.StatusCode.PERMISSION_DENIED,

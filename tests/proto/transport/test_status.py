@@ -15,6 +15,7 @@ from edit.errors import (
     EvictedError,
     GoneError,
     LocalProtocolError,
+    OutdatedError,
     RefusedError,
     RemoteProtocolError,
     StaleError,
@@ -75,6 +76,11 @@ def test_what_concerns_the_caller_comes_back_as_it_was(kind: type[EditError]) ->
 )
 def test_the_other_sides_own_trouble_is_retried_or_blamed_on_it(kind: type[EditError], seen: type[EditError]) -> None:
     assert type(from_status(*to_status(kind("because")))) is seen
+
+
+def test_what_is_gone_is_not_asked_for_again_as_what_is_stale_may_be() -> None:
+    assert not issubclass(GoneError, StaleError) and not issubclass(StaleError, GoneError)
+    assert issubclass(GoneError, OutdatedError) and issubclass(StaleError, OutdatedError)
 
 
 def test_a_subclass_that_the_table_does_not_know_gets_its_parents_code() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from edit.config.codec import CodecChoice
-from edit.errors import StaleError, TransportError
+from edit.errors import GoneError, TransportError
 from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.shards import Shard
 from edit.records import Commit, FragmentCommit
@@ -121,7 +121,7 @@ def test_over_a_slow_link_updates_have_a_connection_beside_the_contributions(slo
             if slow:
                 data._pace_up.carried(MUCH, 100.0, asked=MUCH)
             for _ in range(2):
-                with pytest.raises(StaleError):
+                with pytest.raises(GoneError):
                     await data.update(UpdateAssembly(SCHEMA, 3, (0,), WHOLE), never, lambda: None)
         return taking.came
 
