@@ -9,7 +9,6 @@ be able to make the others leave. It is logged, shown in the status of this peer
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 import grpc
 
 from edit.durable_files import write_json
-from edit.errors import EditError, GoneError, StaleError, StorageError, TransportError
+from edit.errors import EditError, StaleError, StorageError, TransportError
 from edit.records import Commit
 from edit.trust.merkle import MerkleTree
 from editpb import council_pb2 as pb
@@ -30,6 +29,7 @@ from editpb.messages import ContributionHeader, LoggedEntry
 from editpb.part_receipts import ExpectedLog, LoggedCommit, check_logged
 from editpb.receipts import Mine, ReceiptFault
 from editpb.transport.status import from_rpc
+from peers.carriers.hub.kept_receipts import base64_text
 from peers.carriers.swarm.channels import PartChannels
 
 __all__ = ["FAULT_FORMAT", "PartReceipts", "ReceiptChecks", "fault_file"]
@@ -212,8 +212,6 @@ class ReceiptChecks:
         while part.unchecked:
             try:
                 logged = await self._ask(part.part, part.unchecked[0].outer_step)
-            except GoneError as error:
-                part.not_kept(str(error))
             except (StaleError, TransportError):
                 return False
             except EditError as error:
@@ -258,7 +256,7 @@ class ReceiptChecks:
             "peaks": [each.hex() for each in logged.peaks],
             "delivered": sorted(mine.delivered),
             "signatures": {
-                str(round_id): {str(i): [base64.b64encode(each).decode() for each in given] for i, given in signed.items()}
+                str(round_id): {str(i): list(map(base64_text, given)) for i, given in signed.items()}
                 for round_id, signed in mine.signatures.items()
             },
         }

@@ -27,6 +27,7 @@ from edit.errors import RefusedError
 from edit.merging.gossip import pairs
 from edit.reference import Gossip
 from edit.rounds import events
+from edit.rounds.events import Phase as RoundPhase
 from editpb import council_pb2 as pb
 from editpb.council_messages import SwapBegin, swap_begin_to_pb
 from editpb.messages import ContributionHeader, Expel
@@ -388,6 +389,18 @@ async def drain(swarm: Hosts) -> None:
     await swarm.until(lambda: all(engine is not None and engine._wanted in told for engine in engines), passes=1.0)
 
 
+async def all_open(swarm: Hosts) -> None:
+    """Wait until the round of each member's next outer step is open: a drain ends with those that are."""
+
+    def is_open(name: str) -> bool:
+        gossip = swarm.running[name].gossip
+        assert gossip is not None and gossip.engine is not None
+        machine = gossip.engine.run.rounds.machine
+        return machine.outer_step == at(swarm, name) and machine.phase in (RoundPhase.COLLECTING, RoundPhase.COMMITTING)
+
+    await swarm.until(lambda: all(map(is_open, swarm.running)), passes=1.0)
+
+
 async def ended(swarm: Hosts) -> None:
     """Wait until the run has finished, as each peer is told."""
     engines = [lambda host=host: host.gossip.engine for host in swarm.running.values()]
@@ -413,6 +426,7 @@ def test_a_drain_ends_with_the_open_rounds_and_a_settling_of_all(
                 await all_at(swarm, outer_step + 1)
             last = oracles.round("abc", 2)
             await contribute(swarm, "b", last["b"])
+            await all_open(swarm)
             await drain(swarm)
             await drain(swarm)  # once more is no error
             for order in (Phase.RUNNING, Phase.PAUSED):
@@ -473,6 +487,7 @@ def test_a_member_that_is_killed_in_a_drain_ends_with_the_model_of_all(tmp_path:
             owner = swarm.record.parts[0].owner
             away = owner if killed == "owner" else next(name for name in "abc" if name != owner)
             last = oracles.round("abc", 1)
+            await all_open(swarm)
             await drain(swarm)
             if killed == "owner":
                 gossip = swarm.running[away].gossip
