@@ -128,7 +128,7 @@ class Engine:
         """Pause, resume or drain the run, as the record says."""
         if phase is self.phase:
             return
-        self.phase = phase
+        before, self.phase = self.phase, phase
         match phase:
             case Phase.RUNNING:
                 self.run.resume()
@@ -136,8 +136,8 @@ class Engine:
                 self.run.pause()
             case Phase.DRAINING:
                 self.run.drain()
-            case Phase.FINISHED:
-                pass
+            case Phase.FINISHED if before is not Phase.DRAINING and not self.run.finished:
+                self.run.drain()  # it began after the run had ended, and has peers that are still to hear of it
 
     async def close(self) -> None:
         """End all streams and rounds. The store refuses what is proposed already."""

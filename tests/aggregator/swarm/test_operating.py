@@ -319,6 +319,23 @@ def test_a_member_that_nobody_votes_out_ends_all_the_same(tmp_path: Path) -> Non
     scenario(tmp_path, body, "ab")
 
 
+def test_who_gets_a_part_of_a_run_that_was_drained_tells_peers_that_it_has_finished(tmp_path: Path) -> None:
+    """A peer that was away during the drain would else wait for an outer step that nobody makes."""
+
+    async def body(swarm: Hosts) -> None:
+        await in_thread(operate.drain, equip(swarm, "a", authority=True))
+        await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
+        first = swarm.owner()
+        assert first is not None
+        await swarm.stop(first.peer_id)
+        await swarm.until(lambda: swarm.owner() not in (None, first), passes=1.0)
+        engine = swarm.owner().parts[0].engine
+        await swarm.until(lambda: engine.run.finished)
+        assert swarm.record.phase is Phase.FINISHED
+
+    scenario(tmp_path, body)
+
+
 def test_a_finished_run_is_not_left_and_a_member_waits_for_peers_that_still_take_the_last_step(tmp_path: Path) -> None:
     """Nobody is voted out: `resume` finds the swarm as it was. All that ends, ends with exit code 0."""
 
