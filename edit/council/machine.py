@@ -43,7 +43,8 @@ Versions
  7. A leader that hears no quorum for two leases follows. So does one that hears of a later term, or is no voter any more.
  8. lease_s in force is the configured one, or 8 times the median round trip if that is more: the leader's own measurement
     for all, in the record, and each member's for itself where it is longer. With latencies above the configured lease nothing
-    could ever be agreed.
+    could ever be agreed. A follower measures only when it asks for votes, and whoever was stopped then answered late; so what
+    it measured counts no longer than until a leader's record is committed: no more than that record says from then on.
 
 Members and voters
  9. Hello makes a peer a member, without a vote. A member that has all parts becomes a voter, as long as there are fewer than
@@ -693,6 +694,8 @@ class Council:
     def _commit(self, record: Record) -> None:
         if self._committed is None or record.stamp > self._committed.stamp:
             self._committed = record
+            if self.role is not Role.LEADER:
+                self._bound_round_trips(record.lease_s / ROUND_TRIPS)
             self._note_steps(record)
             self._effects.append(Committed(record))
             self._parts.commit(record)
@@ -1142,6 +1145,10 @@ class Council:
         if 0 <= round_trip <= MOST_LEASE_S:
             self._round_trips[peer_of(sender)] = [*self._round_trips.get(peer_of(sender), [])[1 - SAMPLES :], round_trip]
             self._note_lease()
+
+    def _bound_round_trips(self, seconds: float) -> None:
+        self._round_trips = {p: [min(sample, seconds) for sample in samples] for p, samples in self._round_trips.items()}
+        self._note_lease()
 
     def _note_lease(self) -> None:
         """Rule 8."""

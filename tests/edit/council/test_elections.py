@@ -138,3 +138,21 @@ def test_answers_that_took_long_do_not_bring_a_lost_leader_back() -> None:
     assert b.lease_s > 10 * LEASE_S and b.leader == ""
     (vote,) = table.say("c#1", "b", Ask(b.term + 1, table.record.stamp, True, table.now))
     assert isinstance(vote, Vote) and vote.granted
+
+
+def test_what_a_follower_measured_while_a_member_was_stopped_counts_until_a_record_is_committed() -> None:
+    """Else it refuses trials for eight times as long as the other was stopped, whoever leads meanwhile."""
+    table = Table("abc")
+    table.elect("a")
+    table.cut = {"a", "c"}
+    table.run(2 * LEASE_S)
+    b = table.councils["b"]
+    for peer_id in "ac":
+        table.say(f"{peer_id}#1", "b", Vote(b.term, False, True, echo=table.now - 2 * LEASE_S))
+    assert b.lease_s > 10 * LEASE_S
+    table.cut = set()
+    table.elect("c")
+    assert b.leader == "c" and b.lease_s == table.record.lease_s == LEASE_S
+    table.cut = {"c"}
+    table.run(2.5 * LEASE_S)
+    assert len(table.leaders) == 1 and table.leaders[0] in "ab"
