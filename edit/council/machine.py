@@ -70,7 +70,7 @@ Owners
     `edit.council.parts`.
 13. An update becomes the outer step when its grant is the record's, its outer step the next, its base the record's digest, and
     when a quorum, and all verifiers of the part, say themselves that they hold it. No word of its owner is needed. Where a
-    quorum holds it, and a verifier does not for verify_s more, others verify, with the next grant.
+    quorum holds it, and a verifier does not for verify_s more, at least a lease, others verify, with the next grant.
 14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed, with new grants.
 15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
     that is not the record's is damage, mended by a snapshot; never an assertion. So is a state that most voters came to
@@ -228,7 +228,7 @@ class Timing:
     heartbeat_s: float = 0.25
     lease_s: float = 1.0  # the shortest; see rule 8
     forget_s: float = 60.0
-    verify_s: float = 60.0  # in which all who verify a part hold what a quorum holds
+    verify_s: float = 60.0  # in which all who verify a part hold what a quorum holds; at least the lease in force
     stall_s: float = 1800.0  # in which an owner makes an update that peers wait for; longer than the longest honest round
     stall_peers: int = 1  # the peers without which a round may come to nothing, beside the owner's own
 
@@ -425,7 +425,7 @@ class Council:
             times.append(self._hello_at)
         if self.role is Role.LEADER:
             if self._committed is self.record:  # else what it would change waits for that version
-                times += [since + self._timing.verify_s for _, since in self._unverified.values()]
+                times += [since + self._verify_s for _, since in self._unverified.values()]
             times += [self._beat_at, *(heard.at + self._lease_s for heard in self._heard.values() if self._is_fresh(heard))]
         elif self._may_stand:
             times.append(self._election_at)
@@ -871,7 +871,7 @@ class Council:
                     continue
                 known, since = self._unverified.get(i, (update, self._now))
                 waiting[i] = update, since if known == update else self._now
-                if self._now < waiting[i][1] + self._timing.verify_s:
+                if self._now < waiting[i][1] + self._verify_s:
                     continue
                 del waiting[i]
                 late = {*part.verifiers} - {peer_of(name) for name in names}
@@ -879,9 +879,14 @@ class Council:
                 for peer_id in late:
                     self._against.setdefault(part.owner, set()).add(peer_id)
                     self._against.setdefault(peer_id, set()).add(part.owner)
-                text = f"part {i}, owned by {part.owner}: not verified within {self._timing.verify_s:g} s by"
+                text = f"part {i}, owned by {part.owner}: not verified within {self._verify_s:g} s by"
                 self._effects.append(Noticed(f"{text} {', '.join(sorted(late))}"))
         self._unverified = waiting
+
+    @property
+    def _verify_s(self) -> float:
+        """What rule 13 gives verifiers: where messages take long, a lease is several round trips."""
+        return max(self._timing.verify_s, self._lease_s)
 
     def _distrusted(self, record: Record) -> frozenset[str]:
         """Rule 11: whom two others disagreed with, or did not come to an end with."""

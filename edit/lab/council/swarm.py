@@ -161,9 +161,8 @@ class Swarm:
         host.offset = self._random.uniform(0.0, 1000.0)
         host.stopped, host.waiting, host.engines, host.sending, host.torn = False, [], {}, set(), 0
         lease_s = self.plan.lease_s
-        verify_s = 8 * max(lease_s, self.plan.latency_s)  # a lease grows where messages take long; this is the operator's
         timing = Timing(
-            heartbeat_s=lease_s / 4, lease_s=lease_s, forget_s=6 * lease_s, verify_s=verify_s, stall_s=self.plan.stall_s
+            heartbeat_s=lease_s / 4, lease_s=lease_s, forget_s=6 * lease_s, verify_s=8 * lease_s, stall_s=self.plan.stall_s
         )
         member = Member(incarnation=host.incarnation)
         host.council = self._council_of(host)("run", host.peer_id, member, saved, host.states, timing, self._clock(host))
