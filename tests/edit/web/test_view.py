@@ -1,0 +1,45 @@
+"""What the page shows of a status, without HTML: the colours of lines, and the key of the grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from edit.records import Verdict
+from edit.view.overlaid import overlaid
+from edit.web import view
+from edit.web.page import render_page
+from editpb.run_status import RunStatus
+from tests.support.statuses import WORSE, busy_run
+
+
+def colours(status: RunStatus, chart: str) -> list[object]:
+    (found,) = (each for each in view.charts(status) if each["id"] == chart)
+    lines = found["lines"]
+    assert isinstance(lines, list)
+    return [line["colour"] for line in lines]
+
+
+def test_the_time_of_the_peers_has_the_colours_of_the_table_of_members() -> None:
+    assert colours(busy_run(), "time") == ["--good", "--accent", "--calm"]
+    page = render_page(busy_run())
+    assert all(f"{name}:" in page for name in colours(busy_run(), "time"))
+
+
+def test_no_two_lines_of_a_chart_have_one_colour_also_beside_another_run() -> None:
+    for status in (busy_run(), overlaid(busy_run(), {"run other": busy_run(20), "run third": busy_run(9)})):
+        for chart in ("loss", "held-out", "norm", "bytes", "time"):
+            found = sorted(map(str, colours(status, chart)))
+            assert all(a != b for a, b in pairwise(found)), chart
+
+
+def test_the_key_of_the_grid_says_each_kind_of_cell_that_it_has_and_no_other() -> None:
+    assert set(view.grid(busy_run()).kinds) == {"ok", "carried", "absent", *(each.value for each in WORSE.values())}
+    round_ = busy_run().rounds[-1]
+    fragments = tuple(
+        replace(each, verdicts=(replace(each.verdicts[0], verdict=Verdict.OUTLIER), *each.verdicts[1:]))
+        for each in round_.fragments
+    )
+    told = replace(busy_run(), rounds=(replace(round_, fragments=fragments),))
+    assert view.grid(told).kinds == ("ok", "outlier")
+    assert view.VERDICTS["outlier"] in render_page(told).split("Every round, every peer")[1].split("</p>")[0]
