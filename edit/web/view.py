@@ -146,13 +146,13 @@ class Grid:
 def overview(status: RunStatus, problem: str = "") -> Overview:
     """Return the head of the page. problem: why nothing newer comes."""
     peers = [row for row in status.members if row.role in ("peer", "region")]
-    here = sum(row.state in HERE for row in peers)
-    speed = sum(row.tokens_per_s for row in peers if row.state in HERE and math.isfinite(row.tokens_per_s))
+    here = [row for row in peers if _is_here(row, status)]
+    speed = sum(row.tokens_per_s for row in here if math.isfinite(row.tokens_per_s))
     trained = [row for row in peers if row.inner_steps and (row.state in HERE or status.phase == "finished")]
     losses = [row.loss for row in trained if math.isfinite(row.loss)]
     tiles = [
         (f"{status.outer_step:,}", f"of {status.outer_steps:,} outer steps"),
-        (f"{here} of {len(peers)}", "peers here"),
+        (f"{len(here)} of {len(peers)}", "peers here"),
         (f"{sum(losses) / len(losses):.3f}" if losses else "–", "mean training loss"),
         (_short(speed) if speed else "–", "tokens per second"),
         (_short(status.tokens) if status.tokens else "–", "tokens merged"),
@@ -183,6 +183,11 @@ def overview(status: RunStatus, problem: str = "") -> Overview:
         left=_left(status),
         tiles=tuple(tiles),
     )
+
+
+def _is_here(row: MemberStatus, status: RunStatus) -> bool:
+    """Return whether a member takes part now: nobody does in a run that nobody serves."""
+    return row.state in HERE and status.phase != "stopped"
 
 
 def _masks(status: RunStatus) -> tuple[str, ...]:
@@ -220,7 +225,7 @@ def member_rows(status: RunStatus, now: float) -> list[MemberRow]:
 
 def _member(row: MemberStatus, colour: int | None, status: RunStatus, now: float) -> MemberRow:
     trains = row.role in ("peer", "region")
-    here = row.state in HERE
+    here, stopped = _is_here(row, status), row.state in HERE and status.phase == "stopped"
     tones = {"lost": "bad", "evicted": "bad", "left": "quiet", "invited": "quiet", "starting": "fault"}
     straggles = here and (row.optional or row.quarantined_s > 0)
     sent = row.bytes_sent or row.bytes_received
@@ -229,8 +234,8 @@ def _member(row: MemberStatus, colour: int | None, status: RunStatus, now: float
         role=printable(row.role),
         colour=colour if trains else None,
         state=printable(row.state),
-        tone="fault" if straggles else tones.get(row.state, "good"),
-        why=printable(row.reason) if not here else "",
+        tone="fault" if straggles else "quiet" if stopped else tones.get(row.state, "good"),
+        why="when the run stopped" if stopped else printable(row.reason) if not here else "",
         where=printable(row.device),
         phase=_phase(row) if here else "",
         loss=_loss(row),

@@ -43,3 +43,13 @@ def test_the_key_of_the_grid_says_each_kind_of_cell_that_it_has_and_no_other() -
     told = replace(busy_run(), rounds=(replace(round_, fragments=fragments),))
     assert view.grid(told).kinds == ("ok", "outlier")
     assert view.VERDICTS["outlier"] in render_page(told).split("Every round, every peer")[1].split("</p>")[0]
+
+
+def test_nobody_is_here_in_a_run_that_nobody_serves() -> None:
+    live, stopped = busy_run(), replace(busy_run(), phase="stopped")
+    tiles = [{name: value for value, name in view.overview(each).tiles} for each in (live, stopped)]
+    assert [each["peers here"] for each in tiles] == ["4 of 5", "0 of 5"]
+    assert tiles[0]["tokens per second"] != "–" == tiles[1]["tokens per second"]
+    assert tiles[0]["mean training loss"] == tiles[1]["mean training loss"]
+    (row,) = (each for each in view.member_rows(stopped, stopped.t) if each.peer_id == "aurora")
+    assert (row.tone, row.why, row.phase, row.tokens_per_s) == ("quiet", "when the run stopped", "", "")
