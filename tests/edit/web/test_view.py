@@ -9,7 +9,7 @@ from edit.records import Verdict
 from edit.view.overlaid import overlaid
 from edit.web import view
 from edit.web.page import render_page
-from editpb.run_status import RunStatus
+from editpb.run_status import RunStatus, Setting
 from tests.support.statuses import WORSE, busy_run
 
 
@@ -53,3 +53,9 @@ def test_nobody_is_here_in_a_run_that_nobody_serves() -> None:
     assert tiles[0]["mean training loss"] == tiles[1]["mean training loss"]
     (row,) = (each for each in view.member_rows(stopped, stopped.t) if each.peer_id == "aurora")
     assert (row.tone, row.why, row.phase, row.tokens_per_s) == ("quiet", "when the run stopped", "", "")
+
+
+def test_a_swarm_that_nobody_answers_for_is_told_no_coordinator_gets_what_leaves_a_site() -> None:
+    swarm = replace(busy_run(), council=None, settings=(Setting(name="swarm.parts", value="2", default="4"),))
+    assert view.leaves(busy_run()) and not view.leaves(swarm)
+    assert "In a swarm every member may own parts of the model" in render_page(swarm)
