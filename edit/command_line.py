@@ -49,9 +49,10 @@ LOG_FORMATS = ("text", "json")
 SHORT_HELP = {"help_option_names": ["-h", "--help"]}  # context settings of a command
 
 
-def exit_codes(*codes: int) -> str:
-    """Return what these exit codes mean, as a sentence for the help of a program."""
-    return f"Exit codes: {'; '.join(f'{code} {EXIT_CODES[code]}' for code in codes)}."
+def exit_codes(*codes: int, one: str = EXIT_CODES[1]) -> str:
+    """Return what these exit codes mean, as a sentence for the help of a program. one: what 1 means there."""
+    meanings = {**EXIT_CODES, 1: one}
+    return f"Exit codes: {'; '.join(f'{code} {meanings[code]}' for code in codes)}."
 
 
 def with_version(app: typer.Typer, program: str) -> None:

@@ -34,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
     help="Try the project on one machine: a demo, a simulation of many peers, a run under random faults, measurements.\n\n"
-    f"{exit_codes(0, 1, 2, 70, 130)}\n\n"
+    f"{exit_codes(0, 1, 2, 70, 130, one='a rule of `chaos` was broken')}\n\n"
     "Example: edit-lab demo --quick",
 )
 with_version(app, "edit-lab")
@@ -242,7 +242,10 @@ def compare(
     domains: Annotated[bool, typer.Option("--domains", help="Give each peer packages of its own (uneven data).")] = False,
     random_bytes: Annotated[
         str | None,
-        typer.Option(help="FROM:TO, as shares of the run: the last peer then trains on random bytes.", show_default="never"),
+        typer.Option(
+            help="FROM:TO, as 0.3:0.5: from this share of the run to that one, the last peer trains on random bytes.",
+            show_default="never",
+        ),
     ] = None,
     label_noise: Annotated[float, typer.Option(help="The share of the last peer's targets that are random.")] = 0.0,
     small: Annotated[float, typer.Option(help="The last peer has this share of the text that it would have.")] = 1.0,
