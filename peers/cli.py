@@ -512,4 +512,5 @@ def alone(
 def main() -> None:
     """Entry point of `edit-peer`."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is imported by the commands, after this; a run names no hub
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read with torch: threads that wait leave the CPU to other processes
     run_command("edit-peer", app)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -209,3 +211,19 @@ def test_alone_trains_and_leaves_its_files(
     assert (out / "model.safetensors").exists()
     kinds = [json.loads(line)["kind"] for line in (out / "alone.jsonl").read_text().splitlines()]
     assert set(kinds) == {"alone"}
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_leave_the_cpu_to_others_unless_the_environment_says_otherwise(before: str, after: str) -> None:
+    """It is read when torch is imported, which no command has done when its program begins."""
+    program = """
+import atexit, os, sys
+from peers.cli import main
+atexit.register(lambda: print(os.environ["OMP_WAIT_POLICY"], "torch" in sys.modules))
+sys.argv = ["edit-peer", "--version"]
+main()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": before} if before else {}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == f"{after} False", done.stderr
