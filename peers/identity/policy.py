@@ -383,11 +383,14 @@ def digest_of(text: str | bytes) -> str:
 
 
 def changes(before: str, after: str, was: str = "was") -> list[str]:
-    """Return what differs between two configurations (JSON), each as `sync.every = 100 (was 30)`, in the order of names."""
+    """Return what differs between two configurations (JSON), each as `sync.every = 100 (was 30)`, in the order of names.
+
+    `outer.chosen` only says in words why `outer.lr` and the like are what they are.
+    """
     old, new = (dict(_flat(json.loads(text))) for text in (before, after))
     return [
         f"{name} = {json.dumps(new.get(name))} ({was} {json.dumps(old.get(name))})"
-        for name in sorted(old.keys() | new.keys())
+        for name in sorted((old.keys() | new.keys()) - {"outer.chosen"})
         if old.get(name) != new.get(name)
     ]
 

@@ -161,8 +161,8 @@ def test_what_auto_chooses_is_in_the_bytes_that_all_members_get(
 
     monkeypatch.setattr(run, "choose_outer", other_version)
     assert RunConfig.from_toml(home / "run.toml") == config
-    sgd = RunConfig.from_toml(tmp_path / "c" / "run.toml").outer
-    assert (sgd.optimizer, sgd.lr) == ("sgd", 1.0) and sgd.chosen.startswith("sgd 1.0: 30 outer steps")
+    short = RunConfig.from_toml(tmp_path / "c" / "run.toml").outer
+    assert (short.lr, short.momentum) == (0.7, 0.6) and short.chosen.startswith("nesterov 0.7 / 0.6: 30 outer steps")
 
 
 def test_only_what_a_setting_makes_ineffective_gives_way_to_it(tmp_path: Path, founding: Founding) -> None:
