@@ -1605,12 +1605,15 @@ class Host:
             for number, outer_step in waiting.items():
                 self.tell(ev.Wanted(number, outer_step))
 
-    def logged(self, number: int, outer_step: int) -> LoggedEntry:
-        """Return an entry of the audit log kept here. Raises StaleError, GoneError, RefusedError, RemoteProtocolError."""
+    def logged(self, number: int, outer_step: int, seen: int = 0) -> LoggedEntry:
+        """Return an entry of the audit log kept here, as `PartLog.entry`.
+
+        Raises StaleError, GoneError, RefusedError, RemoteProtocolError.
+        """
         within("part", number, 0, len(self.parts) - 1)
         if (log := self._stores[number].part_log) is None:
             raise RefusedError("the run has no audit log")
-        return log.entry(outer_step)
+        return log.entry(outer_step, seen)
 
     def doubted(self, doubt: LogDoubt) -> None:
         """Show what the peer beside this host finds wrong with the audit log of a part. Nothing else follows from it."""

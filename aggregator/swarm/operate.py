@@ -42,6 +42,7 @@ from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
 from editpb.identity import Identity
 from editpb.invitation import Invitation, local_address
+from editpb.seen_entries import SEEN_FILES
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.parts import in_part
@@ -606,7 +607,8 @@ def rejoin(path: Path) -> str:
             raise ConfigError(f"{path}: has no record; start its host, it joins")
         aside = path / f"lineage-{saved.record.lineage}-{saved.incarnation}"
         aside.mkdir(mode=0o700, exist_ok=True)
-        for each in (*path.glob("part-*"), *path.glob("engine-*"), path / "council.json"):  # the record is the last
+        seen = path.glob(SEEN_FILES)  # what the peer beside it has seen of the logs of that lineage
+        for each in (*path.glob("part-*"), *path.glob("engine-*"), *seen, path / "council.json"):  # the record is the last
             rename(each, aside / each.name)
     return f"what {path} had is in {aside.name}; start its host, it joins anew"
 

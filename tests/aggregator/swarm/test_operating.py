@@ -25,6 +25,7 @@ from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from edit.plain_text import json_text
 from editpb.messages import Expel
+from editpb.seen_entries import seen_file
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.loops import run_held
 from tests.support.served import TOML
@@ -398,7 +399,10 @@ def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: P
         await swarm.until(lambda: any("recovered" in text for text in b.standing().notices), passes=1.0)
         assert {*swarm.running["c"].council.record.members} == {"c"}
         await swarm.stop("b")
+        seen_file(folders["b"], 0).write_text("what its peer has seen of the audit log of that lineage")
         await in_thread(operate.rejoin, folders["b"])
+        (aside,) = folders["b"].glob("lineage-1-*")
+        assert seen_file(aside, 0).exists() and not seen_file(folders["b"], 0).exists()
         await swarm.start("b")
         await swarm.until(lambda: swarm.settled("cb") and swarm.steps() == {"c": 1, "b": 1}, passes=1.0)
         assert swarm.same()

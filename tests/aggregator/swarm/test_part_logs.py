@@ -30,6 +30,7 @@ from edit.errors import ConfigError, StorageError
 from edit.lab.council.parts_on_disk import RUN
 from edit.lab.council.replicated import same
 from edit.trust.canonical import canonical, parse_canonical
+from edit.trust.merkle import verify_consistency
 from edit.trust.signatures import Signer
 from editpb.audit_log import LogFault, LogVerifier, RoundFacts, config_entry, consent_entry, continued_entry, entry_line
 from editpb.consents import signed_consent
@@ -68,6 +69,18 @@ def two(tmp_path: Path) -> tuple[AuditedMember, AuditedMember]:
     assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
     other.replica.adopt(offer.update.id)
     return owner, other
+
+
+def test_a_log_shows_that_it_goes_on_from_what_a_peer_has_seen_unless_it_begins_later(tmp_path: Path) -> None:
+    owner, late = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b").found()
+    for round_id in (1, 2, 3):
+        owner.take(owner.offer(round_id))
+    late.log.begin(owner.replica.outer, owner.log.tree.peaks)
+    owner.take(owner.offer(4))
+    late.log.append(owner.log.entry(4).entry.decode())
+    tree, there, here = owner.log.tree, owner.log.entry(4, 2), late.log.entry(4, 2)
+    assert verify_consistency(2, 4, there.consistency, tree.root(2), tree.root(4))
+    assert replace(there, consistency=()) == here == owner.log.entry(4), "without what is not known, or not asked for"
 
 
 # -- what an owner may say -----------------------------------------------------------------------------------------------------
