@@ -106,7 +106,7 @@ def start(
         from peers.swarm.daemon import run_member
         from peers.swarm.membership import Founding, found, is_member
 
-    home, new = options.home, []
+    home, served = options.home, (options.home / "host.json").exists()
     place = _place(options, listen, advertise, relay, dht_peers, metrics_listen)
 
     def prepare() -> list[str]:
@@ -122,13 +122,12 @@ def start(
                 model_folder=options.model_folder,
             )
             found(home, founding)
-            new.append(home)
             return arguments
         _check_same(home, run_toml, settings or ())
         return place.arguments(home)
 
     def serving() -> None:
-        if new and invited:
+        if invited and not served:
             _print_invitation(home, invited, 24.0)
 
     run_member(options, prepare, serving)

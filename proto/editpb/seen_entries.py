@@ -8,17 +8,18 @@ tree of all entries up to it. So a changed line, or that of another peer, is fou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edit.durable_files import check_format
+from edit.errors import ConfigError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.signatures import Signer, is_signed, statement
 from editpb.limits import one_line
 
-__all__ = ["SEEN_FILES", "SEEN_FORMAT", "SeenBy", "SeenEntry", "read_seen", "seen_file", "seen_line"]
+__all__ = ["SEEN_FILES", "SEEN_FORMAT", "SeenBy", "SeenEntry", "read_seen", "seen_entries", "seen_file", "seen_line"]
 
 SEEN_FILES = "receipts-part-*.jsonl"  # of all parts
 SEEN_FORMAT = 1
@@ -86,6 +87,16 @@ def read_seen(path: Path, line: bytes, by: SeenBy, public_key: bytes) -> SeenEnt
         return _checked(said, by, public_key)
     except (KeyError, TypeError) as error:
         raise ValueError(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from error
+
+
+def seen_entries(path: Path, lines: Iterable[bytes], by: SeenBy, public_key: bytes) -> Iterator[SeenEntry]:
+    """Yield what the lines of a file say, as `read_seen`. Raises ConfigError that names the line, and the mend."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield read_seen(path, line, by, public_key)
+        except ValueError as error:
+            mend = "restore it from a copy; without it nobody notices here if the audit log was changed before"
+            raise ConfigError(f"{path}: line {number} cannot be used: {error}; {mend}") from error
 
 
 def _checked(said: Mapping[str, Any], by: SeenBy, public_key: bytes) -> SeenEntry:

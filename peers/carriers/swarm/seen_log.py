@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edit.errors import ConfigError
 from edit.trust.signatures import Signer
 from editpb.identity import Identity
-from editpb.seen_entries import SeenBy, SeenEntry, read_seen, seen_file, seen_line
+from editpb.seen_entries import SeenBy, SeenEntry, seen_entries, seen_file, seen_line
 from peers.carriers.kept_lines import KeptLines
 
 __all__ = ["MOST_SEEN", "SeenLog"]
@@ -28,12 +27,8 @@ class SeenLog:
         by, path = SeenBy(identity.run_id, identity.peer_id, part), seen_file(home, part)
         file = KeptLines.open(path, MOST_SEEN)
         log = cls(by, signer, file, {})
-        for number, line in enumerate(file.lines, start=1):
-            try:
-                log._note(read_seen(path, line, by, signer.public_key))
-            except ValueError as error:
-                mend = "restore it from a copy; without it this peer does not notice if the audit log was changed before"
-                raise ConfigError(f"{path}: line {number} cannot be used: {error}; {mend}") from error
+        for each in seen_entries(path, file.lines, by, signer.public_key):
+            log._note(each)
         return log
 
     @property

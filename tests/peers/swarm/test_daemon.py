@@ -75,3 +75,17 @@ def test_a_site_consents_to_the_settings_of_a_swarm_in_its_folder_and_to_no_othe
     (home / "run.toml").write_text(audited_toml().replace("lr = 0.7", "lr = 0.5"))
     with pytest.raises(ConfigError, match=r"not the one that this site consented to: outer\.lr = 0\.5 \(was 0\.7\)"):
         check_settings(home)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["audit", "verify"], "its run is a swarm, whose logs lie there: edit-peer swarm audit verify --home "),
+        (["explain"], "its run is a swarm, which this command does not know"),
+    ],
+)
+def test_commands_for_a_run_with_a_coordinator_say_that_this_is_the_folder_of_a_swarms_member(
+    tmp_path: Path, words: list[str], why: str
+) -> None:
+    said = CliRunner().invoke(app, [*words, "--home", str(member(tmp_path))]).exception
+    assert isinstance(said, ConfigError) and why in str(said)
