@@ -37,6 +37,9 @@ from editpb.signed_contributions import config_digest
 
 __all__ = ["PartLog"]
 
+# Entries that a peer beside this host may still ask for: as many as updates are kept, or these if they are small.
+_MOST_KEPT, _MOST_BYTES = 64, 16 << 20
+
 
 class PartLog:
     """See above. `found` it, `attach` it to what the part's store has recovered, or `begin` it with a snapshot.
@@ -65,7 +68,7 @@ class PartLog:
         return self._tree
 
     def entry(self, outer_step: int, seen: int = 0) -> LoggedEntry:
-        """Return the entry of the commit to an outer step, of as many as updates are kept. Any thread.
+        """Return the entry of the commit to an outer step, of the last ones. Any thread.
 
         seen: how many entries before it who asks has seen: with the proof that the log begins with them, if that is known here.
 
@@ -77,6 +80,16 @@ class PartLog:
         if outer_step > max(last, default=0):
             raise StaleError(f"part {self._part}: the audit log has no entry of outer step {outer_step} yet; ask again")
         raise GoneError(f"part {self._part}: the entry of outer step {outer_step} is kept no longer, or is not in this log")
+
+    def goes_on(self, old: int, new: int) -> tuple[bytes, ...]:
+        """Return the proof that the first `new` entries begin with the first `old`. Any thread.
+
+        Raises GoneError where this log has fewer, or begins later.
+        """
+        try:
+            return self._tree.consistency_proof(old, new)
+        except IndexError as error:
+            raise GoneError(f"part {self._part}: of the audit log here it is not known: {error}") from error
 
     def found(self, outer: OuterState) -> None:
         """Begin the log of a new run with its genesis. Raises StorageError."""
@@ -214,7 +227,13 @@ class PartLog:
 
     def _take(self, tree: MerkleTree, line: bytes) -> None:
         """Note the next entry, which is that of the outer step of its number."""
-        kept = [*self._last.items(), (len(tree), (LoggedEntry(line, tree.peaks), tree))][-self._config.kept_updates :]
+        kept = [*self._last.items(), (len(tree), (LoggedEntry(line, tree.peaks), tree))]
+        least, most = self._config.kept_updates, max(_MOST_KEPT, self._config.kept_updates)
+        kept = kept[-most:]
+        size = sum(len(logged.entry) for _, (logged, _) in kept)
+        while size > _MOST_BYTES and len(kept) > least:
+            _, (logged, _) = kept.pop(0)
+            size -= len(logged.entry)
         self._last = dict(kept)
         if said := consents_named(line):
             self.consents = {**self.consents, **said}

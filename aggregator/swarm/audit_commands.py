@@ -74,7 +74,7 @@ def verify(
             typer.echo(
                 f"  recovered   lineage {one.lineage} begins with entry {one.entry}, of {printable(one.owner)}: {entries}"
             )
-        if log.before and recoveries(log.grant) and not log.recovered:
+        if log.before and log.grant >= 0 and recoveries(log.grant) and not log.recovered:
             typer.echo(f"  lineage     {recoveries(log.grant) + 1}: the swarm was recovered before this log begins")
         if path != newest[part]:
             typer.echo("  ends        before a snapshot; a later log follows")

@@ -69,6 +69,8 @@ __all__ = [
     "description_to_pb",
     "doubt_from_pb",
     "doubt_to_pb",
+    "goes_on_from_pb",
+    "goes_on_request_from_pb",
     "logged_from_pb",
     "logged_request_from_pb",
     "logged_to_pb",
@@ -369,14 +371,29 @@ def logged_to_pb(logged: LoggedEntry) -> pb.LoggedReply:
     return pb.LoggedReply(entry=logged.entry, peaks=logged.peaks, consistency=logged.consistency)
 
 
+def goes_on_request_from_pb(message: pb.GoesOnRequest) -> tuple[int, int, int]:
+    """Return part, and how many entries begin with how many. Raises RemoteProtocolError."""
+    part = within("part", message.part, 0, MOST_PARTS - 1)
+    new = within("new", message.new, 1, MAX_STEP)
+    return part, within("old", message.old, 1, new), new
+
+
+def goes_on_from_pb(message: pb.GoesOnReply) -> tuple[bytes, ...]:
+    """Decode the hashes of a proof. Raises RemoteProtocolError. `edit.trust.merkle` checks it."""
+    return _hashes("consistency", message.consistency)
+
+
 def logged_from_pb(message: pb.LoggedReply) -> LoggedEntry:
     """Decode it. Raises RemoteProtocolError. What it says is checked by `editpb.part_receipts`."""
     at_most("bytes of an entry", message.entry, MAX_ENTRY_BYTES)
-    for name, hashes in (("peaks", message.peaks), ("consistency", message.consistency)):
-        at_most(name, hashes, MAX_PROOF_HASHES)
-        for each in hashes:
-            within(f"bytes of a hash in {name}", len(each), HASH_BYTES, HASH_BYTES)
-    return LoggedEntry(message.entry, tuple(message.peaks), tuple(message.consistency))
+    return LoggedEntry(message.entry, _hashes("peaks", message.peaks), _hashes("consistency", message.consistency))
+
+
+def _hashes(name: str, hashes: Sequence[bytes]) -> tuple[bytes, ...]:
+    at_most(name, hashes, MAX_PROOF_HASHES)
+    for each in hashes:
+        within(f"bytes of a hash in {name}", len(each), HASH_BYTES, HASH_BYTES)
+    return tuple(hashes)
 
 
 def doubt_to_pb(doubt: LogDoubt) -> pb.LogDoubt:

@@ -384,6 +384,22 @@ class LoggedReply(_message.Message):
     consistency: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, entry: _Optional[bytes] = ..., peaks: _Optional[_Iterable[bytes]] = ..., consistency: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class GoesOnRequest(_message.Message):
+    __slots__ = ("part", "old", "new")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    OLD_FIELD_NUMBER: _ClassVar[int]
+    NEW_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    old: int
+    new: int
+    def __init__(self, part: _Optional[int] = ..., old: _Optional[int] = ..., new: _Optional[int] = ...) -> None: ...
+
+class GoesOnReply(_message.Message):
+    __slots__ = ("consistency",)
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    consistency: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, consistency: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class LogDoubt(_message.Message):
     __slots__ = ("part", "outer_step", "reason")
     PART_FIELD_NUMBER: _ClassVar[int]

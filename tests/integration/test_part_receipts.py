@@ -30,7 +30,7 @@ from editpb import council_pb2 as pb
 from editpb import council_pb2_grpc
 from editpb.audit_log import LogVerifier, RoundFacts
 from editpb.consents import signed_consent
-from editpb.council_messages import LogDoubt, doubt_to_pb, logged_from_pb
+from editpb.council_messages import LogDoubt, doubt_to_pb, goes_on_from_pb, logged_from_pb
 from editpb.identity import Identity
 from editpb.messages import Consent, DataStatement, LoggedEntry
 from editpb.owner_signatures import signed_by_owner
@@ -396,6 +396,46 @@ def test_after_a_restart_a_log_that_lost_or_changed_what_the_peer_has_seen_is_fo
             path.write_bytes(b"".join(kept.splitlines(keepends=True)[:2]))  # as if it had not seen the fourth entry yet
             (said,) = await at.takes(4)
             assert "outer step 4: the log does not go on from the 3 entries that this peer has seen" in said
+
+    run_held(body())
+
+
+def test_after_a_snapshot_of_its_host_any_other_member_shows_that_the_log_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=audited()) as swarm:
+            await grown(swarm)
+            for step in (1, 2, 3, 4):
+                await take_step(swarm, step)
+            at = Restarted(swarm, tmp_path / "b", monkeypatch, caplog)
+            path = at.home / "receipts-part-0.jsonl"
+            assert await at.takes(1) == []
+            kept, entry = path.read_bytes(), at.host.logged
+            monkeypatch.setattr(at.host, "logged", lambda number, step, seen: entry(number, step))  # its log begins later
+            assert await at.takes(4) == [], "the other member has shown it"
+
+            why = "nobody could show that it goes on from the 2 entries that this peer has seen"
+            lies = [lambda number, old, new: (bytes(32),) * 2, lambda number, old, new: ()]
+            for lie in lies:
+                path.write_bytes(kept)
+                monkeypatch.setattr(swarm.running["a"], "goes_on", lie)
+                (said,) = await at.takes(4)
+                assert said == f"the audit log of part 0, outer step 4: {why}" and why in at.host._notices[-1][1]
+                assert len(path.read_bytes().splitlines()) == 2 and not fault_file(at.home, 0, 4).exists()
+
+            async with swarm.channel("c", "b", own=True) as channel:
+                stub = council_pb2_grpc.CouncilStub(channel)
+                for request, code in (
+                    (pb.GoesOnRequest(old=2, new=4), None),
+                    (pb.GoesOnRequest(old=2, new=9), grpc.StatusCode.NOT_FOUND),
+                    (pb.GoesOnRequest(old=5, new=4), grpc.StatusCode.INVALID_ARGUMENT),
+                    (pb.GoesOnRequest(old=2, new=4, part=1), grpc.StatusCode.INVALID_ARGUMENT),
+                ):
+                    try:
+                        assert len(goes_on_from_pb(await stub.GoesOn(request, timeout=WAIT_S))) and code is None
+                    except grpc.aio.AioRpcError as error:
+                        assert error.code() is code, error
 
     run_held(body())
 

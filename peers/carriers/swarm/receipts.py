@@ -12,18 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 
 from edit.durable_files import write_json
-from edit.errors import EditError, StaleError, StorageError, TransportError
+from edit.errors import EditError, RemoteProtocolError, StaleError, StorageError, TransportError
 from edit.records import Commit
+from edit.trust.merkle import MerkleTree, verify_consistency
 from edit.trust.signatures import Signer
 from editpb import council_pb2 as pb
 from editpb import council_pb2_grpc
-from editpb.council_messages import LogDoubt, doubt_to_pb, logged_from_pb
+from editpb.council_messages import LogDoubt, doubt_to_pb, goes_on_from_pb, logged_from_pb
 from editpb.identity import Identity
 from editpb.limits import one_line
 from editpb.messages import ContributionHeader, LoggedEntry
@@ -39,6 +40,8 @@ __all__ = ["FAULT_FORMAT", "PartReceipts", "ReceiptChecks", "fault_file"]
 
 AGAIN_S = 2.0  # after which the host is asked again for what it did not have
 ANSWER_S = 10.0
+OTHERS_S = 3.0  # for each other member that is asked whether the log goes on
+MOST_ASKED = 16  # of these
 LAST_S = 5.0  # at the end of a run, for what is not checked yet
 MOST_UNCHECKED = 64  # outer steps of a part; earlier ones are not checked
 MOST_FAULTS = 16  # that one process keeps as files
@@ -130,13 +133,14 @@ class PartReceipts:
         except ReceiptFault as error:
             self.kept.forget()
             return _Doubt(LogDoubt(self.part, step, one_line(str(error))), logged, seen)
-        if not found.linked:
-            assert seen is not None
-            why = f"that its audit log goes on from the {seen.size} entries that this peer has seen, its host cannot show"
-            _log.info("part %d: outer step %d: %s: its log begins later", self.part, step, why)
         self.kept.add(found.seen)
         self.checked += 1
-        return self._doubted(step, found)
+        doubt = self._doubted(step, found)
+        if not found.linked and doubt is None:
+            assert seen is not None
+            why = f"nobody could show that it goes on from the {seen.size} entries that this peer has seen"
+            return _Doubt(LogDoubt(self.part, step, why), None)
+        return doubt
 
     def not_kept(self, why: str) -> None:
         """The first update that is not checked yet has no entry that this peer could see."""
@@ -241,6 +245,8 @@ class ReceiptChecks:
                 continue
             if part.unchecked[0] is not commit:
                 continue  # too many have come meanwhile, and this one is not checked any more
+            if (seen := part.kept.before(commit.outer_step)) is not None and not logged.consistency:
+                logged = await self._shown_by_others(part.part, commit.outer_step, seen, logged)
             doubt = part.check(logged)
             await part.kept.save()
             if doubt is not None:
@@ -256,6 +262,33 @@ class ReceiptChecks:
         except grpc.aio.AioRpcError as error:
             await self._forget()
             raise from_rpc(error) from None
+
+    async def _shown_by_others(self, part: int, outer_step: int, seen: SeenEntry, logged: LoggedEntry) -> LoggedEntry:
+        """Return the entry with the proof that its log goes on from what was seen; without one where nobody gives it.
+
+        This peer's own host cannot after a snapshot. Any other member may: the proof itself shows whether it is right.
+        """
+        if seen.size == outer_step:
+            return logged
+        try:
+            root = MerkleTree.after(outer_step, logged.peaks).root()
+        except ValueError:
+            return logged  # it is checked next
+        asked = pb.GoesOnRequest(part=part, old=seen.size, new=outer_step)
+        for peer_id, address in [*self._channels.hosts.items()][:MOST_ASKED]:
+            if peer_id == self._identity.peer_id:
+                continue
+            channel = self._channels.member(address, Identity(self._identity.run_id, "peer", peer_id).server_name)
+            try:
+                reply = await council_pb2_grpc.CouncilStub(channel).GoesOn(asked, timeout=OTHERS_S)
+                proof = goes_on_from_pb(reply)
+            except (grpc.aio.AioRpcError, RemoteProtocolError):
+                continue
+            finally:
+                await self._channels.release(channel)
+            if verify_consistency(seen.size, outer_step, proof, seen.root, root):
+                return replace(logged, consistency=proof)
+        return logged
 
     async def _say(self, doubt: _Doubt) -> None:
         said = doubt.said

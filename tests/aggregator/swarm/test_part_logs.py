@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from aggregator.security.authority import Authority
-from aggregator.storage import checkpoint
+from aggregator.storage import checkpoint, part_log
 from aggregator.storage.journal import Disk, replay_segments
 from aggregator.storage.state_folder import part_logs
 from aggregator.swarm import operate
@@ -30,7 +30,7 @@ from aggregator.swarm.replication import Claimed, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
 from edit.council.record import Update, update_id
-from edit.errors import ConfigError, StorageError
+from edit.errors import ConfigError, GoneError, StorageError
 from edit.lab.council.parts_on_disk import RUN
 from edit.lab.council.replicated import same
 from edit.trust.canonical import canonical, parse_canonical
@@ -87,6 +87,19 @@ def test_a_log_shows_that_it_goes_on_from_what_a_peer_has_seen_unless_it_begins_
     tree, there, here = owner.log.tree, owner.log.entry(4, 2), late.log.entry(4, 2)
     assert verify_consistency(2, 4, there.consistency, tree.root(2), tree.root(4))
     assert replace(there, consistency=()) == here == owner.log.entry(4), "without what is not known, or not asked for"
+
+
+def test_entries_are_told_also_of_updates_that_are_kept_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer asks for them later than it takes the updates, of which 4 are kept."""
+    owner = AuditedMember(tmp_path / "a", disk=QUICK).found()
+    for step in range(1, 8):
+        owner.take(owner.offer(step))
+    assert parse_canonical(owner.log.entry(1).entry)["outer_step"] == 1
+    monkeypatch.setattr(part_log, "_MOST_BYTES", 1)
+    owner.take(owner.offer(8))
+    assert parse_canonical(owner.log.entry(5).entry)["outer_step"] == 5
+    with pytest.raises(GoneError, match="the entry of outer step 4 is kept no longer"):
+        owner.log.entry(4)
 
 
 # -- what an owner may say -----------------------------------------------------------------------------------------------------
@@ -665,6 +678,17 @@ def test_a_lost_log_of_a_part_is_named_in_a_members_folder_and_in_an_export(
         for verb in ("verify", "usage"):
             with pytest.raises(ConfigError, match="part-1: has no audit log, and the run has one of each part"):
                 command(capsys, verb, folder)
+
+
+def test_a_log_that_begins_after_a_snapshot_and_has_no_commit_yet_is_of_no_other_lineage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner, late = AuditedMember(tmp_path / "a" / "part-0").found(), AuditedMember(tmp_path / "b" / "part-0", "b").found()
+    owner.take(owner.offer(1))
+    late.log.begin(owner.replica.outer, owner.log.tree.peaks)
+    late.store.close()
+    said = command(capsys, "verify", tmp_path / "b")
+    assert "begins      with entry 2" in said and "lineage" not in said
 
 
 def test_an_export_is_written_whole_or_not_at_all_and_over_no_other_log(
