@@ -523,7 +523,7 @@ class Council:
             text = (
                 f"{peer_id} says that the swarm was recovered: it is of lineage {lineage}, this member of {self.record.lineage}"
             )
-            self._effects.append(Noticed(f"{text}, and must join anew"))
+            self._effects.append(Noticed(f"{text}, and must join anew (edit-peer swarm rejoin)"))
 
     def _may_learn(self, sender: str, record: Record) -> bool:
         """Rule 5: whom to believe, when the voters may have changed while this member was away."""

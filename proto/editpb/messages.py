@@ -363,6 +363,8 @@ class LoggedEntry:
 
     entry: bytes  # the line, without its end
     peaks: tuple[bytes, ...]  # `MerkleTree.peaks` of the entries before it
+    # That these begin with the entries that who asked has seen; empty: they are the same, or it cannot be shown here.
+    consistency: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
