@@ -326,7 +326,7 @@ def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
     coordinator does not answer and the run has not ended.
     """
     from aggregator.operator_client import Answers, call_every, read_status
-    from aggregator.past import Past
+    from aggregator.past import last_status
 
     folder = StateFolder(state)
     try:
@@ -334,7 +334,7 @@ def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
         if 0 not in answers.said:
             answers.check()
     except TransportError as error:
-        ended = Past.read(folder.metrics).alone(folder.run_id, folder.config(), "the coordinator")
+        ended = last_status(folder)
         if ended.phase != "finished":
             at = f" The last commit was outer step {ended.outer_step} of {ended.outer_steps}" if ended.outer_step else ""
             raise TransportError(f"{error}{at}") from error

@@ -56,8 +56,9 @@ class MetricsLog:
                 self.line("round", unix, event.as_json())
             case MemberChanged(peer_id, state, reason):
                 self.line("member", unix, {"peer_id": peer_id, "state": state, "reason": reason})
-            case PeerReported(peer_id, heartbeat):
-                self.line("peer", unix, {"peer_id": peer_id, **heartbeat.as_json()})
+            case PeerReported(peer_id, heartbeat, phase):
+                doing = phase.value if phase is not None else ""
+                self.line("peer", unix, {"peer_id": peer_id, **heartbeat.as_json(), "phase": doing})
             case RunEnded(outer_step, tokens):
                 self.line("end", unix, {"outer_step": outer_step, "tokens": tokens})
 

@@ -5,35 +5,61 @@ A coordinator that does not run says nothing; then it is how the run stood when 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from aggregator.control.history import History
 from aggregator.control.shown_settings import settings_of
 from aggregator.metrics import file_names
 from aggregator.operator_client import call_every, read_status
 from aggregator.run_feed import MemberChanged, PeerReported
+from aggregator.security.members import Members
 from aggregator.storage.state_folder import StateFolder
 from edit.config.run import RunConfig
-from edit.errors import TransportError
+from edit.errors import RemoteProtocolError, TransportError
+from edit.fragments.schema import Schema
 from edit.plain_text import parse_json
+from edit.rounds.deadlines import PeerPhase
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import KEPT_EVENTS, KEPT_ROUNDS, MemberStatus, RoundReport, RunStatus
 from editpb.transport.whole_hub import whole_hub
 
-__all__ = ["PAST_BYTES", "Past", "whole_status"]
+__all__ = ["PAST_BYTES", "Past", "Saved", "last_status", "whole_status"]
 
 PAST_BYTES = 16 << 20  # of metrics.jsonl that a coordinator reads when it starts: a second at most
 
 _LIVE = {"starting", "training", "exchanging"}
 
 
+def last_status(folder: StateFolder) -> RunStatus:
+    """Return how the run stood when its coordinator stopped, by the files of its folder. Raises ConfigError, StorageError."""
+    return _last(folder, Past.read(folder.metrics))
+
+
+def _last(folder: StateFolder, past: Past) -> RunStatus:
+    status = past.alone(folder.run_id, folder.config(), "the coordinator", Saved.of(folder.outer))
+    known = {one.peer_id: one for one in status.members}
+    enrolled = Members(folder.path / "members.json").all() if folder.aggregator == 0 else ()
+    for record in enrolled:
+        if record.role == "peer" or record.peer_id in known:
+            member = known.get(record.peer_id) or MemberStatus(
+                peer_id=record.peer_id, role=record.role, state="invited", reason="never attended"
+            )
+            if record.evicted is not None:
+                member = replace(member, state="evicted", reason=record.evicted)
+            known[record.peer_id] = replace(member, role=record.role, expires=record.expires)
+    return replace(status, members=tuple(known[peer_id] for peer_id in sorted(known)))
+
+
 def whole_status(folder: StateFolder) -> RunStatus:
     """Return the run's status with its whole past. Raises ConfigError, and RefusedError when the coordinator does."""
     past, config = Past.read(folder.metrics), folder.config()
-    own = past.alone(folder.run_id, config, "the coordinator")
+    own = _last(folder, past)
     addresses = config.aggregators.addresses
     if not folder.bound():
         return own
@@ -67,14 +93,38 @@ def _lines(metrics: Path, most_bytes: int | None) -> Iterator[Mapping[str, Any]]
                         yield line
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint says of the run. tokens: merged up to its outer step; parameters: of the model; 0: not known."""
+
+    outer_step: int = 0
+    tokens: int = 0
+    parameters: int = 0
+
+    @classmethod
+    def of(cls, outer: Path) -> Saved:
+        """Return what the newest checkpoint of a folder says; of one that cannot be read, nothing. Reads no tensor."""
+        newest = max(outer.glob("step-*.safetensors"), default=None)
+        try:
+            if newest is None:
+                return cls()
+            with safe_open(newest, "np") as file:
+                said = parse_json((file.metadata() or {})["edit"])
+            schema = Schema.from_json(said["schema"])
+            return cls(int(said["outer_step"]), int(said["tokens"]), schema.numel)
+        except (OSError, SafetensorError, RemoteProtocolError, KeyError, ValueError, TypeError):
+            return cls()
+
+
 @dataclass(slots=True)
 class Past:
     """What the lines of metrics.jsonl say."""
 
-    history: History = field(default_factory=lambda: History(lambda peer_id: None, lambda: 0))
+    history: History = field(default_factory=lambda: History(lambda: 0))
     rounds: list[RoundReport] = field(default_factory=list)
     members: dict[str, MemberStatus] = field(default_factory=dict)
     t: float = 0.0  # of the last line
+    counts: dict[str, Counter[str]] = field(default_factory=dict)  # by peer_id: contributions, rejections, absences
     ended: bool = False  # the run has ended, and no round was closed since: by its outer steps, its tokens or a drain
 
     @classmethod
@@ -94,6 +144,7 @@ class Past:
                     report = RoundReport.from_json(line)
                     self.history.on_event(report, t)
                     self.rounds = [*self.rounds[-KEPT_ROUNDS + 1 :], report]
+                    self._count(report)
                     self.ended = False
                 case "member":
                     peer_id, state, reason = str(line["peer_id"]), str(line["state"]), str(line["reason"])
@@ -109,8 +160,17 @@ class Past:
         except (KeyError, TypeError, ValueError):
             return
 
+    def _count(self, report: RoundReport) -> None:
+        """Count what became of each peer in a commit, as `Attendances.count` does."""
+        for peer in report.peers if report.committed else ():
+            if peer.fragments:
+                self.counts.setdefault(peer.peer_id, Counter())["contributions" if peer.weight > 0 else "rejections"] += 1
+        for peer_id in report.missing if report.committed else ():
+            self.counts.setdefault(peer_id, Counter())["absences"] += 1
+
     def _report(self, peer_id: str, line: Mapping[str, Any], t: float) -> None:
-        member = MemberStatus.from_json({**line, "role": "peer", "reason": ""})
+        phase = PeerPhase(line["phase"]) if line.get("phase") else None
+        member = MemberStatus.from_json({**line, "role": "peer", "reason": "", "phase": ""})
         beat = Heartbeat(
             state=PeerState(member.state),
             inner_steps=member.inner_steps,
@@ -118,7 +178,7 @@ class Past:
             loss=member.loss,
             metrics=member.metrics,
         )
-        self.history.on_event(PeerReported(peer_id, beat), t)
+        self.history.on_event(PeerReported(peer_id, beat, phase), t)
         self.members[peer_id] = replace(member, reason=self._member(peer_id).reason)
 
     def _member(self, peer_id: str) -> MemberStatus:
@@ -136,15 +196,19 @@ class Past:
             events=tuple(replace(event, number=number) for number, event in enumerate(events, 1)),
         )
 
-    def alone(self, run_id: str, config: RunConfig, who: str) -> RunStatus:
-        """Return how the run stood at the last line. who: does not run."""
+    def alone(self, run_id: str, config: RunConfig, who: str, saved: Saved | None = None) -> RunStatus:
+        """Return how the run stood at the last line. who: does not run; saved: what its newest checkpoint says."""
         last = next((report for report in reversed(self.rounds) if report.committed), None)
         outer_step = last.outer_step if last is not None else 0
         ended = self.ended or outer_step >= config.sync.outer_steps
+        saved = saved or Saved()
         members = []
         for peer_id, member in sorted(self.members.items()):
             verdict = self.history.verdict(peer_id)
-            told = {"verdict": verdict.verdict, "verdict_reason": verdict.reason} if verdict is not None else {}
+            told: dict[str, object] = {}
+            if verdict is not None:
+                told = {"verdict": verdict.verdict, "verdict_reason": verdict.reason}
+            told |= {**self.counts.get(peer_id, {}), **self.history.shares(peer_id)}
             members.append(replace(member, **told))  # type: ignore[arg-type]
         return RunStatus(
             run_id=run_id,
@@ -155,10 +219,10 @@ class Past:
             reason="",
             waiting_for="" if ended else f"{who}, which does not run",
             draining=False,
-            tokens=0,
+            tokens=saved.tokens if saved.outer_step == outer_step else 0,
             stop_tokens=config.sync.tokens,
             digest=last.digest if last is not None else "",
-            parameters=0,
+            parameters=saved.parameters,
             peak_memory_bytes=0,
             expected=(),
             arrived=(),

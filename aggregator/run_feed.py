@@ -37,6 +37,7 @@ from edit.records import Commit
 from editpb.run_status import RoundReport
 
 if TYPE_CHECKING:
+    from edit.rounds.deadlines import PeerPhase
     from editpb.messages import Heartbeat
 
 __all__ = [
@@ -105,10 +106,11 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerReported:
-    """What a peer says of itself."""
+    """What a peer says of itself. phase: what it does now, as the coordinator sees it; None: not known."""
 
     peer_id: str
     heartbeat: Heartbeat
+    phase: PeerPhase | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,8 +254,8 @@ def verify(
 ) -> None:
     """Verify the receipts in --home, with no connection: each head is signed, and its log begins with the one before.
 
-    Other members have seen the same log where their last lines `head` are the same, or where `edit-coordinator audit verify`
-    verifies a log with both. Exit code 3 where a receipt does not fit, and when the peer stopped over one.
+    Another member has seen the same log if this command prints the same line `head` there, or if `edit-coordinator audit
+    verify` finds both heads in one log. Exit code 3: a receipt does not fit, or the peer has stopped because one did not.
 
     Example: edit-peer audit verify --home my-peer
     """

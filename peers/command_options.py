@@ -61,7 +61,7 @@ FolderOption = Annotated[
 MaxMbitOption = Annotated[
     float | None,
     typer.Option(
-        help="The most megabits that are sent per second, of contributions, updates and parameters. Default: no bound.", min=0.1
+        help="Send at most this many megabits per second, of contributions, updates and parameters. Default: no bound.", min=0.1
     ),
 ]
 DhtPeersOption = Annotated[

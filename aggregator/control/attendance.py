@@ -18,6 +18,7 @@ from edit.config.run import MembershipConfig
 from edit.errors import EvictedError, RefusedError, TransportError
 from edit.fragments.schema import Schema
 from edit.records import Commit
+from edit.rounds.deadlines import PeerPhase
 from editpb.messages import Heartbeat
 
 __all__ = ["Attendance", "Attendances"]
@@ -27,6 +28,10 @@ _REPORT_S = 1.0  # at most one PeerReported per stream in this time
 
 def _never() -> float:
     return math.inf
+
+
+def _not_known(peer_id: str) -> PeerPhase | None:
+    return None
 
 
 @dataclass(slots=True)
@@ -43,6 +48,7 @@ class Attendance:
     over: bool = False  # the coordinator stops; the peer connects again
     resync: str = ""  # why this peer must take a snapshot, or empty
     reported_at: float = -math.inf  # when PeerReported was last published
+    unreported: Heartbeat | None = None  # the last one, where it is not published yet
 
     def expel(self, error: EvictedError | RefusedError | TransportError) -> None:
         """End the stream with this error."""
@@ -55,11 +61,18 @@ class Attendances:
 
     Args:
         now: monotonic seconds.
+        phase_of: what a peer does now; None: not known.
     """
 
-    def __init__(self, config: MembershipConfig, feed: RunFeed, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: MembershipConfig,
+        feed: RunFeed,
+        now: Callable[[], float],
+        phase_of: Callable[[str], PeerPhase | None] = _not_known,
+    ) -> None:
         self.membership = Membership(config)
-        self._feed, self._now = feed, now
+        self._feed, self._now, self._phase_of = feed, now, phase_of
         self._open: dict[tuple[str, int], Attendance] = {}  # by peer_id and rank
         self._ranks: dict[str, int] = {}  # of each peer's replica, as the last Hello of one of them said
 
@@ -115,6 +128,8 @@ class Attendances:
         if counted:
             del self._open[peer_id, rank]
         if rank == 0:
+            if counted:
+                self._report(attendance)  # what it said last would otherwise be in no file
             changes = self.membership.closed(peer_id, attendance.number, reason, polite=polite)
             self._publish(changes if polite or not attendance.over else ())
         elif counted and not polite and not attendance.over and attendance.expelled is None:
@@ -125,9 +140,15 @@ class Attendances:
         """Take the report of a rank 0. Raises RefusedError when the stream was replaced."""
         now = self._now()
         self._publish(self.membership.heartbeat(attendance.peer_id, attendance.number, heartbeat, now))
+        attendance.unreported = heartbeat
         if now - attendance.reported_at >= _REPORT_S:
             attendance.reported_at = now
-            self._feed.publish(PeerReported(attendance.peer_id, heartbeat))
+            self._report(attendance)
+
+    def _report(self, attendance: Attendance) -> None:
+        if (heartbeat := attendance.unreported) is not None:
+            attendance.unreported = None
+            self._feed.publish(PeerReported(attendance.peer_id, heartbeat, self._phase_of(attendance.peer_id)))
 
     def check_digest(self, attendance: Attendance, heartbeat: Heartbeat, digest: str) -> None:
         """Compare the reported digest with the run's of the same outer step: a peer whose digest differs takes a snapshot."""

@@ -26,7 +26,7 @@ from edit.records import Verdict
 from edit.rounds.deadlines import PeerPhase
 from edit.view.state import Steps
 from editpb.limits import one_line
-from editpb.run_status import KEPT_EVENTS, Curve, Event, PeerRound
+from editpb.run_status import KEPT_EVENTS, SHARES, Curve, Event, PeerRound
 
 __all__ = ["History", "Line"]
 
@@ -88,12 +88,11 @@ class History:
     """Remembers what was published. Subscribe `on_event`.
 
     Args:
-        phase_of: what a peer does now; None: it is not here.
         tokens: merged so far.
     """
 
-    def __init__(self, phase_of: Callable[[str], PeerPhase | None], tokens: Callable[[], int]) -> None:
-        self._phase_of, self._tokens = phase_of, tokens
+    def __init__(self, tokens: Callable[[], int]) -> None:
+        self._tokens = tokens
         self._lines = EventLines()
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._numbered = 0
@@ -104,6 +103,7 @@ class History:
         self._away: set[str] = set()
         self._seen: dict[str, float] = {}  # when each peer reported last
         self._shares: dict[str, dict[str, float]] = {}  # seconds by share, by peer_id
+        self._spent: dict[str, float] = {}  # the same of all peers together, since the last commit
         self._verdicts: dict[str, PeerRound] = {}
         self._paced: deque[tuple[float, int, int]] = deque(maxlen=_PACED + 1)  # t, outer step, tokens of the last commits
         self._bytes = [0, 0]  # in, out
@@ -120,13 +120,14 @@ class History:
         self._events, self._numbered = earlier._events, earlier._numbered
         self._curves, self._steps, self._trained = earlier._curves, earlier._steps, earlier._trained
         self._evaluated, self._verdicts, self._bytes_before = earlier._evaluated, earlier._verdicts, earlier.traffic
+        self._shares = earlier._shares
         self.points = earlier.points
 
     def on_event(self, event: RunEvent, unix: float) -> None:
         """Take an event of the run's feed."""
         match event:
-            case PeerReported(peer_id, heartbeat):
-                self._share(peer_id, unix)
+            case PeerReported(peer_id, heartbeat, phase):
+                self._share(peer_id, phase, unix)
                 steps = self._steps.setdefault(peer_id, Steps()).update(heartbeat.inner_steps)
                 if steps > self._trained.get(peer_id, 0):
                     self._trained[peer_id] = steps
@@ -144,9 +145,10 @@ class History:
             case StepCommitted():
                 return
             case _:
+                if isinstance(event, MemberChanged) and (not event.live or event.state == "starting"):
+                    self._seen.pop(event.peer_id, None)  # what it does until its next report, nobody sees
                 if isinstance(event, MemberChanged) and not event.live:
                     self._away.add(event.peer_id)
-                    self._seen.pop(event.peer_id, None)
                 if (line := self._lines.line(event, unix)) is not None:
                     self._say(event, *line, unix)
 
@@ -178,6 +180,10 @@ class History:
         for kind, value in {**of_run, "bytes_in": bytes_in, "bytes_out": bytes_out}.items():
             if value is not None:
                 self._add(kind, "", step, unix, value)
+        if (whole := sum(self._spent.values())) > 0:
+            for kind in SHARES:
+                self._add(kind, "", step, unix, self._spent.get(kind, 0.0) / whole)
+            self._spent.clear()
         for peer in peers:
             self._verdicts[peer.peer_id] = peer
             if peer.fragments:
@@ -193,13 +199,13 @@ class History:
         self.points += 1
         self._curves.setdefault((kind, peer_id), Line()).add(x, t, y, self.points)
 
-    def _share(self, peer_id: str, unix: float) -> None:
+    def _share(self, peer_id: str, phase: PeerPhase | None, unix: float) -> None:
         """Count the time since the last report as spent in what the peer does now."""
         since, self._seen[peer_id] = self._seen.get(peer_id), unix
-        if since is None or (phase := self._phase_of(peer_id)) is None or not 0 < unix - since < _SILENT_S:
+        if since is None or phase is None or not 0 < unix - since < _SILENT_S:
             return
-        shares = self._shares.setdefault(peer_id, {})
-        shares[_SHARES[phase]] = shares.get(_SHARES[phase], 0.0) + unix - since
+        for seconds in (self._shares.setdefault(peer_id, {}), self._spent):
+            seconds[_SHARES[phase]] = seconds.get(_SHARES[phase], 0.0) + unix - since
 
     # ---- what a status shows --------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class Run:
         self._configurations = configurations
         self.approved = asyncio.Event()  # set: the configuration that waited has its approvals, and the next start serves it
         self.members, self.clock, self.feed = resources.members, resources.clock, resources.feed
-        self.attendances = Attendances(config.membership, resources.feed, resources.clock.monotonic)
+        self.attendances = Attendances(config.membership, resources.feed, resources.clock.monotonic, self._phase_of)
         self.founding = Founding(
             config,
             resources.store,
@@ -125,7 +125,7 @@ class Run:
         )
         self.schemas = Schemas(config, resources.background, self.attendances, lambda: self._schema or self._builtin)
         self.recent_rounds: deque[RoundReport] = deque(maxlen=KEPT_ROUNDS)
-        self.history = History(self._phase_of, lambda: self._rounds.machine.tokens if self._rounds is not None else 0)
+        self.history = History(lambda: self._rounds.machine.tokens if self._rounds is not None else 0)
         self.consents: dict[str, str] = {}  # by peer, of this start: the digest of the policy.toml that its site consents under
         self._saving_cosigned = False
         self.warnings: Sequence[str] = ()  # of its own certificates and its clock, for the status
@@ -153,6 +153,12 @@ class Run:
         """The public key of the run's audit log, as text; '': it keeps none."""
         audit = self._resources.store.audit
         return audit.key if audit is not None else ""
+
+    @property
+    def audit(self) -> str:
+        """How its audit log stands, in words; '': it keeps none."""
+        audit = self._resources.store.audit
+        return audit.standing if audit is not None else ""
 
     # ---- life ----------------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ def run_status(
         privacy=run.privacy.text if run.privacy is not None else "",
         epsilon=run.privacy.epsilon if run.privacy is not None else None,
         governance=run.governance,
+        audit=run.audit,
     )
 
 

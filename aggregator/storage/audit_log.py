@@ -100,6 +100,7 @@ class AuditLog:
         self._signed = 0  # entries that the head on disk stands for
         # What the event loop reads, replaced and never changed: that head; the entries of the last commits, by outer step.
         self._shown = (0, "")
+        self._standing = ""
         self._commits: dict[int, _Commit] = {}
         self._fitting: dict[SeenHead, None] = {}  # heads that fit, the last ones; on the event loop
         self._keys: set[tuple[str, str]] = set()  # members and their public keys (base64) by the entries
@@ -121,6 +122,11 @@ class AuditLog:
     def key(self) -> str:
         """The log's public key, as text."""
         return self._signer.key.text()
+
+    @property
+    def standing(self) -> str:
+        """How many entries are signed for, and the beginning of their root, in words; '' before the first head."""
+        return self._standing
 
     def __len__(self) -> int:
         return len(self._tree)
@@ -202,7 +208,9 @@ class AuditLog:
             self._signed = len(self._tree)
         if self._shown[0] != self._signed:
             self._shown_keys = frozenset(self._keys)
-            self._shown = self._signed, self._signer.sign(self._signed, self._tree.root(self._signed))
+            root = self._tree.root(self._signed)
+            self._shown = self._signed, self._signer.sign(self._signed, root)
+            self._standing = f"{self._signed} entries, head {root.hex()[:16]}"
 
     def receipt(self, outer_step: int, seen_size: int) -> LogReceipt:
         """Return the receipt of the commit to an outer step, for a peer that has seen so many entries.

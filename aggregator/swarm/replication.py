@@ -282,7 +282,8 @@ class PartReplica:
         """
         update, state, self._contested = offer.update, self._state, False
         if (update.part, update.outer_step, update.base) != (self._part, state.outer_step + 1, state.digest):
-            raise RemoteProtocolError(f"part {self._part} is at outer step {state.outer_step}: not what the update continues")
+            here = f"part {self._part} is at outer step {state.outer_step} here"
+            raise RemoteProtocolError(f"{here}, which an update to {update.outer_step} does not continue")
         offer.check(self._run_id)
         merged = offer.merged(self.outer)
         if merged.theta != self.outer.digest:

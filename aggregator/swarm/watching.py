@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from aggregator.control.shown_settings import settings_of
-from aggregator.past import Past
+from aggregator.past import Past, Saved
 from aggregator.swarm.admission import OwnCertificate, take_settings
 from aggregator.swarm.host_folder import HostFolder, Settings, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
@@ -26,7 +26,7 @@ from aggregator.swarm.standing import Report
 from edit.config.run import RunConfig
 from edit.council.record import Phase
 from edit.errors import EditError, TransportError
-from editpb.run_status import CouncilMember, CouncilPart, CouncilStatus, RunStatus
+from editpb.run_status import CouncilMember, CouncilPart, CouncilStatus, MemberStatus, RunStatus
 from editpb.transport.watch import watch
 from editpb.validity import duration
 from editpb.whole_run import continued, whole_run
@@ -37,6 +37,7 @@ FIRST_S = 5.0  # for how long the owners' first answers are waited for
 SILENT_S = 60.0  # from then on it is told for how long an owner has not answered
 AGAIN_S = 1.0  # after an owner did not answer
 RENEWED_S = 15.0  # for how long a member is waited for that may renew an observer's certificate
+_KEPT = "No host answers: rounds, members and curves are those of the time when this member owned parts."
 LOOK_S = 3600.0  # between two looks at when that ends
 MOST_KNOWN = 64  # members whose addresses an observer keeps
 
@@ -254,7 +255,8 @@ def council_status(told: Report) -> CouncilStatus:
 def whole_status(path: Path) -> RunStatus:
     """Return how the swarm of a member's folder stands, with what is kept of its past in this folder.
 
-    Where no host answers, it is how the run stood when this member last owned parts. Raises ConfigError, StorageError.
+    Where no host answers, rounds and members are those of when this member last owned parts; its files say how far the run is.
+    Raises ConfigError, StorageError; TransportError where the folder has kept nothing, as an observer's.
     """
     past = _past(path)
 
@@ -267,9 +269,35 @@ def whole_status(path: Path) -> RunStatus:
     try:
         return asyncio.run(ask())
     except TransportError as error:
+        saved = MemberFolder(path).saved()
+        if (record := saved.record if saved is not None else None) is None:
+            raise
         config, fragments = _settings(path)
-        status = whole_run(past, fragments) or _unknown(identity_of(path).run_id, config)
-        return replace(status, settings=settings_of(config), reason=str(error) if status.phase != "finished" else "")
+        ended = record.phase is Phase.FINISHED
+        known = [
+            replace(told, outer_step=part.outer_step) if told is not None else None
+            for told, part in zip(past, record.parts, strict=True)
+        ]
+        status = whole_run(known, fragments) or _unknown(identity_of(path).run_id, config)
+        return replace(
+            status,
+            members=tuple(_at_last(row, past, ended) for row in status.members),
+            phase="finished" if ended else "stopped",
+            outer_step=min(part.outer_step for part in record.parts),
+            tokens=min(part.tokens for part in record.parts),
+            parameters=sum(Saved.of(MemberFolder(path).part(number)).parameters for number in range(len(record.parts))),
+            waiting_for="" if ended else "the swarm, of which no host answers",
+            settings=settings_of(config),
+            reason=_KEPT if ended else f"{error}; {_KEPT[0].lower()}{_KEPT[1:]}",
+        )
+
+
+def _at_last(row: MemberStatus, past: Sequence[RunStatus | None], ended: bool) -> MemberStatus:
+    """Return a member's row without what an engine that ended earlier than another says of it."""
+    steps = [each.outer_step for part in past if part is not None for each in part.members if each.peer_id == row.peer_id]
+    row = replace(row, outer_step=max(steps, default=0))
+    live = row.state in ("starting", "training", "exchanging")
+    return replace(row, state="left", reason="the run has finished") if ended and live else row
 
 
 def _past(path: Path) -> list[RunStatus | None]:

@@ -925,7 +925,8 @@ class Council:
             self._moved[message.part] = {part.owner, peer_id} if message.away else set()
             if message.away and peer_id != part.owner:
                 self._draft = record.disputed(part.owner, peer_id)
-            self._effects.append(Noticed(f"part {message.part}, owned by {part.owner}: {peer_id} says: {message.reason}"))
+            said = f", owned by {part.owner}: {peer_id} says" if peer_id != part.owner else f": its owner {peer_id} returns it"
+            self._effects.append(Noticed(f"part {message.part}{said}: {message.reason}"))
         elif isinstance(message, Release) and message.away and sender in record.electors:
             self._refuse(sender, message, record, part)
         elif isinstance(message, Ended) and peer_id == part.owner:

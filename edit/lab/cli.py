@@ -72,7 +72,9 @@ def demo(
         ),
     ] = False,
     no_faults: Annotated[bool, typer.Option("--no-faults", help="Inject no faults.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the results; one of an earlier demo is wiped.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the results; the files of an earlier demo in it are removed.")] = Path(
+        "runs/demo"
+    ),
     quick: Annotated[
         bool, typer.Option("--quick", help="Take about a minute; with --hostile, a minute for each of the three runs.")
     ] = False,
@@ -152,7 +154,7 @@ def chaos(
     ] = False,
     hostile: Annotated[int, typer.Option(help="Number of hostile members beside them, fewer than there are peers.")] = 0,
     gap: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
-    out: Annotated[Path, typer.Option(help="Folder for everything; one of an earlier run is wiped.")] = Path("runs/chaos"),
+    out: Annotated[Path, typer.Option(help="Folder for all files; those of an earlier call are removed.")] = Path("runs/chaos"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train a tiny model with real processes, inject random faults, and check the run's invariants from outside.
@@ -161,17 +163,18 @@ def chaos(
     disk. Checks that the digests of all peers are equal, no commit is lost or made twice, the run advances after every repair,
     memory stays flat, no process ends by itself, and none is left behind. Exit code 1 when one of these does not hold.
 
-    With --hostile members that attack the run, another behaviour every ten seconds (python -m edit.lab.hostile --help lists
-    them), also checks that honest peers stay in the commits and are never refused, that the coordinator's log and folder stay
-    small, and that all parameters stay finite. The penalty is enabled, and a quorum has an honest peer in it.
+    With --hostile N, N members attack the run, each in another way every ten seconds (python -m edit.lab.hostile --help lists
+    the ways). Then it also checks that honest peers stay in the commits and are never refused, that the coordinator's log and
+    folder stay small, and that all parameters stay finite. The penalty is enabled, and each quorum has an honest peer in it.
 
-    With --swarm members are killed, stopped, cut off alone or in pairs, slowed down, wiped, evicted; they leave and rejoin; all
-    are killed at once. One accepts no connections. Checks that every outer step of a part has one digest, nothing that was
-    reported is lost, the swarm advances while a quorum is there, and all end by themselves with the same state on disk.
+    With --swarm, members are killed, stopped, cut off alone or in pairs, slowed down, wiped, evicted; they leave and rejoin;
+    all are killed at once. One member accepts no connections. Checks that every outer step of a part has one digest, that
+    nothing is lost that was reported, that the swarm advances while a quorum is there, and that all end by themselves with the
+    same state on disk.
 
-    With --forked the run has an audit log. At the end a copy of the coordinator's folder is served as well, and half of the
-    peers are connected to it for a while. Checks that each of them stops with exit code 3 and keeps the proof, nothing of
-    theirs is merged again, and the coordinator warns its operator.
+    With --forked, the run has an audit log. At the end a copy of the coordinator's folder is served as well, and half of the
+    peers are connected to it for a while. Checks that each of them stops with exit code 3 and keeps the proof, that nothing of
+    theirs is merged again, and that the coordinator warns its operator.
 
     Example: edit-lab chaos --seed 7 --minutes 5 --hostile 1
     """
@@ -228,7 +231,10 @@ def compare(
         int, typer.Option(min=1, help="Number of seeds: initial parameters, order of the data, held-out files.")
     ] = 3,
     base: Annotated[
-        str | None, typer.Option(help="The method that gaps are to.", show_default="the first data-parallel one")
+        str | None,
+        typer.Option(
+            help="The method with which the losses of the others are compared.", show_default="the first data-parallel one"
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="SECTION.KEY=VALUE for every method, as model.width=256. Repeatable.")
@@ -247,22 +253,23 @@ def compare(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Trials at a time, each on one thread.", show_default="one per core")
     ] = None,
-    results: Annotated[Path, typer.Option(help="The file of results, lines of JSON: what is in it is not made again.")] = Path(
-        "compare.jsonl"
-    ),
+    results: Annotated[
+        Path, typer.Option(help="The file of results, a line of JSON for each trial. A trial that is in it is not run again.")
+    ] = Path("compare.jsonl"),
     plot: Annotated[Path | None, typer.Option(help="Draw loss against bytes to this file, FILE.svg.")] = None,
     curves: Annotated[
         Path | None, typer.Option(help="Draw the losses in the course of the run to this file, FILE.svg.")
     ] = None,
-    print_only: Annotated[bool, typer.Option("--print", help="Make no trial, show what is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of the trials instead of the table.")] = False,
+    print_only: Annotated[bool, typer.Option("--print", help="Run no trial, and show what --results has.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the trials as a JSON list instead of the table.")] = False,
 ) -> None:
     """Train one model with several methods, on the same data with the same seeds, and compare loss and bytes.
 
-    All peers are in one process, without a network; exchanges are the project's own, with the codecs of a real run, and bytes
-    are counted. The model is the built-in GPT, the text Python's standard library; data-parallel training has as many tokens
-    and sees the peers' batches together. A trial is one method with one seed, a process of its own; a finished one is a line
-    of --results, one that was killed starts again with the next call. docs/compare.md explains the columns.
+    All peers run in one process, without a network. They exchange with the code and the codecs of a real run, and the bytes
+    that would be sent are counted. The model is the built-in GPT; the text is the source of Python's standard library.
+    Data-parallel training sees as many tokens: each of its steps takes the batches of all peers together. A trial is one
+    method with one seed, in a process of its own. A finished trial is a line of --results; a trial that was killed starts
+    again with the next call. docs/compare.md explains the columns.
 
     Example: edit-lab compare --method data-parallel --method muloco --method "diloco outer.lr=0.9" --plot loss.svg
     """
@@ -448,8 +455,8 @@ def rivals(
     measured for the first time. A system that cannot be installed or fails is a row with its error.
 
     With --mbit every process of a system, a coordinator too, is a host with a link of its own on one switch (network namespaces
-    of this machine, token buckets). The bytes through the busiest link, and the least seconds they take, stand beside each
-    system. --json and --results have the CPU seconds of each process, and the bytes of each link, too.
+    of this machine, token buckets). The table then also shows the bytes through the busiest link, and how long these take at
+    least. --json and --results also have the CPU seconds of each process, and the bytes of each link.
 
     Example: edit-lab bench rivals --peers 4 --mbit 1000 --mbit 100 --plot rivals.svg
     """

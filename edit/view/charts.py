@@ -106,9 +106,10 @@ class _Axes:
     y_min: float
     y_max: float
     height: int
+    right: float = _WIDTH - _RIGHT  # of the plot
 
     def x(self, value: float) -> float:
-        return _LEFT + (value / max(self.x_max, 1e-9)) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + (value / max(self.x_max, 1e-9)) * (self.right - _LEFT)
 
     def y(self, value: float) -> float:
         share = (value - self.y_min) / max(self.y_max - self.y_min, 1e-9)
@@ -139,7 +140,9 @@ def _lines(drawn: Sequence[Series], marks: Sequence[Mark], x_max: float, x_label
     values = [value for one in drawn for _, value in one.points]
     low, high = min(values), min(max(values), 1.8 * min(values))
     margin = 0.06 * (high - low) or 0.1
-    axes = _Axes(x_max, low - margin, high + margin, height)
+    longest = max(len(f"{one.name} {one.points[-1][1]:.3f}") for one in drawn)
+    room = max(_RIGHT, 36 + math.ceil(_LABEL_CHAR * longest))  # for the names at the ends of the lines
+    axes = _Axes(x_max, low - margin, high + margin, height, _WIDTH - room)
     body = [
         _grid(axes, x_label),
         *_flags([axes.x(mark.x) for mark in marks], marks, height - _BOTTOM),
@@ -154,7 +157,7 @@ def _svg(height: int, body: str) -> str:
 
 
 def _grid(axes: _Axes, x_label: str) -> str:
-    right, bottom = _WIDTH - _RIGHT, axes.height - _BOTTOM
+    right, bottom = axes.right, axes.height - _BOTTOM
     parts = []
     for value in ticks(axes.y_min, axes.y_max):
         y = axes.y(value)
@@ -242,7 +245,7 @@ def _end_labels(axes: _Axes, series: Sequence[Series]) -> list[str]:
     """Return the names at the right, each behind its colour, in the order of the last values; none over another or a tick."""
     ends = sorted((axes.y(min(one.points[-1][1], axes.y_max)), place) for place, one in enumerate(series))
     heights = _apart([y for y, _ in ends], _LABEL_GAP, _TOP, axes.height - _BOTTOM - 4)
-    labels, left = [], _WIDTH - _RIGHT + 10
+    labels, left = [], axes.right + 10
     for y, (_, place) in zip(heights, ends, strict=True):
         one = series[place]
         labels.append(

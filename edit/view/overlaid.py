@@ -7,12 +7,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from editpb.run_status import Curve, RunStatus
+from editpb.run_status import SHARES, Curve, RunStatus
 
-__all__ = ["MOST_BESIDE", "overlaid"]
+__all__ = ["MOST_BESIDE", "mean", "overlaid"]
 
 MOST_BESIDE = 8  # runs
-_SEVERAL = {"bytes_in": " received", "bytes_out": " sent"}  # kinds that are drawn together
+_SEVERAL = {"bytes_in": " received", "bytes_out": " sent", **{kind: f" {kind}" for kind in SHARES}}  # drawn together
 
 
 def overlaid(status: RunStatus, others: Mapping[str, RunStatus]) -> RunStatus:

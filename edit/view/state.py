@@ -6,9 +6,11 @@ line has its own time.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edit.config.algorithm import SyncConfig
@@ -16,6 +18,7 @@ from edit.config.validation import build
 from edit.errors import ConfigError
 from edit.plain_text import parse_json, printable
 from edit.view.observations import Point, Status, SwarmStatus
+from edit.view.overlaid import mean
 from editpb.run_status import Curve, MemberStatus, RoundReport, RunStatus
 
 __all__ = ["Cell", "Event", "PeerRow", "RoundRow", "RunState", "Total"]
@@ -235,8 +238,8 @@ class RunState:
         state.rounds = [_row(report) for report in status.rounds]
         state.events = [Event(each.t, printable(each.text), each.tone) for each in status.events]
         state.forgotten = status.events[0].number - 1 if status.events else 0
-        if (held_out := curves.get(("held_out", ""))) is not None:
-            state.validation["outer"] = _points(held_out)
+        if (held_out := mean([curve for curve in status.curves if curve.kind == "held_out" and curve.x])) is not None:
+            state.validation["outer"] = _by_inner_steps(_points(held_out), [row.curve for row in state.peers.values()])
         return state
 
     @property
@@ -356,13 +359,13 @@ def _cell(fragments: list[tuple[str, float, float]]) -> Cell:
 
 
 def _planned(settings: Mapping[str, str], outer_steps: int) -> int | None:
-    """Return the inner steps of a run whose H changes; None: it does not, or what its coordinator says cannot be."""
+    """Return the inner steps of a run; None: its coordinator does not say them, or what it says cannot be."""
     try:
         values = {key: parse_json(settings[f"sync.{key}"]) for key in ("every", "groups", "milestones")}
         sync = build(SyncConfig, {**values, "outer_steps": outer_steps}, "sync.")
     except (KeyError, ValueError, ConfigError):
         return None
-    return sync.inner_steps_before(outer_steps) if sync.milestones else None
+    return sync.inner_steps_before(outer_steps)
 
 
 def _row(report: RoundReport) -> RoundRow:
@@ -398,6 +401,14 @@ def _swarm(status: RunStatus) -> SwarmStatus | None:
         has_quorum=not told.lost,
         away={printable(one.peer_id): printable(one.why) for one in told.members if one.state == "away"},
     )
+
+
+def _by_inner_steps(points: Iterable[Point], curves: Iterable[Sequence[Point]]) -> list[Point]:
+    """Return points whose steps are outer ones, each at the inner steps that the first peer had taken at that time."""
+    taken = sorted((point.t, point.step) for curve in curves for point in curve)
+    times, most = [t for t, _ in taken], [*itertools.accumulate((step for _, step in taken), max)]
+    places = ((point, bisect_right(times, point.t)) for point in points)
+    return [replace(point, step=most[place - 1] if place else 0) for point, place in places]
 
 
 def _points(curve: Curve) -> list[Point]:

@@ -67,6 +67,8 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
         console.print(_words(private), soft_wrap=True)
     if masked := _masked(run):
         console.print(_words(masked), soft_wrap=True)
+    if run.audit:
+        console.print(_words(f"audit log: {run.audit}"), soft_wrap=True)
     if run.waiting_for:
         console.print(_words(f"waiting for {run.waiting_for}"), soft_wrap=True)
     for line in (run.reason, run.governance, *run.warnings):
@@ -150,7 +152,9 @@ def print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
         if "certificate" in hidden and row.expires and row.expires - time.time() < SOON_S:
             console.print(_words(f"{row.peer_id}'s certificate: ") + _certificate(row.expires, time.time()), soft_wrap=True)
     if hidden:
-        console.print(Text(f"not shown for want of width: {', '.join(hidden)} (--json has all)", "dim"), soft_wrap=True)
+        console.print(
+            Text(f"not shown, because the terminal is too narrow: {', '.join(hidden)} (--json has all)", "dim"), soft_wrap=True
+        )
 
 
 def _phase(row: MemberStatus) -> str:

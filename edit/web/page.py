@@ -21,7 +21,7 @@ from editpb.run_status import RunStatus
 __all__ = ["PARTS", "STATIC", "charts_json", "render_live", "render_notice", "render_page", "render_part", "round_json"]
 
 STATIC = Path(__file__).with_name("static")
-PARTS = ("summary", "members", "council", "rounds", "events", "settings", "leaving")  # each has a template
+PARTS = ("summary", "members", "council", "key", "rounds", "events", "settings", "leaving")  # each has a template
 _SCRIPTS = ("vendor/uplot.min.js", "page.js")
 _STYLES = ("vendor/uplot.min.css", "page.css")
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from edit.plain_text import printable
 from edit.view.explain import STAYS, TRACKERS, Leaving, leaving
-from editpb.run_status import MemberStatus, PeerRound, RoundReport, RunStatus
+from editpb.run_status import SHARES, Curve, MemberStatus, PeerRound, RoundReport, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "grid",
     "leaves",
     "member_rows",
+    "of_swarm",
     "overview",
     "round_details",
     "settings",
@@ -57,7 +58,7 @@ VERDICTS = {
     "unpaired": "no swap with this partner",
     "idle": "rejected: no work in it",
     "outlier": "far from most of the others, or away from the anchors",
-    "harmful": "its last ones did not lower the loss that scorers measure",
+    "harmful": "its last contributions did not lower the loss that scorers measure",
     "copied": "a copy of another one, or of the last update",
     "anomalous": "rejected: norm far above the usual",
     "rejected": "rejected by a policy of the run",
@@ -135,23 +136,24 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Peers by rounds. columns: (round_id, what stands above it, whether it was committed)."""
+    """Peers by rounds. columns: (round_id, what stands above it, whether it was committed). kinds: of cells, for the key."""
 
     columns: tuple[tuple[int, str, bool], ...]
     rows: tuple[tuple[str, int | None, tuple[Cell, ...]], ...]  # peer_id, its colour, cells
     more: int  # peers that are not shown
+    kinds: tuple[str, ...]
 
 
 def overview(status: RunStatus, problem: str = "") -> Overview:
     """Return the head of the page. problem: why nothing newer comes."""
     peers = [row for row in status.members if row.role in ("peer", "region")]
-    here = sum(row.state in HERE for row in peers)
-    speed = sum(row.tokens_per_s for row in peers if row.state in HERE and math.isfinite(row.tokens_per_s))
+    here = [row for row in peers if _is_here(row, status)]
+    speed = sum(row.tokens_per_s for row in here if math.isfinite(row.tokens_per_s))
     trained = [row for row in peers if row.inner_steps and (row.state in HERE or status.phase == "finished")]
     losses = [row.loss for row in trained if math.isfinite(row.loss)]
     tiles = [
         (f"{status.outer_step:,}", f"of {status.outer_steps:,} outer steps"),
-        (f"{here} of {len(peers)}", "peers here"),
+        (f"{len(here)} of {len(peers)}", "peers here"),
         (f"{sum(losses) / len(losses):.3f}" if losses else "–", "mean training loss"),
         (_short(speed) if speed else "–", "tokens per second"),
         (_short(status.tokens) if status.tokens else "–", "tokens merged"),
@@ -172,6 +174,7 @@ def overview(status: RunStatus, problem: str = "") -> Overview:
                 status.governance,
                 *_masks(status),
                 *_privacy(status),
+                *_audit(status),
                 *status.warnings,
             )
             if note
@@ -183,12 +186,21 @@ def overview(status: RunStatus, problem: str = "") -> Overview:
     )
 
 
+def _is_here(row: MemberStatus, status: RunStatus) -> bool:
+    """Return whether a member takes part now: nobody does in a run that nobody serves."""
+    return row.state in HERE and status.phase != "stopped"
+
+
 def _masks(status: RunStatus) -> tuple[str, ...]:
     return (f"secure aggregation: {status.masks}",) if status.masks else ()
 
 
 def _privacy(status: RunStatus) -> tuple[str, ...]:
     return (f"privacy: {status.privacy}",) if status.privacy else ()
+
+
+def _audit(status: RunStatus) -> tuple[str, ...]:
+    return (f"audit log: {status.audit}",) if status.audit else ()
 
 
 def _left(status: RunStatus) -> str:
@@ -214,7 +226,7 @@ def member_rows(status: RunStatus, now: float) -> list[MemberRow]:
 
 def _member(row: MemberStatus, colour: int | None, status: RunStatus, now: float) -> MemberRow:
     trains = row.role in ("peer", "region")
-    here = row.state in HERE
+    here, stopped = _is_here(row, status), row.state in HERE and status.phase == "stopped"
     tones = {"lost": "bad", "evicted": "bad", "left": "quiet", "invited": "quiet", "starting": "fault"}
     straggles = here and (row.optional or row.quarantined_s > 0)
     sent = row.bytes_sent or row.bytes_received
@@ -223,8 +235,8 @@ def _member(row: MemberStatus, colour: int | None, status: RunStatus, now: float
         role=printable(row.role),
         colour=colour if trains else None,
         state=printable(row.state),
-        tone="fault" if straggles else tones.get(row.state, "good"),
-        why=printable(row.reason) if not here else "",
+        tone="fault" if straggles else "quiet" if stopped else tones.get(row.state, "good"),
+        why="when the run stopped" if stopped else printable(row.reason) if not here else "",
         where=printable(row.device),
         phase=_phase(row) if here else "",
         loss=_loss(row),
@@ -365,7 +377,8 @@ def grid(status: RunStatus) -> Grid:
         for name in names[:MOST_ROWS]
     )
     columns = tuple((report.number, str(report.outer_step) if report.committed else "×", report.committed) for report in rounds)
-    return Grid(columns, rows, max(0, len(names) - MOST_ROWS))
+    there = {cell.kind for _, _, cells in rows for cell in cells}
+    return Grid(columns, rows, max(0, len(names) - MOST_ROWS), tuple(kind for kind in VERDICTS if kind in there))
 
 
 def _cell(name: str, report: RoundReport, found: PeerRound | None, fair: float) -> Cell:
@@ -439,6 +452,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("norm", ("norm",), "Norm of each pseudo-gradient", "outer steps"),
     ("cosine", ("cosine",), "Mean cosine of the contributions to the merge", "outer steps"),
     ("seconds", ("round_s",), "Seconds per round", "outer steps"),
+    ("time", SHARES, "What the peers did, as shares of their time", "outer steps"),
     ("bytes", ("bytes_in", "bytes_out"), "Bytes so far", "outer steps"),
 )
 LOGARITHMIC = "norm"  # one that is rejected may be thousands of times the others
@@ -449,13 +463,15 @@ _KINDS = {
     "cosine": "mean cosine",
     "bytes_in": "received from all",
     "bytes_out": "sent to each",
+    **{kind: kind for kind in SHARES},
 }
+_TIME = {"computing": "--good", "exchanging": "--accent", "waiting": "--calm"}  # as in the table of members
 
 
 def charts(status: RunStatus) -> list[dict[str, object]]:
-    """Return the charts that have lines, as page.js draws them: x and y of each line, its name and colour, -1 that of text.
+    """Return the charts that have lines, as page.js draws them: x and y of each line, its name, and its colour.
 
-    Of JSON's types.
+    A colour is a peer's number, -1 that of text, or the name of a variable of page.css. Of JSON's types.
     """
     colour = colours(status)
     drawn: list[dict[str, object]] = []
@@ -465,15 +481,20 @@ def charts(status: RunStatus) -> list[dict[str, object]]:
         lines = [
             {
                 "name": printable(curve.peer_id) or _KINDS.get(curve.kind, "all"),
-                "colour": colour[curve.peer_id] if curve.peer_id else -1 if of_peers else kinds.index(curve.kind),
+                "colour": _colour(curve, place if len(kinds) > 1 else colour.get(curve.peer_id, -1 if of_peers else 0)),
                 "x": [_rounded(x) for x in curve.x],
                 "y": [_rounded(y) if y > 0 or name != LOGARITHMIC else None for y in curve.y],
             }
-            for curve in curves
+            for place, curve in enumerate(curves)
         ]
         if lines:
             drawn.append({"id": name, "title": title, "unit": unit, "lines": lines, "log": name == LOGARITHMIC})
     return drawn
+
+
+def _colour(curve: Curve, otherwise: int) -> int | str:
+    """Return a line's colour, as `charts` says."""
+    return _TIME[curve.kind] if curve.kind in _TIME and not curve.peer_id else otherwise
 
 
 def _rounded(value: float) -> float:
@@ -491,7 +512,12 @@ def settings(status: RunStatus) -> list[tuple[str, str, str, bool]]:
 
 def leaves(status: RunStatus) -> tuple[Leaving, ...]:
     """Return what leaves the site of a peer; nothing where the run did not say its settings, or is a swarm."""
-    return leaving(status, "peer", ()) if status.settings and not status.council else ()
+    return leaving(status, "peer", ()) if status.settings and not of_swarm(status) else ()
+
+
+def of_swarm(status: RunStatus) -> bool:
+    """Return whether the run has no coordinator: its council says something, or its settings have those of a swarm."""
+    return status.council is not None or any(each.name.startswith("swarm.") for each in status.settings)
 
 
 def shares_losses(status: RunStatus) -> bool:

@@ -32,7 +32,7 @@ app = typer.Typer(
 
 ListenOption = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT where this member serves; port 0: a free port, chosen once. Default: a port of --advertise."),
+    typer.Option(help="HOST:PORT where this member serves; port 0: a free port, chosen once. Default: a free port."),
 ]
 AdvertiseOption = Annotated[
     str | None,
@@ -309,7 +309,7 @@ def export(
     ] = "safetensors",
     averaged: Annotated[
         bool,
-        typer.Option("--averaged", help="Write the averaged parameters that the run keeps (section [average])."),
+        typer.Option("--averaged", help="Write the average that the run keeps by its section [average]."),
     ] = False,
 ) -> None:
     """Write the outer parameters that this member holds to a file, also while it trains, or after the end.
@@ -342,8 +342,8 @@ def verify(
 ) -> None:
     """Verify the logs in --home: every entry, its owner's signature, the signatures of contributions, the chain of digests.
 
-    It needs no connection, and --home may be a folder that an export has written. Two members have the same log of a part where
-    their lines `head` are the same. Exit codes: 0 all hold together; 2 one does not, and the entry is named.
+    It needs no connection, and --home may be a folder that `export` has written. Two members have the same log of a part if
+    their lines `head` are the same. Exit codes: 0 all logs are intact; 2 one is not, and the message names the entry.
 
     Example: edit-peer swarm audit verify --home a
     """
@@ -374,8 +374,8 @@ def replay(
 ) -> None:
     """Merge the contributions behind a commit once more, and compare verdicts, update and parameters with the log.
 
-    For a swarm with audit.keep_contributions, in the folder of the member that owned the part at that outer step: nobody else
-    has what the peers sent. The logs are verified before, without the signatures of other commits.
+    It needs audit.keep_contributions, and the folder of the member that owned the part at that outer step: nobody else has what
+    the peers sent. It verifies the logs first, but not the signatures of other commits.
 
     Exit codes: 0 the result is what the log says; 2 it is not, and the message names what differs, or it cannot be done here.
 

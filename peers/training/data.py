@@ -333,8 +333,9 @@ class Batches:
                 self._pass, self._index = 0, 0
                 return
             raise ConfigError(
-                f"{self._source.origin}: the data has changed since the checkpoint ({then} tokens then, {here} now): give "
-                "the data of then, or --new-data, which begins at its start and keeps the model and the optimizer's state"
+                f"{self._source.origin}: the data has changed since the checkpoint ({then} tokens then, {here} now): "
+                "restore the earlier data; or add --new-data to begin at the start of the new data, with the model and the "
+                "optimizer's state of the checkpoint"
             )
         for key, value in self._identity().items():
             if state.get(key) != value:

@@ -154,8 +154,8 @@ class _Checked:
                 was = f"{then['plugin']} with {then['options']}" if "plugin" in state else "files"
                 raise ConfigError(
                     f"{self._plugin}: the data has changed since the checkpoint ({was} then, now with "
-                    f"{dict(self._request.options)}): give the data of then, or --new-data, which begins at its start and "
-                    "keeps the model and the optimizer's state"
+                    f"{dict(self._request.options)}): restore the earlier data; or add --new-data to begin at the start of the "
+                    "new data, with the model and the optimizer's state of the checkpoint"
                 )
             _log.info("%s: other data than the checkpoint's: from its start", self._plugin)
             return

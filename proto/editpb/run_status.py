@@ -16,6 +16,8 @@ from edit.records import FragmentCommit, PeerVerdict, Verdict, round_number
 __all__ = [
     "KEPT_EVENTS",
     "KEPT_ROUNDS",
+    "SHARES",
+    "WORST",
     "CouncilMember",
     "CouncilPart",
     "CouncilStatus",
@@ -29,8 +31,9 @@ __all__ = [
 ]
 
 KEPT_ROUNDS, KEPT_EVENTS = 200, 500  # that a status shows
+SHARES = ("computing", "exchanging", "waiting")  # of a peer's time, in a `MemberStatus` and as kinds of curves
 _KEPT_POINTS = 1024  # of a curve, whatever an aggregator says
-_WORST = (
+WORST = (  # verdicts, the worst one first
     Verdict.NONFINITE,
     Verdict.REJECTED,
     Verdict.ANOMALOUS,
@@ -228,6 +231,9 @@ class Curve:
     bytes_in    received by the aggregator until then                  outer step
     bytes_out   sent to one peer until then                            outer step
     round_s     seconds of a round                                     outer step
+    computing   share of the peers' time, all together, since the      outer step
+                outer step before, 0 to 1; likewise exchanging and
+                waiting
     """
 
     kind: str
@@ -396,6 +402,7 @@ class RunStatus:
     masks: str = ""  # with secure aggregation: the state of the masked round, in words
     privacy: str = ""  # with differential privacy of organisations: epsilon and delta spent so far, in words
     epsilon: float | None = None  # the epsilon spent so far; not in JSON without differential privacy of organisations
+    audit: str = ""  # entries of the audit log and the beginning of its head, as signed last; empty: it keeps none
     governance: str = ""  # which approvals a changed configuration waits for, in words; empty: none
     council: CouncilStatus | None = None  # the council; not in JSON where the run has a coordinator, or for one part of a swarm
 
@@ -433,6 +440,8 @@ class RunStatus:
             status["privacy"] = self.privacy
         if self.epsilon is not None:
             status["epsilon"] = self.epsilon
+        if self.audit:
+            status["audit"] = self.audit
         if self.governance:
             status["governance"] = self.governance
         if self.aggregator:
@@ -529,7 +538,7 @@ def _round_row(report: RoundReport) -> dict[str, object]:
 
 def _worst(verdicts: Iterable[PeerVerdict]) -> Verdict:
     found = {each.verdict for each in verdicts}
-    return next(each for each in _WORST if each in found)
+    return next(each for each in WORST if each in found)
 
 
 def _norm(verdicts: Sequence[PeerVerdict]) -> float:

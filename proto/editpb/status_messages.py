@@ -51,6 +51,7 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
         privacy=status.privacy,
         epsilon=status.epsilon,
         governance=status.governance,
+        audit=status.audit,
     )
 
 
@@ -90,6 +91,7 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
         privacy=reply.privacy,
         epsilon=_norm("epsilon", reply.epsilon) if reply.HasField("epsilon") else None,
         governance=reply.governance,
+        audit=reply.audit,
         aggregator=aggregator,
     )
 

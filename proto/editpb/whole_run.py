@@ -14,10 +14,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from edit.records import ROUNDS_PER_START
+from edit.records import ROUNDS_PER_START, Verdict
 from editpb.run_status import (
     KEPT_EVENTS,
     KEPT_ROUNDS,
+    WORST,
     Curve,
     Event,
     MemberStatus,
@@ -30,7 +31,7 @@ __all__ = ["continued", "merged_rounds", "whole_run"]
 _LIVE = ("exchanging", "training", "starting")
 _PHASES = ("founding", "committing", "collecting", "gathering", "paused", "stopped", "finished")  # the first one that is found
 _DOING = ("upload", "download", "waiting", "compute")  # likewise, of a member
-_VERDICTS = ("nonfinite", "rejected", "anomalous", "unpaired", "idle", "absent", "carried", "ok")
+_VERDICTS = (*(one.value for one in WORST if one is not Verdict.OK), "absent", "carried", "ok")  # the worst one first
 _MOST_MEMBERS = 1024
 _SUMS = ("bytes_in", "bytes_out")  # curves that add up over the parts; of the others of the run, the mean or the norm
 

@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 from aggregator.cli import app
 from aggregator.control.status import run_status
 from aggregator.past import Past, whole_status
+from aggregator.security.members import Members
 from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError, TransportError
 from tests.aggregator.test_run_feed import REPORT
 from tests.support.loops import on_a_loop, until
-from tests.support.served import TOML, Served, found_run, held_clock, new_folder, served, theta
+from tests.support.served import SCHEMA, TOML, Served, found_run, held_clock, new_folder, served, theta
 
 SHORT = TOML.replace("outer_steps = 100", "outer_steps = 3")
 
@@ -80,7 +81,11 @@ def test_a_report_has_all_starts_of_a_run_whether_it_is_served_or_not(tmp_path: 
     assert (ended.phase, ended.outer_step, ended.eta_s) == ("finished", 3, None)
     assert [(each.outer_step, each.number) for each in ended.rounds] == [(1, 1), (2, 2), (3, 1)]
     (ada,) = ended.members
+    assert ada.expires == Members(folder.path / "members.json").all()[0].expires > 0
     assert (ada.peer_id, ada.verdict, ada.verdict_reason) == ("ada", "ok", "merged")
+    assert (ended.parameters, ended.tokens) == (SCHEMA.numel, 30), "from the last checkpoint"
+    assert (ada.contributions, ada.rejections, ada.absences) == (3, 0, 0), "over all starts"
+    assert stopped.parameters == SCHEMA.numel
     norms = next(each for each in ended.curves if (each.kind, each.peer_id) == ("norm", "ada"))
     assert norms.x == (1.0, 2.0, 3.0)
     told = CliRunner().invoke(app, ["status", "--state", str(folder.path)])

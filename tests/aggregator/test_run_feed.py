@@ -38,6 +38,7 @@ from aggregator.run_feed import (
     StepCommitted,
 )
 from edit.records import Commit, FragmentCommit, PeerVerdict, Verdict
+from edit.rounds.deadlines import PeerPhase
 from editpb.messages import Heartbeat, PeerState
 from editpb.run_status import RoundReport
 
@@ -72,7 +73,7 @@ LINES: list[tuple[RunEvent, str]] = [
     (Consented("a", "ab12"), "INFO a: its site consents to the configuration under a policy of its own, sha256:ab12"),
     (Approved("ann", "waiting for bob"), "INFO ann approves the changed configuration: waiting for bob"),
     (RankLost("a", "rank 1: the connection broke"), "INFO a: lost to the round (rank 1: the connection broke)"),
-    (PeerReported("a", BEAT), ""),
+    (PeerReported("a", BEAT, PeerPhase.COMPUTE), ""),
     (ResyncChanged("a", "digest x"), "WARNING a: digest x"),
     (ResyncChanged("a", ""), "WARNING a: resynced"),
     (RunFounded("a", 12, 2), "INFO a founded the run: 12 parameters in 2 fragments"),
@@ -171,6 +172,7 @@ def test_metrics_have_a_line_for_each_round_change_of_a_member_and_report(tmp_pa
         "bytes_received": 0,
         "digest": "d" * 64,
         "metrics": {},
+        "phase": "compute",
     }
     assert lines[3] == {
         "kind": "round",

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from aggregator.cli import app
+from aggregator.control.status import run_status
 from aggregator.storage.store import load_outer
 from edit.errors import ConfigError
 from edit.fragments.digest import digest
@@ -64,6 +65,8 @@ def test_the_log_of_a_run_verifies_over_restarts_and_says_what_was_merged(tmp_pa
             await found_run(a[0], b[0])
             for step in range(2):
                 await commit_one([a, b], step)
+            log = verified(folder.path)
+            assert run_status(run.coordinator.run).audit == f"{len(log.tree)} entries, head {log.tree.root().hex()[:16]}"
         async with served(folder, kill=True) as run, run.signing_peer("a") as a, run.signing_peer("b") as b:
             for peer, _ in (a, b):
                 await peer.attend()

@@ -14,15 +14,18 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from safetensors import safe_open
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from aggregator.run_template import RUN_TOML
 from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError
 from peers.identity.peer_folder import PeerFolder
+from tests.integration.test_page import home_of
 from tests.support.loops import on_a_loop
-from tests.support.served import SCHEMA, TOML, BarePeer, found_run, served
+from tests.support.served import SCHEMA, TOML, BarePeer, found_run, new_folder, served
 from tests.test_documented_commands import APPS
 from tests.test_documented_settings import blocks
 from tests.test_documents import REPOSITORY
@@ -115,6 +118,36 @@ def test_a_region_is_invited_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         state = words[words.index("--state") + 1]
         run(["edit-coordinator", "init", "--state", state])
         assert run(words).startswith("edit1.")
+
+
+class Squares(nn.Module):
+    """A model as the README's loop has it: called with a batch, it returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.layer(batch).square().mean()
+
+
+@on_a_loop
+async def test_the_readmes_loop_ends_with_the_run_and_saves_the_outer_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (loop,) = (block for block in blocks(README.read_text(encoding="utf-8"), "python") if "until_finished" in block)
+    model, data = Squares(), [torch.randn(8, 4) for _ in range(5)]
+    around = {"torch": torch, "model": model, "data": data, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+    async with served(new_folder(Path("run"), toml=TOML.replace("outer_steps = 100", "outer_steps = 3"))) as at:
+        home_of(at, "my-peer", "peer", Path("my-peer"))
+        await asyncio.to_thread(exec, compile(loop, "README.md", "exec"), around)
+        assert at.coordinator.run.finished
+        await asyncio.to_thread(run, ["edit-coordinator", "export", "--state", "run", "--out", "model.safetensors"])
+    saved = torch.load("model.pt", weights_only=True)
+    with safe_open("model.safetensors", framework="pt") as file:
+        assert sorted(saved) == sorted(file.keys())
+        assert all(torch.equal(saved[name], file.get_tensor(name)) for name in saved)
 
 
 def test_what_the_readme_lets_a_run_name_is_a_model(tmp_path: Path) -> None:

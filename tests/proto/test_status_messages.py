@@ -101,6 +101,7 @@ STATUS = RunStatus(
     masks="collecting masked vectors",
     privacy="organisation-level, eps 1.53",
     epsilon=1.53,
+    audit="12 entries, head 0123456789abcdef",
     governance="waiting for 1 more approval of configuration sha256:ab: approvers bob; ann approved it",
 )
 

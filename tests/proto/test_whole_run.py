@@ -127,6 +127,9 @@ def test_a_member_has_its_last_word_the_worst_verdict_and_the_sum_of_its_bytes()
     (row,) = told.members
     assert (row.loss, row.bytes_sent, row.contributions, row.rejections) == (1.9, 30, 4, 1)
     assert (row.verdict, row.verdict_reason, row.phase, row.outer_step) == ("nonfinite", "NaN", "upload", 3)
+    for verdict in Verdict:
+        told = whole_run([a_part(members=(one,)), a_part(members=(replace(other, verdict=verdict.value),))])
+        assert told is not None and told.members[0].verdict == verdict.value, "whatever is wrong in one part is said"
     assert row.computing == pytest.approx(0.6) and (row.upload_bytes, row.upload_total_bytes) == (4, 8)
 
 

@@ -221,7 +221,14 @@ def _curves(outer_step: int, draw: random.Random) -> tuple[Curve, ...]:
         of_run("round_s", ROUND_S, 4.0),
         Curve(kind="bytes_in", x=steps, t=times, y=tuple(step * 4.6 * 62e6 for step in steps)),
         Curve(kind="bytes_out", x=steps, t=times, y=tuple(step * 62e6 for step in steps)),
+        *_shares(steps, times, draw),
     )
+
+
+def _shares(steps: tuple[float, ...], times: tuple[float, ...], draw: random.Random) -> tuple[Curve, ...]:
+    waiting = [0.16 + draw.uniform(-0.03, 0.03) for _ in steps]
+    shares = {"computing": [0.9 - each for each in waiting], "exchanging": [0.1 for _ in steps], "waiting": waiting}
+    return tuple(Curve(kind=kind, x=steps, t=times, y=tuple(y)) for kind, y in shares.items())
 
 
 def _events(outer_step: int) -> tuple[Event, ...]:

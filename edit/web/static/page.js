@@ -16,7 +16,7 @@
 
   const drawn = new Map(); // id -> {plot, shape}
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const colourOf = (line) => css(line.colour < 0 ? "--ink" : `--s${line.colour % COLOURS}`);
+  const colourOf = (line) => css(typeof line.colour === "string" ? line.colour : line.colour < 0 ? "--ink" : `--s${line.colour % COLOURS}`);
 
   function number(value) {
     if (value == null) return "";

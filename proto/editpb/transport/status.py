@@ -79,6 +79,8 @@ _PROXY_WORDS = {
     "407": "it asks for a user and a password: https_proxy=http://USER:PASSWORD@HOST:PORT",
 }
 
+_UNREACHED = re.compile(r"failed to connect to all addresses; .*\bFailed to connect to remote host: (.+)")  # likewise
+
 HANDSHAKE_WORDS = {  # the first that fits
     "certificate has expired": "its certificate has expired, or this machine's clock is ahead",
     "certificate is not yet valid": "its certificate is not valid yet by this machine's clock, which is behind: set it",
@@ -106,6 +108,8 @@ def from_status(code: grpc.StatusCode, details: str | None) -> EditError:
     if code is grpc.StatusCode.UNAVAILABLE and (proxy := _PROXY.search(text)) is not None:
         place, answer = proxy[1].removeprefix("ipv4:").removeprefix("ipv6:"), proxy[2]
         return TransportError(f"the HTTP proxy {place} answers {answer}: {_PROXY_WORDS.get(answer, 'it does not connect')}")
+    if code is grpc.StatusCode.UNAVAILABLE and (unreached := _UNREACHED.fullmatch(text)) is not None:
+        return TransportError(f"cannot be reached ({unreached[1].lower()})")
     return ERRORS[code](text)
 
 

@@ -129,3 +129,16 @@ def test_an_evicted_peer_loses_all_its_streams_and_gets_no_other(site: Site) -> 
     assert all(isinstance(stream.expelled, EvictedError) for stream in streams) and other.expelled is None
     with pytest.raises(EvictedError, match="key lost"):
         site.open()
+
+
+def test_the_last_report_before_the_end_of_a_stream_is_published_however_soon_it_came(site: Site) -> None:
+    attendance = site.open()
+    beats = [Heartbeat(state=PeerState.TRAINING, outer_step=step) for step in range(3)]
+    for beat in beats:
+        site.attendances.heartbeat(attendance, beat)
+        site.now += 0.1
+    site.attendances.close(attendance, "the run has finished", polite=True)
+    reports = [event.heartbeat.outer_step for event in site.news() if isinstance(event, PeerReported)]
+    assert reports == [0, 2]
+    site.attendances.close(attendance, "again", polite=True)
+    assert not any(isinstance(event, PeerReported) for event in site.news())

@@ -15,7 +15,7 @@ from edit.config.algorithm import SyncConfig
 from edit.records import FragmentCommit, PeerVerdict, Verdict
 from edit.rounds.deadlines import PeerPhase
 from editpb.messages import Heartbeat, PeerState
-from editpb.run_status import Curve, RoundReport
+from editpb.run_status import SHARES, Curve, RoundReport
 from tests.support.statuses import busy_run
 
 
@@ -25,7 +25,7 @@ class Told:
     def __init__(self) -> None:
         self.phases: dict[str, PeerPhase] = {}
         self.tokens, self.t = 0, 1000.0
-        self.history = History(self.phases.get, lambda: self.tokens)
+        self.history = History(lambda: self.tokens)
 
     def event(self, event: RunEvent, after_s: float = 1.0) -> None:
         self.t += after_s
@@ -33,7 +33,7 @@ class Told:
 
     def report(self, peer_id: str, inner_steps: int, loss: float, after_s: float = 1.0) -> None:
         beat = Heartbeat(state=PeerState.TRAINING, inner_steps=inner_steps, loss=loss)
-        self.event(PeerReported(peer_id, beat), after_s)
+        self.event(PeerReported(peer_id, beat, self.phases.get(peer_id)), after_s)
 
     def commit(self, step: int, *verdicts: PeerVerdict, after_s: float = 1.0, merged: float = 1.0) -> None:
         fragment = FragmentCommit(fragment_id=0, payload=None, verdicts=verdicts, merged_norm=merged, clip=1.0)
@@ -174,6 +174,22 @@ def test_shares_of_time_are_of_what_the_peer_did_when_it_reported() -> None:
     told.report("a", 1, 3.0, after_s=50)  # it was not here
     told.report("a", 1, 3.0, after_s=3600)  # nobody knows
     assert told.history.shares("a")["waiting"] == pytest.approx(0.2)
+
+
+def test_what_all_peers_did_since_the_commit_before_is_a_curve_of_each_share() -> None:
+    told = Told()
+    told.phases = {"a": PeerPhase.COMPUTE, "b": PeerPhase.WAITING}
+    for peer_id in ("a", "b", "a", "b"):
+        told.report(peer_id, 1, 3.0)  # each spent 2 s
+    told.phases["a"] = PeerPhase.UPLOAD
+    told.report("a", 1, 3.0, after_s=3.0)  # and 4 s
+    told.commit(1, verdict("a"))
+    told.commit(2, verdict("a"))  # nobody reported
+    told.report("b", 1, 3.0)
+    told.commit(3, verdict("a"))
+    found = {kind: told.curve(kind) for kind in SHARES}
+    assert {curve.x for curve in found.values()} == {(1.0, 3.0)}
+    assert found["computing"].y == (0.25, 0.0) and found["exchanging"].y == (0.5, 0.0) and found["waiting"].y == (0.25, 1.0)
 
 
 def test_the_end_is_told_from_the_usual_pace_whatever_a_pause_took() -> None:

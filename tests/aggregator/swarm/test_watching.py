@@ -76,6 +76,14 @@ def test_without_any_host_it_says_what_the_folder_has_kept(tmp_path: Path) -> No
         told = await in_thread(whole_status, folder)
         assert told.phase == "stopped" and "no member answers" in told.reason and told.council is None
         assert told.outer_step == 1, owners
+        assert (told.tokens, told.waiting_for) == (10, "the swarm, of which no host answers")
+        other = equip(swarm, next(peer_id for peer_id in "abc" if peer_id not in owners))
+        told = await in_thread(whole_status, other)
+        assert (told.phase, told.outer_step, told.rounds) == ("stopped", 1, ()), "who never owned a part knows how far it is"
+        with pytest.MonkeyPatch.context() as observer:
+            observer.setattr("aggregator.swarm.member_folder.MemberFolder.saved", lambda self: None)
+            with pytest.raises(TransportError, match="no member"):
+                await in_thread(whole_status, folder)
         report = ["report", str(folder), "--out", str(tmp_path / "two.html"), "--beside", str(folder)]
         written = await in_thread(CliRunner().invoke, app, report)
         assert written.exit_code == 0, written.exception

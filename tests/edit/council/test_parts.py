@@ -488,3 +488,14 @@ def test_an_update_of_another_kind_of_base_is_not_counted() -> None:
         for sender in ("a#1", "b#1"):
             table.say(sender, "c", ev.Accepted(table.record.term, table.record.stamp, states))
     assert table.record.parts[0].digest == held.digest, "the run's base counts, the other does not"
+
+
+def test_an_owner_that_returns_its_part_is_told_as_that() -> None:
+    table = Table("abc")
+    table.elect("a")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    table.say(f"{part.owner}#1", "a", ev.Release(0, part.grant, "its process has started", False))
+    table.deliver()
+    said = [notice.text for notice in table.done(ev.Noticed)]
+    assert f"part 0: its owner {part.owner} returns it: its process has started" in said

@@ -118,6 +118,25 @@ def test_the_screen_of_a_run_says_what_its_status_says() -> None:
     assert "it does not answer" in text_of(RunState.of(status()), problem="it does not answer")
 
 
+def test_the_held_out_loss_that_peers_report_is_a_line_of_the_screen() -> None:
+    at = (1001.0, 1002.0, 1003.0)
+    loss = Curve(kind="loss", peer_id="a", x=(100.0, 200.0, 300.0), t=at, y=(4.0, 3.0, 2.5))
+    first, second = (
+        Curve(kind="held_out", peer_id=name, x=(1.0, 3.0), t=(at[0], at[2]), y=(5.0, y)) for name, y in (("a", 3.0), ("c", 3.5))
+    )
+    state = RunState.of(replace(status(), curves=(loss, first, second)))
+    assert [(point.step, point.loss) for point in state.validation["outer"]] == [(100, 5.0), (300, 3.25)]
+    (line,) = (line for line in text_of(state).splitlines() if "outer, held out" in line)
+    assert line.split()[-1] == "3.250"
+    assert "held out" not in text_of(RunState.of(status()))
+
+
+def test_where_groups_are_exchanged_in_turn_a_run_has_as_many_inner_steps_as_it_takes() -> None:
+    settings = {"sync.every": "100", "sync.groups": "4", "sync.milestones": "[]"}
+    told = replace(status(), settings=tuple(Setting(name=name, value=value, default="") for name, value in settings.items()))
+    assert RunState.of(told).planned == 10 * 100 // 4 and RunState.of(status()).planned == 10 * 100
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_terminal_is_too_narrow_and_an_empty_run_can_be_drawn(width: int) -> None:
     empty = replace(status(0, "founding"), members=(), curves=(), settings=(), eta_s=None, deadline_in_s=None)

@@ -105,7 +105,7 @@ async def test_the_stream_sends_what_changed_and_ends_with_the_page() -> None:
     answer: Answer = await watching
     assert answer.headers["content-type"].startswith("text/event-stream")
     names = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
-    assert names == ["summary", "members", "rounds", "events", "settings", "leaving", "charts", "summary"]
+    assert names == ["summary", "members", "key", "rounds", "events", "settings", "leaving", "charts", "summary"]
     for block in answer.text.strip().split("\n\n"):
         assert all(line.startswith(("event: ", "data: ", ":")) or line == "data:" for line in block.split("\n"))
 

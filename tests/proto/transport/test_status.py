@@ -97,6 +97,14 @@ def test_details_become_one_printable_bounded_line(code: grpc.StatusCode) -> Non
     assert text.isprintable() and text.startswith("a b ") and len(text) <= 1024
 
 
+def test_who_does_not_listen_is_told_without_the_words_of_grpc() -> None:
+    said = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7700: Failed to connect to remote host: "
+    error = from_status(grpc.StatusCode.UNAVAILABLE, f"{said}Connection refused")
+    assert type(error) is TransportError and str(error) == "cannot be reached (connection refused)"
+    of_tls = f"{said.partition('ipv4')[0]}Ssl handshake failed: CERTIFICATE_VERIFY_FAILED"
+    assert str(from_status(grpc.StatusCode.UNAVAILABLE, of_tls)) == of_tls, "others look for what it says"
+
+
 def test_an_exception_of_grpc_is_translated() -> None:
     empty = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, empty, empty, details="update 3 is no longer kept")

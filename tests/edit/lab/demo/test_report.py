@@ -174,6 +174,15 @@ def test_each_line_has_its_colour_beside_its_name_and_no_name_reaches_the_ticks(
         assert float(y) <= 200 - 38, "the plot's lower edge; the ticks stand below it"
 
 
+@pytest.mark.parametrize("name", ["outer parameters", "hospital-of-the-north.gpu1"])
+def test_a_long_name_at_the_end_of_a_line_is_not_cut_off(name: str):
+    chart = line_chart([Series(name, "s0", [(0, 3.0), (1500, 2.0)])], [], 1500, "steps")
+    (x,) = re.findall(r'class="label s0" x="([\d.]+)"', chart)
+    assert float(x) + 6.7 * len(f"{name} 2.000") <= 920, "the picture's width"
+    (end,) = re.findall(r'<path class="line s0" d="[^"]*L([\d.]+),[\d.]+"', chart)
+    assert float(end) < float(x) - 22
+
+
 def test_badges_of_late_events_stay_on_the_page():
     marks = [Mark(100, f"fault {number}", "fault") for number in range(20)]
     chart = line_chart([Series("a", "s0", [(0, 3.0), (100, 2.0)])], marks, 100, "steps")
