@@ -236,6 +236,8 @@ def print_usage(log: LogVerifier) -> None:
         share = one.share / log.commits if log.commits else 0.0
         table.add_row(printable(peer), str(one.outer_steps), str(one.tokens), f"{share:.1%}", str(one.missing), verdicts)
     Console().print(table)
+    if log.consents:
+        typer.echo(f"consented: {', '.join(printable(peer) for peer in sorted(log.consents))}")
     for peer, said in sorted(_data(log).items()):
         typer.echo(f"{printable(peer)}'s data: {printable(_words_of(said))}")
     typer.echo("Tokens, and what is said of data, are what each peer says of itself.")

@@ -28,7 +28,7 @@ from blake3 import blake3
 from aggregator.audit_verification import entries_of
 from aggregator.data.contributions import Contributions
 from aggregator.storage.configurations import configurations_of
-from aggregator.storage.kept_contributions import Kept, load_kept
+from aggregator.storage.kept_contributions import Kept, kept_files, load_kept
 from aggregator.storage.state_folder import AUDIT_LOG, StateFolder, contributions_of
 from aggregator.storage.store import read_outer
 from aggregator.storage.upload_buffer import UploadBuffer
@@ -77,7 +77,7 @@ def replay_step(state: Path, outer_step: int, signed: int) -> Replayed:
     return _replayed(entry, trust, outer, load_kept(folder.contributions, outer_step, outer.schema))
 
 
-def replay_part(home: Path, part: int, run_id: str, log: Path, outer_step: int, entries: int) -> Replayed:
+def replay_part(home: Path, part: int, run_id: str, log: Path, outer_step: int, entries: int, member: str = "") -> Replayed:
     """Merge what is behind the commit to this outer step of a swarm's part once more, from the folder of a member.
 
     Only who owned the part at that outer step has what its peers sent.
@@ -85,22 +85,27 @@ def replay_part(home: Path, part: int, run_id: str, log: Path, outer_step: int, 
     Args:
         log: of the part, which has the commit.
         entries: number of the last one that is verified, and one.
+        member: whose folder it is; '': it is not known.
 
     Raises as `replay_step`; ConfigError also where another member owned the part.
     """
     folder = home / f"part-{part}"
     entry, trust = _entry_of(entries_of(log), outer_step, entries, log)
+    owner = printable(str(entry["owner"]))
+    owned = f"; {owner} owned part {part} then: replay it in the folder of {owner}" if owner != member else ""
+    if not contributions_of(folder).is_dir():
+        raise ConfigError(f"{folder}: no contributions are kept here{owned}")
     _check_config(config := RunConfig.from_toml(home / "run.toml"), entry, home / "run.toml")
-    outer = read_outer(folder, config, run_id, outer_step - 1)
-    if outer is None:
-        raise ConfigError(f"{folder}: this member has no state of the part")
-    owned = f"{printable(str(entry['owner']))} owned part {part} at outer step {outer_step}, and keeps them if it is set to"
     try:
+        kept_files(contributions_of(folder), outer_step)
+        outer = read_outer(folder, config, run_id, outer_step - 1)
+        if outer is None:
+            raise ConfigError(f"{folder}: this member has no state of the part")
         kept = load_kept(contributions_of(folder), outer_step, outer.schema)
     except StorageError as error:
-        raise ConfigError(f"{error}; {owned}") from error
+        raise ConfigError(f"{error}{owned}") from error
     if any(one.header.round_id != entry["round_id"] for one in kept):
-        raise ConfigError(f"what is kept here of outer step {outer_step} is of a round that came to nothing; {owned}")
+        raise ConfigError(f"what is kept here of outer step {outer_step} is of a round that came to nothing{owned}")
     return _replayed(entry, trust, outer, kept)
 
 

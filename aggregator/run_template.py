@@ -111,11 +111,11 @@ enabled = true                  # false: a plain mean of all contributions that 
 
 [outer]                         # The outer optimizer. docs/outer-settings.md says how to choose it.
 #algorithm = "mean"             # mean: one model for all; gossip: an outer step of two peers, in a swarm.
-#preset = "manual"              # auto: optimizer, lr and momentum follow from the run's length; remove them then.
+#preset = "manual"              # auto, as if none is written: optimizer, lr and momentum follow from the run's length.
 #chosen = ""                    # What auto chose, and why: peers and the run's status see it here; never write it.
-optimizer = "nesterov"          # sgd, nesterov, co2, adam, yogi or delayed_nesterov; or entry:NAME.
-lr = 0.8                        # Outer learning rate. EDiT: 0.8 with momentum 0.85; DiLoCo: 0.7 with 0.9.
-momentum = 0.85                 # Outer momentum, for nesterov, co2, delayed_nesterov; short runs want less, 0.6.
+#optimizer = "nesterov"         # sgd, nesterov, co2, adam, yogi or delayed_nesterov; or entry:NAME.
+#lr = 0.8                       # Outer learning rate. EDiT: 0.8 with momentum 0.85; DiLoCo: 0.7 with 0.9.
+#momentum = 0.85                # Outer momentum, for nesterov, co2, delayed_nesterov; short runs want less, 0.6.
 #momentum_warmup = 0            # Outer steps of a fragment in which the momentum rises from 0, for nesterov and co2.
 #momentum_restarts = []         # Outer steps of a fragment before which the momentum of nesterov and co2 is set to zero.
 #mean_steps = 0                 # The first outer steps are plain means, lr 1 without momentum: a warm-up with every = 1.

@@ -260,7 +260,10 @@ def verify(
     Example: edit-peer audit verify --home my-peer
     """
     from peers.carriers.hub.kept_receipts import verify_kept
+    from peers.identity.peer_folder import PeerFolder
 
+    if PeerFolder(home).of_swarm():
+        raise ConfigError(f"{home}: its run is a swarm, whose logs lie there: edit-peer swarm audit verify --home {home}")
     found = verify_kept(home, key)
     if as_json:
         typer.echo(json_text(found.as_json(), indent=2))
@@ -411,6 +414,8 @@ def explain(
     from peers.watching import read_status
 
     folder = PeerFolder(home)
+    if folder.of_swarm():
+        raise ConfigError(f"{home}: its run is a swarm, which this command does not know; see docs/what-leaves-my-site.md")
     enrolled = folder.load(time.time())
     policy, status = SitePolicy.load(home, enrolled.identity, folder.key), asyncio.run(read_status(folder))
     gb, clip, hidden = policy.limits.max_gb_per_day, policy.protect.clip, policy.protect.hide

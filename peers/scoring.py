@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +36,8 @@ from edit.merging.merge import Measured, ShardPayload, decoded
 from edit.merging.trust import score_of
 from edit.records import Snapshot
 from edit.replica.layout import exchanged
-from editpb.messages import ContributionHeader
+from editpb.messages import ContributionHeader, ScoreReport
+from editpb.signed_scores import ScoreSigner
 from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import read_configuration
@@ -109,10 +110,18 @@ class Scorer:
 
     Args:
         sync: of the run.
+        sign: signs what it says, in a run whose contributions are signed.
     """
 
-    def __init__(self, calls: DataCalls, held_out: Losses, schema: Schema, sync: SyncConfig) -> None:
-        self._calls, self._held_out, self._schema, self._sync = calls, held_out, schema, sync
+    def __init__(
+        self,
+        calls: DataCalls,
+        held_out: Losses,
+        schema: Schema,
+        sync: SyncConfig,
+        sign: Callable[[ScoreReport], ScoreReport] = lambda report: report,
+    ) -> None:
+        self._calls, self._held_out, self._schema, self._sync, self._sign = calls, held_out, schema, sync, sign
         self._whole = [Shard(each) for each in schema.fragments]
         self._theta: Snapshot | None = None
         self._before: float | None = None  # its loss, once it is measured
@@ -166,7 +175,7 @@ class Scorer:
         for peer_id, of_peer in itertools.groupby(sorted(headers, key=_peer), key=_peer):
             if (value := await self._of_peer(theta, before, list(of_peer))) is not None:
                 found[peer_id] = value
-        await self._calls.score(step, found, _always)
+        await self._calls.score(step, found, _always, sign=self._sign)
         said = ", ".join(f"{peer_id} {value:+.4f}" for peer_id, value in found.items())
         _log.info("outer step %d: held-out loss %.4f; %s", step, before, said or "nothing to score")
         return found
@@ -288,7 +297,8 @@ async def _score(
     try:
         schema = await _schema_of(calls)
         held_out = HeldOut(model, schema, tokens, config.model.context, windows)
-        scoring = asyncio.create_task(follow(Scorer(calls, held_out, schema, config.sync), newest))
+        sign = ScoreSigner(folder.key(), enrolled.identity.peer_id)
+        scoring = asyncio.create_task(follow(Scorer(calls, held_out, schema, config.sync, sign), newest))
         beside.append(scoring)
         done, _ = await asyncio.wait(beside, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

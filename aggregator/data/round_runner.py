@@ -73,7 +73,7 @@ from edit.trust.mask_plan import FragmentPlan
 from edit.trust.masking import Opening
 from edit.trust.noise import SecretNoise
 from editpb.audit_log import RoundFacts
-from editpb.messages import ContributionHeader, SeenHead
+from editpb.messages import ContributionHeader, ScoreReport, SeenHead
 from editpb.signed_contributions import check_payload, verified_by_others
 
 __all__ = ["RoundRunner", "Source", "commit_tokens", "weighted_tokens"]
@@ -503,19 +503,19 @@ class RoundRunner:
             raise RefusedError(_NO_SCORERS)
         return self._store.kept.shards(outer_step, self.published.schema)
 
-    async def score(self, scorer: str, outer_step: int, scores: Mapping[str, float]) -> None:
+    async def score(self, scorer: str, report: ScoreReport) -> None:
         """Take what a scorer says of the contributions to the last outer step; it counts with the next commit.
 
         Raises as `Scores.report`, StorageError where it cannot be logged, and RefusedError where the run has no scorers.
         """
         if self.scores is None:
             raise RefusedError(_NO_SCORERS)
-        with self.scores.report(scorer, outer_step, scores) as new:
+        with self.scores.report(scorer, report.outer_step, report.scores) as new:
             if new and self._store.audit is not None:
-                await self._background.in_worker(self._store.audit.score, scorer, outer_step, scores)
+                await self._background.in_worker(self._store.audit.score, scorer, report)
         if new:
-            said = ", ".join(f"{peer_id} {value:+.4g}" for peer_id, value in sorted(scores.items()))
-            _log.info("scores of outer step %d by %s: %s", outer_step, scorer, said)
+            said = ", ".join(f"{peer_id} {value:+.4g}" for peer_id, value in sorted(report.scores.items()))
+            _log.info("scores of outer step %d by %s: %s", report.outer_step, scorer, said)
 
     # ---- with noise ----------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from editpb.injection_messages import inject_header_from_pb, injection_state_to_
 from editpb.limits import MAX_COUNT, MAX_READ_S, MAX_STEP, check_id, within
 from editpb.messages import ContributionHeader, UpdateRequest
 from editpb.signed_contributions import check_signature, config_digest, signs
+from editpb.signed_scores import check_scores
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.chunk_frames import ReceivedChunk, update_frames
 from editpb.transport.chunks import Reassembly
@@ -317,7 +318,11 @@ class DataService:
             identity = self._authorizer.authorize(context, "scorer")
             report = scores_from_pb(request)
             self._run.check_run_id(report.run_id)
-            await self._run.rounds.score(identity.peer_id, report.outer_step, report.scores)
+            if self._signed:
+                check_scores(report, identity.peer_id)
+                if key_hash(report.public_key) != public_hash(self._authorizer.certificate(context)):
+                    raise RemoteProtocolError(f"{identity.peer_id} signs its scores with another key than its certificate's")
+            await self._run.rounds.score(identity.peer_id, report)
         return dpb.ScoresReply()
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:

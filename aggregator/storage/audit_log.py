@@ -58,7 +58,7 @@ from editpb.audit_log import (
     score_entry,
 )
 from editpb.limits import MAX_SEEN_PROOFS
-from editpb.messages import Approval, Consent, ContributionHeader, Cosignature, LogReceipt, SeenHead
+from editpb.messages import Approval, Consent, ContributionHeader, Cosignature, LogReceipt, ScoreReport, SeenHead
 from editpb.signed_contributions import config_digest
 
 __all__ = ["AuditLog"]
@@ -280,15 +280,15 @@ class AuditLog:
             commit = _Commit(len(self._tree), line, seen)
             self._commits = dict([*others, (step, commit)][-self._config.kept_updates :])
 
-    def score(self, scorer: str, outer_step: int, scores: Mapping[str, float]) -> None:
-        """Append what a scorer says of the last commit.
+    def score(self, scorer: str, report: ScoreReport) -> None:
+        """Append what a scorer says of the last commit; its signature was checked.
 
         Raises StaleError when another commit has come meanwhile, StorageError: it does not count.
         """
         self._say_consents()
-        if (last := self._last[1]) != outer_step:
-            raise StaleError(f"scores of outer step {outer_step} come too late: the last one is {last}")
-        self._say(score_entry(scorer, outer_step, scores))
+        if (last := self._last[1]) != report.outer_step:
+            raise StaleError(f"scores of outer step {report.outer_step} come too late: the last one is {last}")
+        self._say(score_entry(scorer, report))
 
     def consent(self, peer_id: str, consent: Consent) -> None:
         """Append a consent, unless the log has it, or `_MOST_CONSENTS` of this peer to this configuration.
@@ -443,7 +443,7 @@ def _position(line: bytes, before: tuple[str, int, str]) -> _Position:
             case "config":
                 return _Position((entry["config_digest"], outer_step, digest))
             case "score":
-                return _Position(before)
+                return _Position(before, keys=frozenset({(str(entry["scorer"]), str(entry["key"]))}))
             case "consent":
                 return _Position(before, keys=frozenset({(str(entry["peer"]), str(entry["key"]))}))
             case "approval":

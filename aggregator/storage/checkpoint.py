@@ -124,7 +124,9 @@ def recover(folder: Path, *, tidy: bool = True, at: int | None = None) -> Recove
     notes: list[str] = []
     if at is not None and steps:
         if at < steps[0]:
-            raise StorageError(f"{folder}: the oldest checkpoint is of outer step {steps[0]}; {at} cannot be gone back to")
+            raise StorageError(
+                f"{folder}: the parameters of outer step {at} are kept no longer; the oldest checkpoint is of {steps[0]}"
+            )
         steps, seen = [step for step in steps if step <= at], [at]
     for step in reversed(steps):
         path = path_of(folder, step)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,9 @@ def kept_files(folder: Path, outer_step: int) -> list[Path]:
     """Return the files of the commit to this outer step. Raises StorageError where it is not kept."""
     place = step_folder(folder, outer_step)
     if not place.is_dir():
-        steps = ", ".join(str(step) for step, _ in _kept(folder)) or "none"
-        raise StorageError(f"{folder}: the contributions to outer step {outer_step} are not kept; those to these are: {steps}")
+        steps = _in_words([step for step, _ in _kept(folder)])
+        others = f"; here are those to {steps}" if steps else ", nor any others"
+        raise StorageError(f"{folder}: the contributions to outer step {outer_step} are not kept{others}")
     return sorted(place.iterdir())
 
 
@@ -202,6 +203,17 @@ def _kept(folder: Path) -> list[tuple[int, Path]]:
         with contextlib.suppress(ValueError):
             found.append((int(path.name.removeprefix("step-")), path))
     return sorted(found)
+
+
+def _in_words(steps: Sequence[int]) -> str:
+    """Return outer steps, ascending, as `1 to 3, 7`."""
+    runs = list[list[int]]()
+    for step in steps:
+        if runs and runs[-1][-1] == step - 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def _gone(path: Path) -> GoneError:

@@ -19,6 +19,7 @@ Used by the part's thread, and by the engine's: what is kept is appended by one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
@@ -36,6 +37,9 @@ from editpb.signed_contributions import config_digest
 
 __all__ = ["PartLog"]
 
+# Entries that a peer beside this host may still ask for: as many as updates are kept, or these if they are small.
+_MOST_KEPT, _MOST_BYTES = 64, 16 << 20
+
 
 class PartLog:
     """See above. `found` it, `attach` it to what the part's store has recovered, or `begin` it with a snapshot.
@@ -51,7 +55,8 @@ class PartLog:
         self._tree = MerkleTree()
         # By peer: `part_entries.consent_name` of the last one in this log; replaced, never changed.
         self.consents: dict[str, str] = {}
-        self._last: dict[int, LoggedEntry] = {}  # by outer step; replaced, never changed: the event loop reads it, too
+        # By outer step, each with the tree that it is in; replaced, never changed: the event loop reads it, too.
+        self._last: dict[int, tuple[LoggedEntry, MerkleTree]] = {}
         self._file: LineFile | None = None
         self._pending: list[bytes] = []  # lines that are still to be appended
         self._appending = Lock()
@@ -62,17 +67,29 @@ class PartLog:
         self.flush()
         return self._tree
 
-    def entry(self, outer_step: int) -> LoggedEntry:
-        """Return the entry of the commit to an outer step, of as many as updates are kept. Any thread.
+    def entry(self, outer_step: int, seen: int = 0) -> LoggedEntry:
+        """Return the entry of the commit to an outer step, of the last ones. Any thread.
+
+        seen: how many entries before it who asks has seen: with the proof that the log begins with them, if that is known here.
 
         Raises StaleError while it is still to come, GoneError where it is not in this log, or kept no longer.
         """
         last = self._last
         if (found := last.get(outer_step)) is not None:
-            return found
+            return _with_proof(*found, outer_step, seen)
         if outer_step > max(last, default=0):
             raise StaleError(f"part {self._part}: the audit log has no entry of outer step {outer_step} yet; ask again")
         raise GoneError(f"part {self._part}: the entry of outer step {outer_step} is kept no longer, or is not in this log")
+
+    def goes_on(self, old: int, new: int) -> tuple[bytes, ...]:
+        """Return the proof that the first `new` entries begin with the first `old`. Any thread.
+
+        Raises GoneError where this log has fewer, or begins later.
+        """
+        try:
+            return self._tree.consistency_proof(old, new)
+        except IndexError as error:
+            raise GoneError(f"part {self._part}: of the audit log here it is not known: {error}") from error
 
     def found(self, outer: OuterState) -> None:
         """Begin the log of a new run with its genesis. Raises StorageError."""
@@ -210,8 +227,22 @@ class PartLog:
 
     def _take(self, tree: MerkleTree, line: bytes) -> None:
         """Note the next entry, which is that of the outer step of its number."""
-        kept = [*self._last.items(), (len(tree), LoggedEntry(line, tree.peaks))][-self._config.kept_updates :]
+        kept = [*self._last.items(), (len(tree), (LoggedEntry(line, tree.peaks), tree))]
+        least, most = self._config.kept_updates, max(_MOST_KEPT, self._config.kept_updates)
+        kept = kept[-most:]
+        size = sum(len(logged.entry) for _, (logged, _) in kept)
+        while size > _MOST_BYTES and len(kept) > least:
+            _, (logged, _) = kept.pop(0)
+            size -= len(logged.entry)
         self._last = dict(kept)
         if said := consents_named(line):
             self.consents = {**self.consents, **said}
         tree.append(leaf_hash(line))
+
+
+def _with_proof(logged: LoggedEntry, tree: MerkleTree, outer_step: int, seen: int) -> LoggedEntry:
+    """See `PartLog.entry`. Entries are only added to the tree, so another thread may do that meanwhile."""
+    try:
+        return replace(logged, consistency=tree.consistency_proof(seen, outer_step))
+    except IndexError:  # the log here begins with a later entry
+        return logged

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -62,12 +63,15 @@ def _serve() -> None:
     parser.add_argument("--allow", action="append", default=[], help="a plug-in that this member's operator trusts")
     parser.add_argument("--metrics-listen", default="", help="HOST:PORT of /metrics, /healthz and /readyz; empty: none")
     parser.add_argument("--seed", action="append", default=[], help="NAME=HOST:PORT of a member to begin with")
+    parser.add_argument(
+        "--settings-only", action="store_true", help="ask others for the run's settings, if the folder has none, and print JSON"
+    )
     parser.add_argument("--who", default="", help="begins each line of the log: it is beside a peer that trains")
     given = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported, as by `edit-coordinator serve`
     with loading():
         from aggregator.swarm.host_folder import seeds_of
-        from aggregator.swarm.process import serve_host, settle  # imports torch and gRPC
+        from aggregator.swarm.process import serve_host, settings_here, settle  # imports torch and gRPC
         from editpb.hours import Hours, keep_hours
 
     log_to_stderr(who=given.who)
@@ -75,6 +79,9 @@ def _serve() -> None:
         for name in ("aggregator.run_feed.rounds", "aggregator.swarm.host.steps"):
             logging.getLogger(name).setLevel(logging.WARNING)
     settle(given.folder, given.listen, given.advertise, seeds_of(given.seed), tuple(given.dht_peers), given.relay)
+    if given.settings_only:
+        print(json.dumps(asyncio.run(settings_here(given.folder))))  # noqa: T201
+        return
     hours = Hours.parse(given.hours) if given.hours else None
     allowed = frozenset(given.allow)
 

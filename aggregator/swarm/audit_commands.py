@@ -6,21 +6,27 @@ The member's host may run meanwhile, and appends to them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from aggregator.audit_commands import print_usage, usage_values
 from aggregator.audit_verification import entries_of, verified_log
 from aggregator.storage.state_folder import part_logs
+from aggregator.swarm.host_folder import identity_of
+from edit.config.run import RunConfig
 from edit.council.record import recoveries
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
+from edit.trust.canonical import parse_canonical
 from editpb.audit_log import LogFault, LogVerifier
+from editpb.seen_entries import SeenBy, SeenEntry, seen_entries, seen_file
 
 __all__ = ["audit"]
 
@@ -35,6 +41,7 @@ class _Log(NamedTuple):
     part: int
     path: Path
     log: LogVerifier
+    seen: int  # how many entries of the part this member's peer has kept that it has seen
 
 
 @audit.command()
@@ -53,9 +60,9 @@ def verify(
     if as_json:
         typer.echo(json.dumps([_values(each) for each in found]))
         return
-    newest = {part: path for part, path, _ in found}
+    newest = {each.part: each.path for each in found}
     typer.echo(f"run {printable(found[0].log.run_id)}")
-    for part, path, log in found:
+    for part, path, log, seen in found:
         signatures = "signatures of contributions left out" if hashes else f"{log.verified} signatures of contributions"
         if sample is not None and sample < log.commits:
             signatures += f" (those of {sample} commits, drawn at random)"
@@ -67,12 +74,14 @@ def verify(
             typer.echo(
                 f"  recovered   lineage {one.lineage} begins with entry {one.entry}, of {printable(one.owner)}: {entries}"
             )
-        if log.before and recoveries(log.grant) and not log.recovered:
+        if log.before and log.grant >= 0 and recoveries(log.grant) and not log.recovered:
             typer.echo(f"  lineage     {recoveries(log.grant) + 1}: the swarm was recovered before this log begins")
         if path != newest[part]:
             typer.echo("  ends        before a snapshot; a later log follows")
         typer.echo(f"  outer step  {log.outer_step}, digest {printable(log.digest[:12])}")
         typer.echo(f"  head        {len(log.tree)} entries, root {log.tree.root().hex()}")
+        if seen and path == newest[part]:
+            typer.echo(f"  seen        the log has the last {seen} entries that this member's peer has seen")
         if log.privacy:
             typer.echo(f"  privacy     {printable(log.privacy)}")
 
@@ -84,9 +93,11 @@ def usage(folder: _Folder, as_json: _Json = False) -> None:
     if as_json:
         typer.echo(json.dumps([{**_values(each), "peers": usage_values(each.log)} for each in found]))
         return
-    for part, _, log in found:
-        first = log.outer_step - log.commits + 1
-        typer.echo(f"part {part}, outer steps {first} to {log.outer_step}" if log.commits else f"part {part}: no commit")
+    for part, path, log, _ in found:
+        if not log.commits:
+            typer.echo(f"part {part}: no commit in {path.name}")
+            continue
+        typer.echo(f"part {part}, outer steps {log.outer_step - log.commits + 1} to {log.outer_step}")
         print_usage(log)
 
 
@@ -106,6 +117,7 @@ def replay(
     if part is not None and part not in newest:
         raise ConfigError(f"--part {part}: {folder} has the parts {', '.join(map(str, newest))}")
     found, lacking = [], list[str]()
+    member = identity_of(folder).peer_id if (folder / "peer.pem").exists() else ""
     for number, logs in newest.items():
         if part not in (None, number):
             continue
@@ -113,12 +125,11 @@ def replay(
         having = [each for each in logs if each.log.before <= outer_step < len(each.log.tree)]
         try:
             if not having:
-                raise ConfigError(f"part {number}: no log in {folder} has outer step {outer_step}")
-            _, path, log = having[-1]
-            found.append((number, replay_part(folder, number, log.run_id, path, outer_step, len(log.tree))))
+                raise ConfigError(f"no log in {folder / f'part-{number}'} has outer step {outer_step}")
+            _, path, log, _ = having[-1]
+            done = replay_part(folder, number, log.run_id, path, outer_step, len(log.tree), member)
+            found.append((number, done))
         except ConfigError as error:
-            if part is not None:
-                raise
             lacking.append(f"part {number} was not merged once more: {error}")
     if not found:
         raise ConfigError("; ".join(lacking))
@@ -139,36 +150,103 @@ def replay(
 @audit.command()
 def export(folder: _Folder, out: Annotated[Path, typer.Argument(help="The folder to write.")]) -> None:
     """Verify the logs and copy them, for somebody else to verify."""
-    for part, path, log in _verified(folder, None):
-        lines = log.commits + 1  # those that were verified: there may be more by now
-        copied = b"".join(line + b"\n" for line, _ in zip(entries_of(path), range(lines), strict=False))
-        place = out / f"part-{part}" / path.name
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{place.parent}: cannot be created ({error.strerror})") from error
-        write_atomic(place, copied)
-        typer.echo(f"{place}: {log.commits} commits, outer step {log.outer_step}")
+    copies: dict[Path, tuple[bytes, _Log]] = {}
+    for each in _verified(folder, None):
+        lines = each.log.commits + 1  # those that were verified: there may be more by now
+        copied = b"".join(line + b"\n" for line, _ in zip(entries_of(each.path), range(lines), strict=False))
+        copies[out / f"part-{each.part}" / each.path.name] = copied, each
+    _check_place(out, {path: copied for path, (copied, _) in copies.items()})
+    if (run_toml := folder / "run.toml").exists():
+        _write(out / run_toml.name, run_toml.read_bytes())
+    for path, (copied, each) in copies.items():
+        _write(path, copied)
+        typer.echo(f"{path}: {each.log.commits} commits, outer step {each.log.outer_step}")
+
+
+def _check_place(out: Path, copies: Mapping[Path, bytes]) -> None:
+    """Raise ConfigError where a log in a folder is not the beginning of what is to be written there."""
+    for path in sorted({*out.glob("part-*/audit-log*.jsonl")} | {path for path in copies if path.exists()}):
+        if not copies.get(path, b"").startswith(_content(path)):
+            raise ConfigError(f"{path}: is another log, or one that has more entries; export to another folder")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: cannot be created ({error.strerror})") from error
+    write_atomic(path, data)
 
 
 def _verified(folder: Path, sample: int | None) -> Iterator[_Log]:
-    """Yield each log after all its entries. sample: as `verified_log`. Raises ConfigError where there is none, LogFault."""
+    """Yield each log after all its entries. sample: as `verified_log`.
+
+    Raises ConfigError where there is none, or none of a part, LogFault.
+    """
     parts = sorted(int(path.name[5:]) for path in folder.glob("part-*") if path.name[5:].isdigit())
-    logs = [(part, path) for part in parts for _, path in part_logs(folder / f"part-{part}")]
-    if not logs:
+    logs = {part: [path for _, path in part_logs(folder / f"part-{part}")] for part in parts}
+    if not any(logs.values()):
         raise ConfigError(f"{folder}: has no audit log; a member keeps one if run.toml has audit.enabled = true")
+    for part in range(_part_count(folder, logs)):
+        if not logs.get(part):
+            raise ConfigError(f"{folder / f'part-{part}'}: has no audit log, and the run has one of each part")
+    seen = {part: _seen(folder, part) for part in logs}  # before the logs are read, which may grow
     run_id = ""
-    for part, path in logs:
+    for part, paths in logs.items():
+        for path in paths:
+            try:
+                log = verified_log(entries_of(path), sample=sample)
+                if log.part != part or (run_id and log.run_id != run_id):
+                    raise LogFault(f"is the log of part {log.part} of the run {log.run_id}")
+                _check_seen(log, seen[part], newest=path == paths[-1])
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+            except LogFault as error:
+                raise LogFault(f"{path}: {printable(str(error))}") from error
+            run_id = log.run_id
+            yield _Log(part, path, log, len(seen[part]))
+
+
+def _part_count(folder: Path, logs: Mapping[int, Sequence[Path]]) -> int:
+    """Return how many parts the run's model has: by run.toml, or by the first entry of a log, or else at least."""
+    if (run_toml := folder / "run.toml").exists():
+        config = RunConfig.from_toml(run_toml)
+    else:
+        first = next((line for paths in logs.values() for path in paths for line in [next(iter(entries_of(path)), b"")]), b"")
         try:
-            log = verified_log(entries_of(path), sample=sample)
-            if log.part != part or (run_id and log.run_id != run_id):
-                raise LogFault(f"is the log of part {log.part} of the run {log.run_id}")
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-        except LogFault as error:
-            raise LogFault(f"{path}: {printable(str(error))}") from error
-        run_id = log.run_id
-        yield _Log(part, path, log)
+            config = RunConfig.from_json(str(parse_canonical(first)["config"]))
+        except (ValueError, KeyError, TypeError):  # a log that begins later, or a damaged one, which is named when it is read
+            return max(logs) + 1
+    return max(max(logs) + 1, config.swarm.parts if config.swarm is not None else 0)
+
+
+def _seen(folder: Path, part: int) -> list[SeenEntry]:
+    """Return which entries this member's peer has seen. Raises ConfigError."""
+    path = seen_file(folder, part)
+    if not path.exists() or not (folder / "peer.pem").exists():
+        return []
+    identity = identity_of(folder)
+    key = x509.load_pem_x509_certificate(_content(folder / "peer.pem")).public_key()
+    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    by = SeenBy(identity.run_id, identity.peer_id, part)
+    return list(seen_entries(path, _content(path).split(b"\n")[:-1], by, der))
+
+
+def _check_seen(log: LogVerifier, seen: Sequence[SeenEntry], *, newest: bool) -> None:
+    """Raise LogFault where a log lacks what this member's peer has seen. newest: whether no log follows."""
+    for each in seen:
+        if each.size > len(log.tree):
+            if newest:
+                raise LogFault(f"has {len(log.tree)} entries, and this member's peer has seen {each.size}")
+        elif each.size > log.before and log.tree.root(each.size) != each.root:
+            raise LogFault(f"entry {each.outer_step}, or one before it, is another one than this member's peer has seen")
 
 
 def _values(one: _Log) -> dict[str, object]:

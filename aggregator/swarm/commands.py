@@ -276,7 +276,12 @@ def recover(folder: Folder, yes: Annotated[bool, typer.Option("--yes", help="Do 
     def confirm(plan: operate.Recovery) -> bool:
         for line in plan.lines:
             typer.echo(printable(line), err=True)
-        return yes or typer.confirm("Recover from this member?", default=False, err=True)
+        try:
+            return yes or typer.confirm("Recover from this member?", default=False, err=True)
+        except typer.Abort:
+            if sys.stdin.isatty():
+                raise
+            raise ConfigError("stdin is not a terminal, so nobody can be asked; recover with: --yes") from None
 
     typer.echo(operate.recover(folder, confirm))
 

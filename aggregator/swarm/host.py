@@ -131,6 +131,7 @@ from editpb.council_messages import (
     Told,
     description_to_pb,
     doubt_from_pb,
+    goes_on_request_from_pb,
     logged_request_from_pb,
     logged_to_pb,
     owners_to_pb,
@@ -1605,12 +1606,22 @@ class Host:
             for number, outer_step in waiting.items():
                 self.tell(ev.Wanted(number, outer_step))
 
-    def logged(self, number: int, outer_step: int) -> LoggedEntry:
-        """Return an entry of the audit log kept here. Raises StaleError, GoneError, RefusedError, RemoteProtocolError."""
+    def logged(self, number: int, outer_step: int, seen: int = 0) -> LoggedEntry:
+        """Return an entry of the audit log kept here, as `PartLog.entry`.
+
+        Raises StaleError, GoneError, RefusedError, RemoteProtocolError.
+        """
+        return self._part_log(number).entry(outer_step, seen)
+
+    def goes_on(self, number: int, old: int, new: int) -> tuple[bytes, ...]:
+        """Return what `PartLog.goes_on` does. Raises GoneError, RefusedError, RemoteProtocolError."""
+        return self._part_log(number).goes_on(old, new)
+
+    def _part_log(self, number: int) -> PartLog:
         within("part", number, 0, len(self.parts) - 1)
         if (log := self._stores[number].part_log) is None:
             raise RefusedError("the run has no audit log")
-        return log.entry(outer_step)
+        return log
 
     def doubted(self, doubt: LogDoubt) -> None:
         """Show what the peer beside this host finds wrong with the audit log of a part. Nothing else follows from it."""
@@ -1744,6 +1755,13 @@ class _CouncilService:
             self._check_own_peer(context)
             self._host.doubted(doubt_from_pb(request))
         return pb.LogDoubtReply()
+
+    async def GoesOn(self, request: pb.GoesOnRequest, context: Context) -> pb.GoesOnReply:
+        """See the service."""
+        async with abort_on_error(context):
+            self._host.caller(context)
+            return pb.GoesOnReply(consistency=self._host.goes_on(*goes_on_request_from_pb(request)))
+        raise AssertionError("unreachable: abort raises")
 
     def _check_own_peer(self, context: Context) -> None:
         """Raise RefusedError for another member than the one whose host this is."""

@@ -42,6 +42,7 @@ from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
 from editpb.identity import Identity
 from editpb.invitation import Invitation, local_address
+from editpb.seen_entries import SEEN_FILES
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.parts import in_part
@@ -591,6 +592,8 @@ def _recovery_words(me: str, before: Record, after: Record) -> list[str]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    if not path.is_dir():
+        raise ConfigError(f"{path}: is not the folder of a member; name it with --home")
     descriptor = lock_folder(path, "its host runs")
     try:
         yield
@@ -603,12 +606,13 @@ def rejoin(path: Path) -> str:
     with _locked(path):
         saved = MemberFolder(path).saved()
         if saved is None or saved.record is None:
-            raise ConfigError(f"{path}: has no record; start its host, it joins")
+            raise ConfigError(f"{path}: has no record; repeat the command that started this member, and it joins")
         aside = path / f"lineage-{saved.record.lineage}-{saved.incarnation}"
         aside.mkdir(mode=0o700, exist_ok=True)
-        for each in (*path.glob("part-*"), *path.glob("engine-*"), path / "council.json"):  # the record is the last
+        seen = path.glob(SEEN_FILES)  # what the peer beside it has seen of the logs of that lineage
+        for each in (*path.glob("part-*"), *path.glob("engine-*"), *seen, path / "council.json"):  # the record is the last
             rename(each, aside / each.name)
-    return f"what {path} had is in {aside.name}; start its host, it joins anew"
+    return f"what {path} had is in {aside.name}; repeat the command that started this member, and it joins anew"
 
 
 def seek_coordinator(path: Path, dht_peers: tuple[str, ...], *, within_s: float = SEEK_S) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ from editpb.transport.send_limit import SendLimit, send_limit
 if TYPE_CHECKING:
     from aggregator.services.metrics_page import MetricsPage
 
-__all__ = ["serve_host"]
+__all__ = ["serve_host", "settings_here", "settle"]
 
 _log = logging.getLogger(__name__)
 QUIET_S = 3.0  # so long after the run's end nobody must have needed this host; a peer connects again sooner
@@ -143,8 +143,7 @@ async def _open(path: Path, limit: SendLimit, allowed: frozenset[str], told: Tel
     """Return the host that lies in the folder; a new member first asks others for the run's settings. told: takes its spans."""
     folder, identity = HostFolder.load(path), identity_of(path)
     client, server = credentials(path)
-    if not (path / "run.toml").exists():
-        await take_settings(path, client, identity, folder.seeds)
+    await _take_settings(path)
     settings, config = Settings.load(path), RunConfig.from_toml(path / "run.toml")
     plugins.admit(config, allowed, AGREED)
     discovery = None
@@ -173,6 +172,22 @@ async def _open(path: Path, limit: SendLimit, allowed: frozenset[str], told: Tel
         limit=limit,
         subscribers=lambda part: (RoundSpans(told, identity.run_id, part).on_event,) if told is not None else (),
     )
+
+
+async def _take_settings(path: Path) -> None:
+    """Ask others for the run's settings, where the folder has none. Raises as `take_settings`."""
+    if not (path / "run.toml").exists():
+        await take_settings(path, credentials(path)[0], identity_of(path), HostFolder.load(path).seeds)
+
+
+async def settings_here(path: Path) -> dict[str, int]:
+    """Bring the run's settings to the folder, as a host does; return what its operator may want to know before it serves.
+
+    Raises as `take_settings`.
+    """
+    await _take_settings(path)
+    settings = Settings.load(path)
+    return {"parameters": sum(schema.numel for _, schema in settings.schemas(settings.config()))}
 
 
 async def _end(host: Host, stop: asyncio.Event, trained: asyncio.Event) -> None:

@@ -6,7 +6,9 @@
 
 Checks at every moment that there is no split: one leader per term, one digest per outer step, what the record names is on the
 disks of a quorum, grants and outer steps never go back; and after healing that all parts advance twice at all members within
-5 s. A seed that fails is made as small as it can be, and shown with what happened; the exit code is 1.
+5 s. In a quarter of the seeds each member is behind a relay by chance; then it checks, too, that members behind a relay own
+nothing in the end that others could. A seed that fails is made as small as it can be, and shown with what happened; the exit
+code is 1.
 
 --one-fault: four members, three parts, no other fault: the virtual seconds from a SIGKILL or SIGSTOP to the next commit of all
 parts at all survivors. A simulated engine needs 0.2 to 0.6 s for a round.

@@ -241,7 +241,8 @@ class OuterConfig:
     # settings, this one no others. For a swarm, and for a run within one process (`edit.local.LocalGossip`).
     algorithm: Annotated[str, OneOf("mean", "gossip")] = "mean"
     # Who chooses `optimizer`, `lr` and `momentum`. `manual`: they are as written; `auto`: they follow from the number of outer
-    # steps and H (`edit.config.auto`), when run.toml is read.
+    # steps and H (`edit.config.auto`), when run.toml is read. A run.toml that says nothing of the optimizer in [outer] has
+    # `auto`, unless rounds.merging is "arrivals"; one that does has `manual`.
     preset: Annotated[str, OneOf("manual", "auto")] = "manual"
     # What `auto` chose, and why. It is not to be written: founding a swarm writes it beside what was chosen, into the run.toml
     # that all members get, and `auto` then chooses no more.

@@ -246,11 +246,12 @@ def founding_text(text: str, settings: Sequence[str]) -> str:
         for section, key in dropped(mapping, settings):
             if (section, key) not in already:
                 text = commented_out(text, section, key)
-    outer = RunConfig.from_mapping(tomllib.loads(text)).outer
-    if outer.preset != "auto":
+    config = RunConfig.from_mapping(tomllib.loads(text))
+    outer = config.outer
+    if outer.preset != "auto" or config.swarm is None:
         return text
-    own = [f"outer.{key}={_toml(getattr(outer, key))}" for key in ("optimizer", "lr", "momentum", "chosen")]
-    return with_settings(text, [each for each in own if outer.optimizer != "sgd" or not each.startswith("outer.momentum")])
+    own = [f"outer.{key}={_toml(getattr(outer, key))}" for key in ("preset", "optimizer", "lr", "momentum", "chosen")]
+    return with_settings(text, own)
 
 
 def dropped(mapping: Mapping[str, Any], settings: Sequence[str]) -> list[tuple[str, str]]:

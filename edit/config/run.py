@@ -547,6 +547,8 @@ class RunConfig:
         values, written = dict(mapping), mapping.get("membership", {})
         if "swarm" in mapping and isinstance(written, Mapping):
             values["membership"] = {**MEMBERSHIP_IN_A_SWARM, **written}
+        if _leaves_outer_to_auto(mapping):
+            values["outer"] = {**mapping.get("outer", {}), "preset": "auto"}
         config = build(cls, values, "")
         auto, rule = config.outer.preset == "auto", 'is written by outer.preset = "auto"; remove it'
         require((auto and config.swarm is not None) or not config.outer.chosen, "outer.chosen", config.outer.chosen, rule)
@@ -559,8 +561,9 @@ class RunConfig:
         choice = choose_outer(
             outer_steps=sync.outer_steps, groups=sync.groups, every=sync.usual_every, peers=self.rounds.start_peers
         )
-        momentum = choice.momentum if choice.momentum is not None else self.outer.momentum
-        outer = dataclasses.replace(self.outer, optimizer=choice.optimizer, lr=choice.lr, momentum=momentum, chosen=choice.why)
+        outer = dataclasses.replace(
+            self.outer, optimizer=choice.optimizer, lr=choice.lr, momentum=choice.momentum, chosen=choice.why
+        )
         return dataclasses.replace(self, outer=outer)
 
     @classmethod
@@ -612,6 +615,18 @@ class RunConfig:
             if key in table and table[key] == default:
                 del table[key]
         return json.dumps(values, sort_keys=True)
+
+
+_OF_ANY_OPTIMIZER = {"algorithm", "direction", "merger", "merger_options"}
+
+
+def _leaves_outer_to_auto(mapping: Mapping[str, Any]) -> bool:
+    """Whether `outer.preset` is "auto" by default: of the outer optimizer nothing is written, and contributions have rounds."""
+    outer, rounds = mapping.get("outer", {}), mapping.get("rounds", {})
+    if not isinstance(outer, Mapping) or not isinstance(rounds, Mapping):
+        return False  # `build` says so
+    mean = outer.get("algorithm", "mean") == "mean" and rounds.get("merging", "rounds") == "rounds"
+    return mean and outer.keys() <= _OF_ANY_OPTIMIZER
 
 
 _LATER: tuple[tuple[str, str, object], ...] = (

@@ -213,7 +213,7 @@ __all__ = ["Council", "Known", "Role", "Timing"]
 
 FAR = 2**20  # terms that a message may be ahead
 ROUND_TRIPS = 8  # a lease is at least so many median round trips
-SAMPLES = 8  # of which the shortest counts, per peer
+SAMPLES = 4  # of which the shortest counts, per peer
 DEAF_LEASES = 4  # after which a leader that does nothing about an owner that stalls is left
 SHUNNED_LEASES = 20  # for which it is neither followed nor elected then
 PARDONED = 10  # times stall_s, after which an owner that stalled may own parts again
@@ -310,6 +310,7 @@ class Council:
         self._saved, self._timing, self._now = saved, timing, now
         self._effects: list[Effect] = []
         self._round_trips: dict[str, list[float]] = {}  # seconds, by peer_id, the last SAMPLES
+        self._measured_at: dict[str, float] = {}  # by peer_id, when the last of these was
         self._electors, self._round_trip_s, self._measured_lease_s, self._lease_s = frozenset[str](), 0.0, 0.0, 0.0
         self._note_record()
         self._connected = set[str]()
@@ -522,7 +523,7 @@ class Council:
             text = (
                 f"{peer_id} says that the swarm was recovered: it is of lineage {lineage}, this member of {self.record.lineage}"
             )
-            self._effects.append(Noticed(f"{text}, and must join anew"))
+            self._effects.append(Noticed(f"{text}, and must join anew (edit-peer swarm rejoin)"))
 
     def _may_learn(self, sender: str, record: Record) -> bool:
         """Rule 5: whom to believe, when the voters may have changed while this member was away."""
@@ -1146,9 +1147,14 @@ class Council:
         return all(self._has(name, i, part) for i, part in enumerate(record.parts))
 
     def _measure(self, sender: str, echo: float) -> None:
-        """Note a round trip. What a peer says of when it was asked is bounded, and the median of all peers counts."""
+        """Note a round trip. What a peer says of when it was asked is bounded, and the median of all peers counts.
+
+        Of answers to what was asked meanwhile only the first counts, so that one time in which a process stands still, or its
+        clock jumps, is in one sample of a peer, and not in all.
+        """
         round_trip = self._now - echo
-        if 0 <= round_trip <= MOST_LEASE_S:
+        if 0 <= round_trip <= MOST_LEASE_S and echo >= self._measured_at.get(peer_of(sender), -math.inf):
+            self._measured_at[peer_of(sender)] = self._now
             self._round_trips[peer_of(sender)] = [*self._round_trips.get(peer_of(sender), [])[1 - SAMPLES :], round_trip]
             self._note_lease()
 

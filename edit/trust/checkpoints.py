@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from edit.errors import ConfigError
 from edit.trust.merkle import HASH_BYTES
+from edit.trust.signatures import ECDSA_SHA256
 
 __all__ = [
     "ED25519_BYTES",
@@ -118,7 +119,7 @@ class NoteKey:
                 key = serialization.load_der_public_key(self.public)
                 if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
                     return False
-                key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
+                key.verify(signature, signed, ECDSA_SHA256)
         except (InvalidSignature, ValueError, UnsupportedAlgorithm):
             return False
         return True
@@ -168,8 +169,8 @@ class Cosigner:
         self._key = key
 
     def sign(self, text: str) -> bytes:
-        """Return the signature of a note's text, in DER. Signed twice, the same text has two."""
-        return self._key.sign(text.encode(), ec.ECDSA(hashes.SHA256()))
+        """Return the signature of a note's text, in DER: the same each time, where OpenSSL signs deterministically."""
+        return self._key.sign(text.encode(), ECDSA_SHA256)
 
 
 def signature_line(name: str, key_id: bytes, signature: bytes) -> str:

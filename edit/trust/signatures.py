@@ -2,7 +2,7 @@
 
 A statement is `purpose` and each field, every one after its length as four bytes (big-endian). The purpose keeps a signature of
 one kind from being taken for one of another, though the same key signs (that of a member's certificate, in TLS, too). A
-signature is r and s, 32 bytes each, big-endian.
+signature is r and s, 32 bytes each, big-endian, deterministic as in RFC 6979 where OpenSSL can do that (3.2 and later).
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
 from edit.errors import ConfigError
 
-__all__ = ["MOST_KEY_BYTES", "SIGNATURE_BYTES", "Signer", "is_signed", "key_hash", "statement"]
+__all__ = ["ECDSA_SHA256", "MOST_KEY_BYTES", "SIGNATURE_BYTES", "Signer", "is_signed", "key_hash", "statement"]
 
 SIGNATURE_BYTES = 64
 MOST_KEY_BYTES = 256  # of a public key, as SubjectPublicKeyInfo in DER
 _HALF = SIGNATURE_BYTES // 2
 _KEYS = 1024  # public keys that are kept parsed
-_ALGORITHM = ec.ECDSA(hashes.SHA256())
+
+
+def _ecdsa() -> ec.ECDSA:
+    try:
+        return ec.ECDSA(hashes.SHA256(), deterministic_signing=True)
+    except UnsupportedAlgorithm:
+        return ec.ECDSA(hashes.SHA256())
+
+
+ECDSA_SHA256 = _ecdsa()  # to sign, and to verify: that is the same for both kinds
 
 
 def statement(purpose: str, fields: Iterable[bytes | str | int]) -> bytes:
@@ -54,8 +63,8 @@ class Signer:
         self.public_key = key.public_key().public_bytes(encoding, form)
 
     def sign(self, signed: bytes) -> bytes:
-        """Return the signature of a statement. Signed twice, the same statement has two."""
-        r, s = decode_dss_signature(self._key.sign(signed, _ALGORITHM))
+        """Return the signature of a statement: the same each time, where OpenSSL signs deterministically."""
+        r, s = decode_dss_signature(self._key.sign(signed, ECDSA_SHA256))
         return r.to_bytes(_HALF, "big") + s.to_bytes(_HALF, "big")
 
 
@@ -66,7 +75,7 @@ def is_signed(public_key: bytes, signature: bytes, signed: bytes) -> bool:
         return False
     r, s = (int.from_bytes(half, "big") for half in (signature[:_HALF], signature[_HALF:]))
     try:
-        key.verify(encode_dss_signature(r, s), signed, _ALGORITHM)
+        key.verify(encode_dss_signature(r, s), signed, ECDSA_SHA256)
     except InvalidSignature:
         return False
     return True

@@ -304,6 +304,21 @@ class SitePolicy:
             self._check_consent(text)
         return self.sign(text) if asked and self.sign is not None else None
 
+    @property
+    def has_say(self) -> bool:
+        """Whether there is a policy.toml, or a consent."""
+        return bool(self.digest) or self.consent is not None
+
+    def check_host(self, text: str, config: RunConfig) -> None:
+        """Raise ConfigError in one line unless the site allows a host that does not train under this configuration.
+
+        It contributes nothing, so [protect] and [data] have no effect, and a run that asks for consents asks none of it.
+        """
+        for fault in self._run_faults(config):
+            raise ConfigError(f"{self.home / 'policy.toml'}: {fault}; this host does not start")
+        if self.accept is not None or self.consent is not None:
+            self._check_consent(text)
+
     def check_parameters(self, count: int) -> None:
         """Raise ConfigError for a model of more parameters than the site allows."""
         most = self.limits.max_parameters
@@ -315,9 +330,10 @@ class SitePolicy:
 
     def faults(self, config: RunConfig) -> Iterator[str]:
         """Yield what [limits] and [require] have against a configuration, each in one line that names the file."""
-        return (f"{self.home / 'policy.toml'}: {fault}" for fault in self._faults(config))
+        found = (*self._run_faults(config), *self._clip_faults(config))
+        return (f"{self.home / 'policy.toml'}: {fault}" for fault in found)
 
-    def _faults(self, config: RunConfig) -> Iterator[str]:
+    def _run_faults(self, config: RunConfig) -> Iterator[str]:
         limits, wanted, privacy = self.limits, self.require, config.privacy
         if limits.models and not any(fnmatchcase(config.model.name, pattern) for pattern in limits.models):
             yield f"limits.models = {list(limits.models)}: the run trains {config.model.name}"
@@ -340,6 +356,7 @@ class SitePolicy:
         if wanted.epsilon_max and privacy.epsilon_max > wanted.epsilon_max:
             yield f"require.epsilon_max = {wanted.epsilon_max:g}: the run has privacy.epsilon_max = {privacy.epsilon_max:g}"
 
+    def _clip_faults(self, config: RunConfig) -> Iterator[str]:
         clip = f"protect.clip = {self.protect.clip:g}"
         parts = config.aggregators.count if config.swarm is None else config.swarm.parts
         if self.protect.clip and parts > 1:
@@ -383,11 +400,14 @@ def digest_of(text: str | bytes) -> str:
 
 
 def changes(before: str, after: str, was: str = "was") -> list[str]:
-    """Return what differs between two configurations (JSON), each as `sync.every = 100 (was 30)`, in the order of names."""
+    """Return what differs between two configurations (JSON), each as `sync.every = 100 (was 30)`, in the order of names.
+
+    `outer.chosen` only says in words why `outer.lr` and the like are what they are.
+    """
     old, new = (dict(_flat(json.loads(text))) for text in (before, after))
     return [
         f"{name} = {json.dumps(new.get(name))} ({was} {json.dumps(old.get(name))})"
-        for name in sorted(old.keys() | new.keys())
+        for name in sorted((old.keys() | new.keys()) - {"outer.chosen"})
         if old.get(name) != new.get(name)
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -13,10 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from edit.command_line import CALLED_AS
 from edit.errors import ConfigError, EditError, EvictedError, RefusedError, TransportError
 from editpb.invitation import local_address
 
-__all__ = ["HostProcess", "ask", "command"]
+__all__ = ["HostProcess", "ask", "command", "parameters_of"]
 
 _log = logging.getLogger("peers")
 ERRORS: dict[int, type[EditError]] = {2: ConfigError, 3: RefusedError, 4: EvictedError, 69: TransportError}  # by exit code
@@ -39,6 +41,19 @@ def ask(*arguments: object, told: str = "") -> list[str]:
     if done.returncode not in ERRORS:
         print(done.stderr, file=sys.stderr, end="")  # noqa: T201
     raise ERRORS.get(done.returncode, EditError)(last.removeprefix("aggregator.swarm: "))
+
+
+def parameters_of(folder: Path, arguments: Sequence[str]) -> int:
+    """Return how many parameters the run's model has; a folder without the run's settings gets them from other members.
+
+    arguments: of a host's command line. The host's program says on stderr what it waits for. Exits as it does where it fails.
+    """
+    words = command(folder, *arguments, "--settings-only")
+    called = {**os.environ, CALLED_AS: "edit-peer swarm"}
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=called, check=False)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    return int(json.loads(done.stdout)["parameters"])
 
 
 class HostProcess:

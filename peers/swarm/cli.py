@@ -106,7 +106,7 @@ def start(
         from peers.swarm.daemon import run_member
         from peers.swarm.membership import Founding, found, is_member
 
-    home, new = options.home, []
+    home, served = options.home, (options.home / "host.json").exists()
     place = _place(options, listen, advertise, relay, dht_peers, metrics_listen)
 
     def prepare() -> list[str]:
@@ -122,13 +122,12 @@ def start(
                 model_folder=options.model_folder,
             )
             found(home, founding)
-            new.append(home)
             return arguments
         _check_same(home, run_toml, settings or ())
         return place.arguments(home)
 
     def serving() -> None:
-        if new and invited:
+        if invited and not served:
             _print_invitation(home, invited, 24.0)
 
     run_member(options, prepare, serving)
@@ -211,11 +210,13 @@ def host(
 ) -> None:
     """Run a member that does not train: it holds the model, votes, and can own parts. It needs no GPU.
 
-    It ends when the run has finished, or at Ctrl-C or SIGTERM; the same command continues.
+    It ends when the run has finished, or at Ctrl-C or SIGTERM; the same command continues. It starts only if policy.toml in
+    --home, where there is one, allows the run's settings (docs/site-policy.md).
 
     Example: edit-peer swarm host - --home c --advertise big-disk.example.org < invitation.txt
     """
     from peers.swarm.aggregator_process import command
+    from peers.swarm.host_policy import check_host
     from peers.swarm.membership import Place, enter
 
     log_lines()
@@ -233,6 +234,7 @@ def host(
         metrics_listen=metrics_listen,
     )
     arguments = place.arguments(home, enter(home, text, nodes))
+    check_host(home, arguments)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)  # a pipe there would mean that another process trains beside it
     os.dup2(nothing, 1)

@@ -16,6 +16,7 @@ from edit.config.run import RunConfig
 from edit.config.validation import require
 from edit.heaps import limit_heaps
 from edit.replica.ranks import Ranks
+from edit.trust.signatures import Signer
 from editpb.transport.send_limit import SendLimit, send_limit
 from peers.carriers.hub.all_aggregators import AllAggregators
 from peers.carriers.hub.site import Site
@@ -25,6 +26,7 @@ from peers.carriers.run_connection import Interrupted
 from peers.carriers.swarm.channels import PartChannels
 from peers.carriers.swarm.connect import connect_swarm
 from peers.carriers.swarm.hosts import describe_swarm, hosts_of
+from peers.carriers.swarm.seen_log import SeenLog
 from peers.daemon import train, with_policy
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.policy import SitePolicy
@@ -80,10 +82,15 @@ def _allowed(home: Path, arguments: list[str]) -> list[str]:
 
 
 def check_settings(home: Path) -> None:
-    """Raise ConfigError unless policy.toml and consent.json of a member's folder allow the settings in it, if any are."""
+    """Raise ConfigError unless policy.toml and consent.json of a member's folder allow the settings in it, if any are, and
+    what its peer has seen of the audit log can be used: all that can be known before its host joins."""
     if (path := home / "run.toml").exists():
         folder, config = PeerFolder(home), RunConfig.from_toml(path)
-        SitePolicy.load(home, folder.load(swarm=True).identity, folder.key).check(config.to_json(), config)
+        identity = folder.load(swarm=True).identity
+        SitePolicy.load(home, identity, folder.key).check(config.to_json(), config)
+        if config.audit.enabled and config.swarm is not None:
+            for part in range(config.swarm.parts):
+                SeenLog.open(home, part, identity, Signer(folder.key()))
 
 
 def check_ranks(config: RunConfig, size: int) -> None:

@@ -8,7 +8,7 @@ before it (RFC 6962), its `kind` and the `time` (unix seconds) by the coordinato
     continued  the log goes on from this outer step: commits between were not logged, or were lost
     consent    a peer's site consents to this configuration, signed with the peer's key
     approval   an approver approves a change of this configuration to another one, signed with the approver's key
-    score      what a scorer says of the contributions to the commit before it (`edit.merging.trust`)
+    score      what a scorer says of the contributions to the commit before it (`edit.merging.trust`), signed
     commit     one outer step: what was contributed, with signatures, the verdicts, and the digests before and after it
 
 In a swarm there is a log of each part, and no key of it: the owner of the part signs each entry (`editpb.part_entries`).
@@ -36,9 +36,19 @@ from edit.trust.signatures import is_signed
 from editpb.approvals import ApprovalRules
 from editpb.consents import check_consent
 from editpb.limits import MAX_ENTRY_BYTES
-from editpb.messages import Approval, ConfigChange, Configuration, Consent, ContributionHeader, DataStatement, SeenHead
+from editpb.messages import (
+    Approval,
+    ConfigChange,
+    Configuration,
+    Consent,
+    ContributionHeader,
+    DataStatement,
+    ScoreReport,
+    SeenHead,
+)
 from editpb.owner_signatures import check_owner
 from editpb.signed_contributions import boxes_digest, config_digest, contribution_statement
+from editpb.signed_scores import check_scores
 
 if TYPE_CHECKING:  # torch, which whoever verifies need not load
     from cryptography.x509 import Certificate
@@ -177,10 +187,16 @@ def approval_in(entry: Mapping[str, Any]) -> Approval:
     return Approval(*digests, int(entry["number"]), certificate, signature)
 
 
-def score_entry(scorer: str, outer_step: int, scores: Mapping[str, float]) -> _Entry:
-    """Return the entry of what a scorer says of the commit to `outer_step`. scores: by peer."""
-    said = {peer: float(value) for peer, value in scores.items()}
-    return {"kind": "score", "scorer": scorer, "outer_step": outer_step, "scores": said}
+def score_entry(scorer: str, report: ScoreReport) -> _Entry:
+    """Return the entry of what a scorer says, signed, of a commit."""
+    return {
+        "kind": "score",
+        "scorer": scorer,
+        "outer_step": report.outer_step,
+        "scores": {peer: float(value) for peer, value in report.scores.items()},
+        "key": base64.b64encode(report.public_key).decode(),
+        "signature": base64.b64encode(report.signature).decode(),
+    }
 
 
 def _config(config: RunConfig) -> _Entry:
@@ -781,7 +797,15 @@ class LogVerifier:
         scores = {str(peer): float.fromhex(value) for peer, value in entry["scores"].items()}
         if not all(abs(value) <= 1 for value in scores.values()):
             raise ValueError("a score is not between -1 and 1")
-        self._scores[str(entry["scorer"])] = scores
+        scorer = str(entry["scorer"])
+        key, signature = (base64.b64decode(entry[name], validate=True) for name in ("key", "signature"))
+        report = ScoreReport(run_id=self.run_id, outer_step=self.outer_step, scores=scores, public_key=key, signature=signature)
+        try:
+            check_scores(report, scorer)
+        except RemoteProtocolError as error:
+            raise ValueError(str(error)) from error
+        self._scores[scorer] = scores
+        self.keys.setdefault(scorer, set()).add(key)
 
     def _take_trust(self, said: _Entry | None) -> None:
         """Compute what the trust in peers comes to, by the scores that count, and compare."""

@@ -69,6 +69,8 @@ __all__ = [
     "description_to_pb",
     "doubt_from_pb",
     "doubt_to_pb",
+    "goes_on_from_pb",
+    "goes_on_request_from_pb",
     "logged_from_pb",
     "logged_request_from_pb",
     "logged_to_pb",
@@ -357,23 +359,41 @@ def waiting_from_pb(message: pb.WaitingRequest) -> dict[int, int]:
     }
 
 
-def logged_request_from_pb(message: pb.LoggedRequest) -> tuple[int, int]:
-    """Return part and outer step of the entry that is asked for. Raises RemoteProtocolError."""
-    return within("part", message.part, 0, MOST_PARTS - 1), within("outer_step", message.outer_step, 1, MAX_STEP)
+def logged_request_from_pb(message: pb.LoggedRequest) -> tuple[int, int, int]:
+    """Return part and outer step of the entry that is asked for, and how many were seen. Raises RemoteProtocolError."""
+    part = within("part", message.part, 0, MOST_PARTS - 1)
+    outer_step = within("outer_step", message.outer_step, 1, MAX_STEP)
+    return part, outer_step, within("seen", message.seen, 0, outer_step - 1)
 
 
 def logged_to_pb(logged: LoggedEntry) -> pb.LoggedReply:
     """Encode an entry of the audit log of a part."""
-    return pb.LoggedReply(entry=logged.entry, peaks=logged.peaks)
+    return pb.LoggedReply(entry=logged.entry, peaks=logged.peaks, consistency=logged.consistency)
+
+
+def goes_on_request_from_pb(message: pb.GoesOnRequest) -> tuple[int, int, int]:
+    """Return part, and how many entries begin with how many. Raises RemoteProtocolError."""
+    part = within("part", message.part, 0, MOST_PARTS - 1)
+    new = within("new", message.new, 1, MAX_STEP)
+    return part, within("old", message.old, 1, new), new
+
+
+def goes_on_from_pb(message: pb.GoesOnReply) -> tuple[bytes, ...]:
+    """Decode the hashes of a proof. Raises RemoteProtocolError. `edit.trust.merkle` checks it."""
+    return _hashes("consistency", message.consistency)
 
 
 def logged_from_pb(message: pb.LoggedReply) -> LoggedEntry:
     """Decode it. Raises RemoteProtocolError. What it says is checked by `editpb.part_receipts`."""
     at_most("bytes of an entry", message.entry, MAX_ENTRY_BYTES)
-    at_most("peaks", message.peaks, MAX_PROOF_HASHES)
-    for each in message.peaks:
-        within("bytes of a peak", len(each), HASH_BYTES, HASH_BYTES)
-    return LoggedEntry(message.entry, tuple(message.peaks))
+    return LoggedEntry(message.entry, _hashes("peaks", message.peaks), _hashes("consistency", message.consistency))
+
+
+def _hashes(name: str, hashes: Sequence[bytes]) -> tuple[bytes, ...]:
+    at_most(name, hashes, MAX_PROOF_HASHES)
+    for each in hashes:
+        within(f"bytes of a hash in {name}", len(each), HASH_BYTES, HASH_BYTES)
+    return tuple(hashes)
 
 
 def doubt_to_pb(doubt: LogDoubt) -> pb.LogDoubt:

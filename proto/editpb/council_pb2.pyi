@@ -365,20 +365,40 @@ class WaitingReply(_message.Message):
     def __init__(self) -> None: ...
 
 class LoggedRequest(_message.Message):
-    __slots__ = ("part", "outer_step")
+    __slots__ = ("part", "outer_step", "seen")
     PART_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     part: int
     outer_step: int
-    def __init__(self, part: _Optional[int] = ..., outer_step: _Optional[int] = ...) -> None: ...
+    seen: int
+    def __init__(self, part: _Optional[int] = ..., outer_step: _Optional[int] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class LoggedReply(_message.Message):
-    __slots__ = ("entry", "peaks")
+    __slots__ = ("entry", "peaks", "consistency")
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     PEAKS_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     entry: bytes
     peaks: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, entry: _Optional[bytes] = ..., peaks: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    consistency: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, entry: _Optional[bytes] = ..., peaks: _Optional[_Iterable[bytes]] = ..., consistency: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class GoesOnRequest(_message.Message):
+    __slots__ = ("part", "old", "new")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    OLD_FIELD_NUMBER: _ClassVar[int]
+    NEW_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    old: int
+    new: int
+    def __init__(self, part: _Optional[int] = ..., old: _Optional[int] = ..., new: _Optional[int] = ...) -> None: ...
+
+class GoesOnReply(_message.Message):
+    __slots__ = ("consistency",)
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    consistency: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, consistency: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class LogDoubt(_message.Message):
     __slots__ = ("part", "outer_step", "reason")

@@ -86,6 +86,11 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.LogDoubt.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.LogDoubtReply.FromString,
                 _registered_method=True)
+        self.GoesOn = channel.unary_unary(
+                '/editpb.Council/GoesOn',
+                request_serializer=editpb_dot_council__pb2.GoesOnRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.GoesOnReply.FromString,
+                _registered_method=True)
         self.Standing = channel.unary_unary(
                 '/editpb.Council/Standing',
                 request_serializer=editpb_dot_council__pb2.StandingRequest.SerializeToString,
@@ -189,6 +194,13 @@ class CouncilServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GoesOn(self, request, context):
+        """For every peer of the run: one whose own host took a snapshot asks other members whether the log goes on from what it saw.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Standing(self, request, context):
         """For peers of the run, its operator and observers.
         """
@@ -283,6 +295,11 @@ def add_CouncilServicer_to_server(servicer, server):
                     servicer.Doubt,
                     request_deserializer=editpb_dot_council__pb2.LogDoubt.FromString,
                     response_serializer=editpb_dot_council__pb2.LogDoubtReply.SerializeToString,
+            ),
+            'GoesOn': grpc.unary_unary_rpc_method_handler(
+                    servicer.GoesOn,
+                    request_deserializer=editpb_dot_council__pb2.GoesOnRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.GoesOnReply.SerializeToString,
             ),
             'Standing': grpc.unary_unary_rpc_method_handler(
                     servicer.Standing,
@@ -587,6 +604,33 @@ class Council(object):
             '/editpb.Council/Doubt',
             editpb_dot_council__pb2.LogDoubt.SerializeToString,
             editpb_dot_council__pb2.LogDoubtReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GoesOn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/GoesOn',
+            editpb_dot_council__pb2.GoesOnRequest.SerializeToString,
+            editpb_dot_council__pb2.GoesOnReply.FromString,
             options,
             channel_credentials,
             insecure,

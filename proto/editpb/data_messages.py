@@ -454,11 +454,17 @@ def contribution_request_from_pb(message: dpb.ContributionRequest) -> msg.Contri
 def scores_to_pb(report: msg.ScoreReport) -> dpb.Scores:
     """Encode what a scorer says."""
     each = [dpb.PeerScore(peer_id=peer_id, score=value) for peer_id, value in sorted(report.scores.items())]
-    return dpb.Scores(run_id=report.run_id, outer_step=report.outer_step, scores=each)
+    return dpb.Scores(
+        run_id=report.run_id,
+        outer_step=report.outer_step,
+        scores=each,
+        public_key=report.public_key,
+        signature=report.signature,
+    )
 
 
 def scores_from_pb(message: dpb.Scores) -> msg.ScoreReport:
-    """Decode what a scorer says: a finite score of each peer, in bounds."""
+    """Decode what a scorer says: a finite score of each peer, in bounds. Whether it is signed is not looked at."""
     lim.at_most("scores", message.scores, lim.MAX_VERDICTS)
     scores: dict[str, float] = {}
     for each in message.scores:
@@ -468,10 +474,15 @@ def scores_from_pb(message: dpb.Scores) -> msg.ScoreReport:
         if not abs(each.score) <= MOST_SCORE:  # nor is NaN
             fail(f"the score of {peer_id} is {each.score}, not -1 to 1")
         scores[peer_id] = each.score
+    sizes = len(message.public_key), len(message.signature)
+    if sizes != (0, 0) and not (0 < sizes[0] <= MOST_KEY_BYTES and sizes[1] == SIGNATURE_BYTES):
+        fail(f"scores have a key of {sizes[0]} and a signature of {sizes[1]} bytes")
     return msg.ScoreReport(
         run_id=check_id("run_id", message.run_id),
         outer_step=within("outer_step", message.outer_step, 1, lim.MAX_STEP),
         scores=scores,
+        public_key=message.public_key,
+        signature=message.signature,
     )
 
 

@@ -373,14 +373,18 @@ class PeerScore(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., score: _Optional[float] = ...) -> None: ...
 
 class Scores(_message.Message):
-    __slots__ = ("run_id", "outer_step", "scores")
+    __slots__ = ("run_id", "outer_step", "scores", "public_key", "signature")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     outer_step: int
     scores: _containers.RepeatedCompositeFieldContainer[PeerScore]
-    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[PeerScore, _Mapping]]] = ...) -> None: ...
+    public_key: bytes
+    signature: bytes
+    def __init__(self, run_id: _Optional[str] = ..., outer_step: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[PeerScore, _Mapping]]] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ScoresReply(_message.Message):
     __slots__ = ()

@@ -57,7 +57,7 @@ __all__ = [
 
 # The version of the protocol, sent in Hello. Raise it when old and new daemons can no longer understand one another. The
 # coordinator refuses another version in `control_messages.hello_from_pb`, in one line that names both.
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 class PeerState(Enum):
@@ -363,6 +363,8 @@ class LoggedEntry:
 
     entry: bytes  # the line, without its end
     peaks: tuple[bytes, ...]  # `MerkleTree.peaks` of the entries before it
+    # That these begin with the entries that who asked has seen; empty: they are the same, or it cannot be shown here.
+    consistency: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +428,8 @@ class ScoreReport:
     run_id: str
     outer_step: int
     scores: Mapping[str, float]  # by peer_id: `edit.merging.trust.score`
+    public_key: bytes = b""  # with the signature, or neither: `editpb.signed_scores`
+    signature: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 The entry comes from the host beside the peer, which keeps the log and has checked the rest before it held the update
 (`editpb.part_entries`). The peer knows two things that no other member does: what it has signed, and that the owner has said
-that all of it is there. So it alone notices an owner that leaves it out.
+that all of it is there. So it alone notices an owner that leaves it out. It keeps which entries it has seen
+(`editpb.seen_entries`), and holds later ones to these, also after a restart.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 from edit.errors import RefusedError
 from edit.records import Commit
 from edit.trust.canonical import parse_canonical
-from edit.trust.merkle import MerkleTree, leaf_hash
+from edit.trust.merkle import MerkleTree, leaf_hash, verify_consistency
 from editpb.audit_log import DAMAGE, Signed
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import LoggedEntry
 from editpb.owner_signatures import check_owner
 from editpb.receipts import Mine, ReceiptFault, check_mine
+from editpb.seen_entries import SeenEntry
 
 __all__ = ["ExpectedLog", "LoggedCommit", "Outcome", "check_logged"]
 
@@ -45,7 +47,8 @@ class ExpectedLog:
     config_digest: str
     schema_hash: str  # of the part; empty: this peer has signed nothing yet
     commit: Commit  # the update that this peer took
-    tree: MerkleTree | None  # of the entries before it, where this peer has seen the one before; None: it has not
+    seen: SeenEntry | None  # the last entry before it that this peer has seen; None: it has seen none
+    again: SeenEntry | None  # the entry of this outer step, as this peer has seen it before; None: it has not
     mine: Mine
     # The fragments of which the owner has said that it has them whole, by round.
     whole: Mapping[int, AbstractSet[int]]
@@ -59,7 +62,8 @@ class LoggedCommit:
     round_id: int
     outcome: Outcome
     left_out: bool  # whether the owner has said of each fragment that it is there, and nothing of this peer is merged
-    tree: MerkleTree  # of all entries up to it
+    seen: SeenEntry
+    linked: bool  # whether it is shown to go on from the entries that this peer has seen, if any
 
 
 def check_logged(logged: LoggedEntry, expected: ExpectedLog) -> LoggedCommit:
@@ -73,7 +77,7 @@ def check_logged(logged: LoggedEntry, expected: ExpectedLog) -> LoggedCommit:
             raise ValueError("it is no commit")
         check_owner(expected.run_id, entry)
         owner = str(entry["owner"])
-        tree = _follows(logged, entry, expected)
+        seen, linked = _follows(logged, entry, expected)
         _check_commit(entry, expected)
         outcome = _outcome(entry, expected)
     except RefusedError as error:  # a ReceiptFault, too
@@ -84,23 +88,34 @@ def check_logged(logged: LoggedEntry, expected: ExpectedLog) -> LoggedCommit:
     round_id = int(entry["round_id"])
     due = {fragment["fragment"] for fragment in entry["fragments"]}
     left_out = outcome is not Outcome.MERGED and bool(due) and due <= expected.whole.get(round_id, frozenset())
-    return LoggedCommit(owner, round_id, outcome, left_out, tree)
+    return LoggedCommit(owner, round_id, outcome, left_out, seen, linked)
 
 
 def _named(owner: str, why: str) -> str:
     return f"{why}, by the entry that {owner[:64]} has signed" if owner else why
 
 
-def _follows(logged: LoggedEntry, entry: Mapping[str, Any], expected: ExpectedLog) -> MerkleTree:
-    """Return the tree with this entry, which is to follow those that were seen."""
-    step, seen = expected.commit.outer_step, expected.tree
-    before = MerkleTree.after(step, logged.peaks)
-    if (entry["index"], entry["root"]) != (step, before.root().hex()):
+def _follows(logged: LoggedEntry, entry: Mapping[str, Any], expected: ExpectedLog) -> tuple[SeenEntry, bool]:
+    """Return the entry as it is seen now, and whether it is shown to follow those that were seen before."""
+    step, leaf = expected.commit.outer_step, leaf_hash(logged.entry)
+    tree = MerkleTree.after(step, logged.peaks)
+    if (entry["index"], entry["root"]) != (step, tree.root().hex()):
         raise ReceiptFault(f"entry {step} of the log is not the one that follows the {step} entries before it")
-    if seen is not None and (len(seen), seen.root()) != (step, before.root()):
-        raise ReceiptFault(f"the log does not go on from the {len(seen)} entries that this peer has seen")
-    before.append(leaf_hash(logged.entry))
-    return before
+    linked = expected.seen is None or _goes_on(expected.seen, step, tree.root(), logged.consistency)
+    tree.append(leaf)
+    seen = SeenEntry(step, leaf, tree.root())
+    if expected.again is not None and expected.again != seen:
+        raise ReceiptFault(f"entry {step} of the log is another one than this peer has seen before")
+    return seen, linked
+
+
+def _goes_on(seen: SeenEntry, size: int, root: bytes, proof: Sequence[bytes]) -> bool:
+    """Return whether these entries are shown to begin with those that were seen. Raises ReceiptFault where they do not."""
+    if seen.size < size and not proof:
+        return False
+    if not verify_consistency(seen.size, size, proof if seen.size < size else (), seen.root, root):
+        raise ReceiptFault(f"the log does not go on from the {seen.size} entries that this peer has seen")
+    return True
 
 
 def _check_commit(entry: Mapping[str, Any], expected: ExpectedLog) -> None:

@@ -50,7 +50,10 @@ def test_what_is_commented_out_has_its_default() -> None:
 
 def test_the_template_is_a_configuration() -> None:
     """Its values are the defaults: with the file and without it a run is the same."""
-    assert RunConfig.from_mapping(tomllib.loads(RUN_TOML)) == RunConfig()
+    found = RunConfig.from_mapping(tomllib.loads(RUN_TOML))
+    assert found == RunConfig.from_mapping({})
+    assert found == dataclasses.replace(RunConfig(), outer=found.outer) and found.outer.preset == "auto"
+    assert found.outer == dataclasses.replace(RunConfig().outer, preset="auto", chosen=found.outer.chosen)
 
 
 def test_the_comment_on_a_swarm_names_its_keys_with_their_defaults() -> None:
@@ -62,7 +65,5 @@ def test_the_comment_on_a_swarm_names_its_keys_with_their_defaults() -> None:
 @pytest.mark.parametrize(("peers", "quorum"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (1 << 20, 1 << 19)])
 def test_a_template_for_so_many_peers(peers: int, quorum: int) -> None:
     config = RunConfig.from_mapping(tomllib.loads(template(peers)))
-    assert config == dataclasses.replace(
-        RunConfig(), rounds=dataclasses.replace(RunConfig().rounds, start_peers=peers, quorum=quorum)
-    )
+    assert config == RunConfig.from_mapping({"rounds": {"start_peers": peers, "quorum": quorum}})
     assert [len(line.partition("#")[0]) for line in template(peers).splitlines() if line.startswith("quorum")] == [32]

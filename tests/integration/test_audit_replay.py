@@ -80,7 +80,7 @@ def test_what_is_kept_gives_the_commit_once_more_over_kills(tmp_path: Path, toml
         done = replay(folder, step)
         assert (done.peers, done.shards, done.less) == (("a", "b", "c"), 6, ())
     assert done.digest == load_outer(folder).digest
-    with pytest.raises(StorageError, match=r"the contributions to outer step 2 are not kept; those to these are: 3, 4, 5"):
+    with pytest.raises(StorageError, match=r"the contributions to outer step 2 are not kept; here are those to 3 to 5"):
         replay(folder, 2)
     with pytest.raises(ConfigError, match="has no commit to outer step 6"):
         replay(folder, 6)

@@ -54,7 +54,7 @@ def test_an_auditor_fetches_verifies_and_merges_once_more(tmp_path: Path) -> Non
         assert verified(out).commits == 3 and not (out / "run.toml").exists()
         with pytest.raises(ConfigError, match="exists; name a new folder"):
             fetch(ann, out)
-        with pytest.raises(RefusedError, match="the contributions to outer step 1 are not kept; those to these are: 2, 3"):
+        with pytest.raises(RefusedError, match="the contributions to outer step 1 are not kept; here are those to 2 to 3"):
             fetch(ann, tmp_path / "first", "--step", "1")
         assert not (tmp_path / "first").exists() and not list(tmp_path.glob(".*"))
         with pytest.raises(ConfigError, match="enrolled as observer; fetching needs an invitation with role auditor"):

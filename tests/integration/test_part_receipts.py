@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -17,35 +18,40 @@ import grpc
 import pytest
 
 from edit.config.run import RunConfig
-from edit.errors import RefusedError
+from edit.errors import ConfigError, RefusedError
 from edit.fragments.shards import Shard
 from edit.merging.merge import Measured
 from edit.records import Committed, Contribution
 from edit.rounds import events
 from edit.trust.canonical import parse_canonical
+from edit.trust.merkle import MerkleTree, leaf_hash
 from edit.trust.signatures import Signer
 from editpb import council_pb2 as pb
 from editpb import council_pb2_grpc
 from editpb.audit_log import LogVerifier, RoundFacts
 from editpb.consents import signed_consent
-from editpb.council_messages import LogDoubt, doubt_to_pb, logged_from_pb
+from editpb.council_messages import LogDoubt, doubt_to_pb, goes_on_from_pb, logged_from_pb
 from editpb.identity import Identity
 from editpb.messages import Consent, DataStatement, LoggedEntry
+from editpb.owner_signatures import signed_by_owner
 from editpb.part_entries import consents_named
+from editpb.seen_entries import SeenEntry
 from editpb.signed_contributions import config_digest
 from peers.carriers.hub.control_stream import Check
 from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
-from peers.carriers.swarm import receipts
+from peers.carriers.swarm import receipts, seen_log
 from peers.carriers.swarm.channels import PartChannels
 from peers.carriers.swarm.connect import connect_swarm
 from peers.carriers.swarm.receipts import PartReceipts, ReceiptChecks, fault_file
+from peers.carriers.swarm.seen_log import SeenLog
 from tests.aggregator.swarm.test_part_logs import config as audited
 from tests.aggregator.swarm.test_part_logs import grown, take_step
 from tests.support.council.hosts import Hosts, hosts
 from tests.support.council.trained import Trained, trained
 from tests.support.encoded import encode
 from tests.support.fake_run import vectors
+from tests.support.keys import member_key
 from tests.support.loops import WAIT_S, run_held
 from tests.support.served import TOML
 from tests.support.two_ranks import SCHEMA, SIZES
@@ -136,7 +142,8 @@ def test_all_entries_of_an_honest_owner_fit_also_that_of_the_last_outer_step(
     with caplog.at_level(logging.INFO, receipts.__name__):
         both(tmp_path / "swarm", monkeypatch, lambda at: None, tmp_path / "home")
     assert watched.checked == [1, 2, 3], "of the member; the other peer has no host that it could ask"
-    assert not [*(tmp_path / "home").iterdir()] and not [text for text in notices if "outer step" in text]
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["receipts-part-0.jsonl"]
+    assert not [text for text in notices if "outer step" in text]
     assert not [record for record in caplog.records if record.name == receipts.__name__]
 
 
@@ -291,13 +298,13 @@ def test_what_the_host_has_no_entry_of_is_not_compared_and_what_it_says_wrongly_
             channels = PartChannels(swarm.run_id, {each: swarm.running[each].listen for each in "ba"}, 0, own)
             digest = swarm.running["b"]._config_digest
             identity = Identity(swarm.run_id, "peer", "b")
-            checks = ReceiptChecks(identity, channels, digest, Signer(key).public_key, tmp_path / "b", 1)
+            checks = ReceiptChecks(identity, channels, digest, Signer(key), tmp_path / "b", 1)
             commits = [*swarm.running["b"]._stores[0]._updates.values()]
             assert [each.outer_step for each in commits] == [1, 2, 3]
             entry = swarm.running["b"].logged
             first, second, third = (entry(0, step) for step in (1, 2, 3))
             says = {1: first, 2: replace(third, peaks=second.peaks), 3: third}
-            monkeypatch.setattr(swarm.running["b"], "logged", lambda number, step: says[step])
+            monkeypatch.setattr(swarm.running["b"], "logged", lambda number, step, seen: says[step])
             for commit in commits:
                 checks.parts[0].took(commit)
                 checks.parts[0].took(commit)
@@ -305,7 +312,7 @@ def test_what_the_host_has_no_entry_of_is_not_compared_and_what_it_says_wrongly_
             assert checks.parts[0].checked == 2 and fault_file(tmp_path / "b", 0, 2).exists()
             (fault,) = [record.message for record in caplog.records if record.name == receipts.__name__]
             assert "outer step 2: entry 2 of the log is not the one that follows the 2 entries before it" in fault
-            monkeypatch.setattr(swarm.running["b"]._stores[0].part_log, "_last", {7: first})
+            monkeypatch.setattr(swarm.running["b"]._stores[0].part_log, "_last", {7: (first, MerkleTree())})
             monkeypatch.setattr(swarm.running["b"], "logged", entry)
             with caplog.at_level(logging.INFO, receipts.__name__):
                 checks.parts[0].took(replace(commit, outer_step=4))
@@ -315,3 +322,164 @@ def test_what_the_host_has_no_entry_of_is_not_compared_and_what_it_says_wrongly_
             await checks._forget()
 
     run_held(body())
+
+
+# -- what a restart knows ------------------------------------------------------------------------------------------------------
+
+
+class Restarted:
+    """The checks of b's peer, as often as it is started, and a host whose log may say something else."""
+
+    def __init__(self, swarm: Hosts, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        self.swarm, self.home, self.patch, self.caplog = swarm, home, monkeypatch, caplog
+        self.key, certificate = swarm.own("b")
+        own = grpc.ssl_channel_credentials(swarm.ca, self.key, certificate)
+        self.channels = PartChannels(swarm.run_id, {each: swarm.running[each].listen for each in "ba"}, 0, own)
+        self.host = swarm.running["b"]
+        self.commits = {each.outer_step: each for each in self.host._stores[0]._updates.values()}
+
+    def opened(self, home: Path | None = None, peer_id: str = "b") -> ReceiptChecks:
+        identity, signer = Identity(self.swarm.run_id, "peer", peer_id), Signer(self.swarm.own(peer_id)[0])
+        return ReceiptChecks(identity, self.channels, self.host._config_digest, signer, home or self.home, 1)
+
+    async def takes(self, *steps: int) -> list[str]:
+        """Start, take these updates, and stop; return what is said to be wrong."""
+        checks = self.opened()
+        self.caplog.clear()
+        for step in steps:
+            checks.parts[0].took(self.commits[step])
+            await checks.last()
+        await checks._forget()
+        return [each.message for each in self.caplog.records if each.name == receipts.__name__ and each.levelno >= 30]
+
+    def rewrite(self, step: int) -> None:
+        """From now on the host has a log in which the entry of this outer step was changed, and all after it signed anew."""
+        tree, logged = MerkleTree(), dict[int, tuple[LoggedEntry, MerkleTree]]()
+        path = self.host._stores[0].part_log._folder / "audit-log.jsonl"  # type: ignore[union-attr]
+        signer = Signer(self.key)
+        for index, line in enumerate(path.read_bytes().splitlines()):
+            if index >= step:
+                entry = {**parse_canonical(line), "root": tree.root().hex()}
+                entry["time"] += index == step
+                rest = {name: each for name, each in entry.items() if name not in ("key", "signature")}
+                line = signed_by_owner(self.swarm.run_id, rest, signer)
+            logged[index] = LoggedEntry(line, tree.peaks), tree
+            tree.append(leaf_hash(line))
+        self.patch.setattr(self.host._stores[0].part_log, "_last", logged)
+
+
+def test_after_a_restart_a_log_that_lost_or_changed_what_the_peer_has_seen_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=audited()) as swarm:
+            await grown(swarm)
+            for step in (1, 2, 3, 4):
+                await take_step(swarm, step)
+            at = Restarted(swarm, tmp_path / "b", monkeypatch, caplog)
+            path = at.home / "receipts-part-0.jsonl"
+            assert await at.takes(1) == await at.takes(2) == await at.takes(2) == [], "an update may come again"
+            assert len(path.read_bytes().splitlines()) == 2
+            assert await at.takes(4) == [], "after a gap the host shows that its log goes on"
+            kept = path.read_bytes()
+
+            at.rewrite(2)
+            (said,) = await at.takes(2)
+            assert "entry 2 of the log is another one than this peer has seen before, by the entry that" in said
+            assert fault_file(at.home, 0, 2).exists() and path.read_bytes() == kept
+            (said,) = await at.takes(3, 4)
+            assert "outer step 3: the log does not go on from the 3 entries that this peer has seen" in said
+            seen = json.loads(fault_file(at.home, 0, 3).read_bytes())["seen"]
+            assert seen["entries"] == 3 and seen["root"] == json.loads(kept.splitlines()[1])["root"]
+            assert await at.takes(4) == [], "it was said, and the log is held to what it is now"
+
+            path.write_bytes(b"".join(kept.splitlines(keepends=True)[:2]))  # as if it had not seen the fourth entry yet
+            (said,) = await at.takes(4)
+            assert "outer step 4: the log does not go on from the 3 entries that this peer has seen" in said
+
+    run_held(body())
+
+
+def test_after_a_snapshot_of_its_host_any_other_member_shows_that_the_log_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=audited()) as swarm:
+            await grown(swarm)
+            for step in (1, 2, 3, 4):
+                await take_step(swarm, step)
+            at = Restarted(swarm, tmp_path / "b", monkeypatch, caplog)
+            path = at.home / "receipts-part-0.jsonl"
+            assert await at.takes(1) == []
+            kept, entry = path.read_bytes(), at.host.logged
+            monkeypatch.setattr(at.host, "logged", lambda number, step, seen: entry(number, step))  # its log begins later
+            assert await at.takes(4) == [], "the other member has shown it"
+
+            why = "nobody could show that it goes on from the 2 entries that this peer has seen"
+            lies = [lambda number, old, new: (bytes(32),) * 2, lambda number, old, new: ()]
+            for lie in lies:
+                path.write_bytes(kept)
+                monkeypatch.setattr(swarm.running["a"], "goes_on", lie)
+                (said,) = await at.takes(4)
+                assert said == f"the audit log of part 0, outer step 4: {why}" and why in at.host._notices[-1][1]
+                assert len(path.read_bytes().splitlines()) == 2 and not fault_file(at.home, 0, 4).exists()
+
+            async with swarm.channel("c", "b", own=True) as channel:
+                stub = council_pb2_grpc.CouncilStub(channel)
+                for request, code in (
+                    (pb.GoesOnRequest(old=2, new=4), None),
+                    (pb.GoesOnRequest(old=2, new=9), grpc.StatusCode.NOT_FOUND),
+                    (pb.GoesOnRequest(old=5, new=4), grpc.StatusCode.INVALID_ARGUMENT),
+                    (pb.GoesOnRequest(old=2, new=4, part=1), grpc.StatusCode.INVALID_ARGUMENT),
+                ):
+                    try:
+                        assert len(goes_on_from_pb(await stub.GoesOn(request, timeout=WAIT_S))) and code is None
+                    except grpc.aio.AioRpcError as error:
+                        assert error.code() is code, error
+
+    run_held(body())
+
+
+def test_a_torn_line_is_passed_over_and_a_file_that_is_damaged_or_anothers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=audited()) as swarm:
+            await grown(swarm)
+            for step in (1, 2, 3):
+                await take_step(swarm, step)
+            at = Restarted(swarm, tmp_path / "b", monkeypatch, caplog)
+            assert await at.takes(1, 2) == []
+            path = at.home / "receipts-part-0.jsonl"
+            first, second = path.read_bytes().splitlines(keepends=True)
+
+            path.write_bytes(first + second[:-7])  # killed while it wrote
+            assert await at.takes(3) == []
+            steps = [json.loads(line)["outer_step"] for line in path.read_bytes().splitlines()]
+            assert steps == [1, 3], "the torn line is gone, and the log was shown to go on from the first"
+
+            path.write_bytes(first.replace(b'"leaf":"', b'"leaf":"0', 1))
+            with pytest.raises(ConfigError, match=r"receipts-part-0\.jsonl: line 1 cannot be used: .*restore it from a copy"):
+                at.opened()
+            path.write_bytes(first)
+            other = tmp_path / "a"
+            (other / path.name).write_bytes(first)
+            with pytest.raises(ConfigError, match=r"line 1 cannot be used: b has seen it, of part 0 .*; this is a, part 0"):
+                at.opened(other, "a")
+            assert (other / path.name).read_bytes() == first, "nothing is lost"
+
+    run_held(body())
+
+
+def test_of_many_entries_the_last_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seen_log, "MOST_SEEN", 4)
+    identity, signer = Identity("run", "peer", "b"), Signer(member_key())
+    log = SeenLog.open(tmp_path, 0, identity, signer)
+    seen = [SeenEntry(step, bytes([step] * 32), bytes([step + 1] * 32)) for step in range(1, 8)]
+    for each in seen:
+        log.add(each)
+        asyncio.run(log.save())
+    assert log.newest == seen[-1] and log.at(4) == seen[3] and log.at(3) is None
+    again = SeenLog.open(tmp_path, 0, identity, signer)
+    assert again.newest == seen[-1] and again.before(7) == seen[5] and again.at(1) is None
+    assert len((tmp_path / "receipts-part-0.jsonl").read_bytes().splitlines()) <= 4

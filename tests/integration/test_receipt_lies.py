@@ -23,6 +23,7 @@ from editpb.limits import MAX_ENTRY_BYTES, MAX_PROOF_HASHES, MAX_SEEN_PROOFS
 from editpb.messages import ContributionHeader, LogReceipt, SeenHead, UpdateManifest, UpdateRequest, Welcome
 from editpb.receipts import NOTHING_SEEN, Expected, Head, Mine, ReceiptFault, check_receipt
 from editpb.signed_contributions import ContributionSigner
+from peers.carriers import kept_lines
 from peers.carriers.hub import kept_receipts
 from peers.carriers.hub.kept_receipts import FAULT, pinned_key, verify_kept
 from peers.carriers.hub.receipts import Receipts
@@ -387,7 +388,7 @@ def test_what_the_disk_refuses_is_written_with_the_next(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kept_receipts.os, "pwrite", full)
+        patch.setattr(kept_lines.os, "pwrite", full)
         for step in range(2):
             take(receipts, told, step)
     assert [record.message.count("No space left") for record in caplog.records] == [1]

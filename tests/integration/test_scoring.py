@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from aggregator.audit_replay import replay_step
 from aggregator.data.scores import Scores
+from aggregator.security.certificates import key_pem, new_key
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.errors import GoneError, RefusedError, RemoteProtocolError, StaleError
@@ -25,6 +27,7 @@ from edit.merging.trust import Trust, after_scores
 from edit.records import Verdict
 from editpb import data_pb2, data_pb2_grpc
 from editpb.audit_log import LogFault, LogVerifier
+from editpb.signed_scores import ScoreSigner
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.data_calls import DataCalls, once
 from peers.carriers.run_connection import Traffic
@@ -67,9 +70,16 @@ def sent(name: str, theta_now: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 @contextlib.asynccontextmanager
 async def data_calls(run: Served, name: str = "judge") -> AsyncIterator[DataCalls]:
-    channels = Channels((run.coordinator.listen,), run.credentials(name, "scorer"))
+    async with signing_calls(run, name) as (calls, _):
+        yield calls
+
+
+@contextlib.asynccontextmanager
+async def signing_calls(run: Served, name: str = "judge") -> AsyncIterator[tuple[DataCalls, ScoreSigner]]:
+    key, certificate = run.certificate(name, "scorer")
+    channels = Channels((run.coordinator.listen,), grpc.ssl_channel_credentials(run.ca, key, certificate))
     try:
-        yield DataCalls(channels, run.folder.run_id, Traffic())
+        yield DataCalls(channels, run.folder.run_id, Traffic()), ScoreSigner(key, name)
     finally:
         await channels.close()
 
@@ -104,9 +114,9 @@ def run_to(folder: StateFolder, steps: int, since: int = 0) -> dict[int, dict[st
     found: dict[int, dict[str, float]] = {}
 
     async def scenario() -> None:
-        async with served(folder, kill=True) as run, data_calls(run) as calls, AsyncExitStack() as stack:
+        async with served(folder, kill=True) as run, signing_calls(run) as (calls, sign), AsyncExitStack() as stack:
             peers = await all_peers(run, stack, since)
-            scorer = Scorer(calls, Nearness(), SCHEMA, folder.config().sync)
+            scorer = Scorer(calls, Nearness(), SCHEMA, folder.config().sync, sign)
             assert await scorer.take() == since
             for step in range(since, steps):
                 await commit_one(run, peers, step)
@@ -264,6 +274,28 @@ def test_scores_that_cannot_count_are_refused_with_a_reason(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
+def test_in_a_run_with_the_audit_log_a_scorer_signs_with_the_key_of_its_certificate(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=4, toml=AUDITED)
+
+    async def scenario() -> None:
+        async with served(folder) as run, signing_calls(run) as (calls, sign), AsyncExitStack() as stack:
+            await commit_one(run, await all_peers(run, stack, 0), 0)
+            other = ScoreSigner(key_pem(new_key()), "judge")
+            for wrong, why in (
+                (lambda report: report, "the scores of judge are not signed, which the run asks for"),
+                (lambda report: replace(sign(report), scores={"a": 0.2}), "the scores of judge are not signed with the key"),
+                (lambda report: replace(sign(report), outer_step=2), "the scores of judge are not signed with the key"),
+                (other, "judge signs its scores with another key than its certificate's"),
+                (lambda report: replace(sign(report), signature=b"short"), "a signature of 5 bytes"),
+            ):
+                with pytest.raises(RemoteProtocolError, match=why):
+                    await calls.score(1, {"a": 0.1}, once, sign=wrong)
+            await calls.score(1, {"a": 0.1}, once, sign=sign)
+
+    asyncio.run(scenario())
+    assert verified(folder.path).keys["judge"]
+
+
 def test_a_run_without_trust_by_loss_has_nothing_for_scorers(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run", start=1)
 
@@ -326,6 +358,14 @@ def test_the_audit_log_has_the_scores_and_whoever_verifies_it_computes_the_trust
         (lambda entry: entry["trust"]["peers"]["x"].__setitem__(0, (0.5).hex()), "does not follow from the scores"),
         (lambda entry: entry["trust"].__setitem__("scorers", []), "does not follow from the scores"),
         (lambda entry: entry["trust"].__setitem__("scorers", ["nobody"]), "lacks 'nobody'"),
+        (lambda entry: entry["scores"].__setitem__("x", (0.5).hex()), "the scores of judge are not signed with the key"),
+        (lambda entry: entry["scores"].pop("a"), "the scores of judge are not signed with the key"),
+        (
+            lambda entry: entry["scores"] and entry.__setitem__("scorer", "other"),
+            "the scores of other are not signed with the key",
+        ),
+        (lambda entry: entry["scores"] and entry.__setitem__("signature", ""), "the scores of judge are not signed, which"),
+        (lambda entry: entry["scores"] and entry.pop("signature"), "lacks 'signature'"),
     ],
 )
 def test_a_log_whose_trust_does_not_follow_is_found(tmp_path: Path, change: Any, why: str) -> None:
@@ -337,6 +377,6 @@ def test_a_log_whose_trust_does_not_follow_is_found(tmp_path: Path, change: Any,
     with pytest.raises(LogFault, match=why):
         for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines():
             entry = parse_canonical(line)
-            if entry["kind"] == "commit" and "trust" in entry:
+            with contextlib.suppress(KeyError):  # an entry of another kind
                 change(entry)
             log.take(canonical(entry))

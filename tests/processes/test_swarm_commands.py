@@ -29,6 +29,7 @@ from edit.fragments.digest import digest
 from edit.lab.council.replicated import same
 from edit.lab.run_toml import to_toml
 from editpb.invitation import Invitation
+from peers.identity.policy import digest_of
 from tests.support.daemons import Daemon, Site, call, children, small, torchrun
 from tests.support.fork_server import Forked
 
@@ -291,6 +292,30 @@ def test_who_may_join_and_what_a_wrong_invitation_says(tmp_path: Path) -> None:
         assert told.finish() == 2 and "edit-peer swarm join" in told.lines[-1]
         asked = _command("status", tmp_path / "b")
         assert "a leads" in asked and "2 of 2 here" in asked and "the authority's key: a\n" in asked
+
+
+def test_a_host_looks_at_its_sites_policy_before_it_joins(tmp_path: Path) -> None:
+    with swarm(tmp_path, outer_steps=1000, start_peers=2) as members:
+        members.start().until("owns part")
+        home = tmp_path / "b"
+        home.mkdir(mode=0o700)
+        policy = home / "policy.toml"
+        for text, said in (
+            ("[require]\naudit = true\n", "b/policy.toml: require.audit = true: the run has audit.enabled = false; this host"),
+            ("[limits]\nmax_parameters = 9\n", "b/policy.toml: limits.max_parameters = 9: the run's model has "),
+            ("[accept]\n", "nobody at this site has consented to the run's configuration sha256:"),
+        ):
+            policy.write_text(text)
+            refused = members.host("b")
+            assert refused.finish() == 2 and said in refused.lines[-1], refused.lines
+        assert "a alone votes" in _command("status", tmp_path / "a"), "it was no member yet"
+        digest = digest_of(RunConfig.from_toml(home / "run.toml").to_json())
+        consented = Daemon("peers", "consent", "--home", home, "--accept", digest)
+        assert consented.finish() == 0, consented.lines
+        b = Daemon("peers", "swarm", "host", "--home", home)
+        members.daemons["b"] = b
+        b.until("2 vote, of 2 members")
+        assert any("policy.toml allows it; [protect] and [data] have no effect" in line for line in b.lines)
 
 
 def test_a_member_with_a_copy_of_the_authoritys_key_lets_the_next_one_in(tmp_path: Path) -> None:

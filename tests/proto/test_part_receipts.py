@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,16 +12,17 @@ from typing import Any
 
 import pytest
 
+from edit.errors import FormatError
 from edit.lab.council.parts_on_disk import RUN
 from edit.records import Commit
 from edit.trust.canonical import canonical, parse_canonical
-from edit.trust.merkle import MerkleTree
 from edit.trust.signatures import Signer
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import LoggedEntry
 from editpb.owner_signatures import signed_by_owner
 from editpb.part_receipts import ExpectedLog, Outcome, check_logged
 from editpb.receipts import Mine, ReceiptFault
+from editpb.seen_entries import SeenBy, SeenEntry, read_seen, seen_line
 from editpb.signed_contributions import config_digest
 from tests.support.council.audited import AUDITED, KEYS, AuditedMember
 
@@ -38,6 +40,7 @@ class Told:
             commit = owner.store.update(step)
             assert commit is not None
             self.commits.append(commit)
+        self.log = owner.log
         self.logged = [owner.log.entry(step) for step in (1, 2, 3)]
 
     def expected(self, step: int = 2, *, sent: bool = True, peer: str = "p", **changed: Any) -> ExpectedLog:
@@ -52,7 +55,8 @@ class Told:
             "config_digest": config_digest(AUDITED),
             "schema_hash": self.schema.schema_hash,
             "commit": self.commits[step - 1],
-            "tree": None,
+            "seen": None,
+            "again": None,
             "mine": mine,
             "whole": whole,
         }
@@ -71,11 +75,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 def test_each_entry_fits_and_follows_the_one_before(told: Told) -> None:
-    tree: MerkleTree | None = None
+    seen: SeenEntry | None = None
     for step in (1, 2, 3):
-        found = check_logged(told.logged[step - 1], told.expected(step, tree=tree))
-        assert (found.owner, found.outcome, found.left_out, len(found.tree)) == ("a", Outcome.MERGED, False, step + 1)
-        tree = found.tree
+        found = check_logged(told.logged[step - 1], told.expected(step, seen=seen))
+        assert (found.owner, found.outcome, found.left_out, found.seen.size) == ("a", Outcome.MERGED, False, step + 1)
+        assert found.linked and check_logged(told.logged[step - 1], told.expected(step, again=found.seen)).seen == found.seen
+        seen = found.seen
 
 
 def test_a_contribution_of_an_earlier_life_is_one_of_this_peer(told: Told) -> None:
@@ -179,8 +184,54 @@ def test_what_is_no_entry_or_not_signed_is_a_fault(told: Told) -> None:
 
 
 def test_a_log_that_does_not_go_on_from_what_was_seen_is_a_fault(told: Told) -> None:
-    first = check_logged(told.logged[0], told.expected(1)).tree
-    other = check_logged(told.signed_anew(lambda entry: entry.update(time=1), 1), told.expected(1)).tree
-    check_logged(told.logged[1], told.expected(2, tree=first))
+    first = check_logged(told.logged[0], told.expected(1)).seen
+    other = check_logged(told.signed_anew(lambda entry: entry.update(time=1), 1), told.expected(1)).seen
+    check_logged(told.logged[1], told.expected(2, seen=first))
     with pytest.raises(ReceiptFault, match="the log does not go on from the 2 entries that this peer has seen"):
-        check_logged(told.logged[1], told.expected(2, tree=other))
+        check_logged(told.logged[1], told.expected(2, seen=other))
+    with pytest.raises(
+        ReceiptFault, match="entry 1 of the log is another one than this peer has seen before, by the entry that a"
+    ):
+        check_logged(told.logged[0], told.expected(1, again=other))
+
+
+def test_after_a_gap_the_log_is_shown_to_go_on_from_what_was_seen(told: Told) -> None:
+    """Of outer step 2 nothing was seen, as after a restart."""
+    first = check_logged(told.logged[0], told.expected(1)).seen
+    other = check_logged(told.signed_anew(lambda entry: entry.update(time=1), 1), told.expected(1)).seen
+    proven = told.log.entry(3, first.size)
+    assert proven.consistency and check_logged(proven, told.expected(3, seen=first)).linked
+    assert not check_logged(told.logged[2], told.expected(3, seen=first)).linked, "the host could not show it"
+    wrong = replace(proven, consistency=(*proven.consistency[:-1], bytes(32)))
+    for logged, seen in ((proven, other), (wrong, first)):
+        with pytest.raises(ReceiptFault, match="the log does not go on from the 2 entries that this peer has seen"):
+            check_logged(logged, told.expected(3, seen=seen))
+
+
+# -- what is kept of it --------------------------------------------------------------------------------------------------------
+
+BY = SeenBy(RUN, "p", 0)
+
+
+def test_any_changed_byte_of_a_kept_line_is_found(tmp_path: Path) -> None:
+    signer, seen = Signer(KEYS["p"]), SeenEntry(7, bytes(range(32)), bytes(range(1, 33)))
+    line = seen_line(BY, seen, signer)
+    assert read_seen(tmp_path, line, BY, signer.public_key) == seen
+    for at, bit in itertools.product(range(len(line)), (1, 32)):
+        changed = line[:at] + bytes([line[at] ^ bit]) + line[at + 1 :]
+        with pytest.raises((ValueError, FormatError)):
+            read_seen(tmp_path, changed, BY, signer.public_key)
+
+
+@pytest.mark.parametrize("by", [SeenBy("another-run", "p", 0), SeenBy(RUN, "q", 0), SeenBy(RUN, "p", 1)])
+def test_a_line_of_another_peer_part_or_run_names_both(by: SeenBy, tmp_path: Path) -> None:
+    signer = Signer(KEYS["p"])
+    line = seen_line(BY, SeenEntry(7, bytes(32), bytes(32)), signer)
+    with pytest.raises(ValueError, match=f"p has seen it, of part 0 of the run {RUN}; this is {by.peer_id}, part {by.part}"):
+        read_seen(tmp_path, line, by, signer.public_key)
+
+
+@pytest.mark.parametrize("line", [b"", b"[]", b"{}", b"7", b"[" * 100_000, b'{"format":1,"part":[],"peer_id":{},"run_id":1}'])
+def test_what_is_no_kept_line_is_said_so(line: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        read_seen(tmp_path, line, BY, Signer(KEYS["p"]).public_key)

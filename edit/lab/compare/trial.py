@@ -8,13 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from edit.config.algorithm import OuterConfig
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import Schema
@@ -49,8 +50,14 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Names the row: equal for equal trials, another one when a preset or a default has changed."""
-        values = asdict(self) | {"config": self.method.config(self.seed).to_json()}
+        """Names the row: equal for equal trials, another one when a preset or a default has changed.
+
+        Who chose the outer optimizer's settings changes nothing, only what they are; and what takes no outer step has none.
+        """
+        config = self.method.config(self.seed)
+        steps = self.method.trains in ("exchange", "one-replica")
+        config = replace(config, outer=replace(config.outer, preset="manual", chosen="") if steps else OuterConfig())
+        values = asdict(self) | {"config": config.to_json()}
         del values["method"]["name"], values["method"]["tables"]
         return blake3(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -53,6 +53,7 @@ class Plan:
     faults: tuple[Fault, ...]
     liar: int = -1  # the member that lies; -1: none does
     lie: str = ""  # how: one of LIES
+    relayed: frozenset[int] = frozenset()  # members that others reach through a relay
 
     @property
     def is_slow(self) -> bool:
@@ -111,7 +112,14 @@ def draw(seed: int, most_members: int = 4) -> Plan:
         same_bytes=random.random() < 0.2,
         faulty_s=faulty_s,
         faults=tuple(faults),
+        relayed=_relayed(seed, members),
     )
+
+
+def _relayed(seed: int, members: int) -> frozenset[int]:
+    """Return who is behind a relay, in some seeds; drawn apart, as evictions."""
+    random = Random(f"relayed {seed}")
+    return frozenset(i for i in range(members) if random.random() < 0.5) if random.random() < 0.25 else frozenset()
 
 
 def _evictions(seed: int, members: int, faulty_s: float) -> list[Fault]:

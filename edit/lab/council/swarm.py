@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from edit.council import events as ev
 from edit.council.machine import Council, Role, Timing
-from edit.council.record import Member, Part, PartState, Phase, Record, Saved, Update, name_of, update_id
+from edit.council.record import Member, Part, PartState, Phase, Record, Saved, Update, name_of, peer_of, update_id
 from edit.lab.council.plan import Fault, Plan
 from edit.lab.council.truth import Broken, Truth
 
@@ -103,7 +103,10 @@ class Swarm:
         return done()
 
     def run_all(self) -> float:
-        """Run the plan: faults, healing, two further commits of all parts at all members. Return the seconds these took."""
+        """Run the plan: faults, healing, two further commits of all parts at all members. Return the seconds these took.
+
+        Where some members are behind a relay, it goes on until these own nothing that others can.
+        """
         self.run(self.plan.faulty_s)
         self.heal()
         healed, wanted = self.now, [part.outer_step + 2 for part in self.truth.newest.parts]
@@ -117,7 +120,25 @@ class Swarm:
         if not self.run(healed + self.plan.recovery_s, done):
             steps = {host.peer_id: [state.outer_step for state in host.states] for host in self.hosts.values()}
             raise Broken(f"no two commits at all members within {self.plan.recovery_s:.0f} s: {wanted} wanted, {steps}")
-        return self.now - healed
+        recovery_s = self.now - healed
+        self._wait_for_direct_owners()
+        return recovery_s
+
+    def _wait_for_direct_owners(self) -> None:
+        """Rule 11: within a few leases after all is well, relayed members own nothing. Verifiers stay what they are."""
+        plan = self.plan
+        if not plan.relayed or plan.verify or plan.liar >= 0:
+            return
+
+        def done() -> bool:
+            record = self.truth.newest
+            voters, direct = {peer_of(name) for name in record.voters}, record.direct
+            return not voters & direct - record.distrusted or all(part.owner in direct for part in record.parts)
+
+        most_s = 5.0 + 20 * self.truth.newest.lease_s * len(self.truth.newest.parts)
+        if not self.run(self.now + most_s, done):
+            owners = [part.owner for part in self.truth.newest.parts]
+            raise Broken(f"members behind a relay own parts that others could, {most_s:.0f} s later: {owners}")
 
     def note(self, line: str) -> None:
         """Add a line to the trace."""
@@ -135,7 +156,7 @@ class Swarm:
             lineage=1,
             term=0,
             version=0,
-            members={host.peer_id: Member(incarnation=host.incarnation) for host in voters},
+            members={host.peer_id: self._member(host) for host in voters},
             voters=tuple(host.name for host in voters),
             parts=tuple(Part(owner="m0", grant=0, outer_step=0, digest=digest) for digest in digests),
             lease_s=self.plan.lease_s,
@@ -146,6 +167,9 @@ class Swarm:
             host.states = [PartState(0, digest) for digest in digests]
             host.kept = {(i, 0): digest for i, digest in enumerate(digests)}
         return record
+
+    def _member(self, host: Host) -> Member:
+        return Member(incarnation=host.incarnation, relayed=int(host.peer_id[1:]) in self.plan.relayed)
 
     def _starter(self, host: Host) -> Callable[[], None]:
         return lambda: self.start(host)
@@ -164,7 +188,7 @@ class Swarm:
         timing = Timing(
             heartbeat_s=lease_s / 4, lease_s=lease_s, forget_s=6 * lease_s, verify_s=8 * lease_s, stall_s=self.plan.stall_s
         )
-        member = Member(incarnation=host.incarnation)
+        member = self._member(host)
         host.council = self._council_of(host)("run", host.peer_id, member, saved, host.states, timing, self._clock(host))
         self.note(f"{host.name} starts")
         for other in self.hosts.values():

@@ -363,9 +363,16 @@ class DataCalls:
 
         return await _retrying(self._channels, "contribution", attempt, wanted, lambda: assembly.received)
 
-    async def score(self, outer_step: int, scores: Mapping[str, float], wanted: Wanted) -> None:
+    async def score(
+        self,
+        outer_step: int,
+        scores: Mapping[str, float],
+        wanted: Wanted,
+        *,
+        sign: Callable[[ScoreReport], ScoreReport] = lambda report: report,
+    ) -> None:
         """Say what the contributions to an outer step are worth. StaleError: it is not the last one any more."""
-        report = ScoreReport(run_id=self._run_id, outer_step=outer_step, scores=scores)
+        report = sign(ScoreReport(run_id=self._run_id, outer_step=outer_step, scores=scores))
 
         async def attempt() -> None:
             self._down(await self._answer(self._stub().Score(self._up(scores_to_pb(report)), timeout=ANSWER_S)))

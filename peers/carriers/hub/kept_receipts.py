@@ -8,30 +8,27 @@ receipt-fault.json    a receipt that did not fit: what was seen before, and what
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edit.durable_files import check_format, sync, write_atomic
-from edit.errors import ConfigError, RefusedError, StorageError
+from edit.durable_files import check_format, write_atomic
+from edit.errors import ConfigError, RefusedError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
 from edit.trust.merkle import leaf_hash, verify_consistency, verify_inclusion
 from editpb.limits import one_line
 from editpb.messages import LogReceipt
 from editpb.receipts import NOTHING_SEEN, Head, ReceiptFault
+from peers.carriers.kept_lines import KeptLines
 
 __all__ = ["FAULT", "FORMAT", "KEY", "RECEIPTS", "KeptReceipts", "Verified", "base64_text", "pinned_key", "verify_kept"]
 
 KEY, RECEIPTS, FAULT = "log.vkey", "receipts.jsonl", "receipt-fault.json"
 FORMAT = 1  # of receipts.jsonl, in each line, and of receipt-fault.json
 _MOST_KEPT = 10_000  # lines; then the older half goes
-_log = logging.getLogger(__name__)
 
 
 def pinned_key(home: Path, said: str, run_id: str) -> NoteKey:
@@ -57,32 +54,25 @@ def pinned_key(home: Path, said: str, run_id: str) -> NoteKey:
 
 
 class KeptReceipts:
-    """receipts.jsonl, for appending. Make it with `open`. `write` runs in a thread, one call after the other."""
+    """receipts.jsonl, for appending. Make it with `open`. `save` runs in a thread, one call after the other."""
 
-    def __init__(self, path: Path, lines: list[bytes], head: Head, end: int) -> None:
+    def __init__(self, file: KeptLines, head: Head) -> None:
         self.head = head
         self.saved = head  # the last one that is on disk
-        self._path, self._lines, self._end = path, lines, end
-        self._pending: list[bytes] = []
-        self._told = False
+        self._file = file
 
     @classmethod
     def open(cls, home: Path, key: NoteKey) -> KeptReceipts:
         """Read what is kept; a torn last line is passed over. Raises ConfigError where it is damaged."""
         path = home / RECEIPTS
-        try:
-            data = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-        end = data.rfind(b"\n") + 1
-        lines = data[:end].splitlines()
+        file = KeptLines.open(path, _MOST_KEPT)
         head = NOTHING_SEEN
-        if lines:
+        if file.lines:
             try:
-                head = _head_of(_line(path, lines[-1]), key)
+                head = _head_of(_line(path, file.lines[-1]), key)
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path}: line {len(lines)} is damaged ({error}); restore it from a copy") from error
-        return cls(path, lines, head, end)
+                raise ConfigError(f"{path}: line {len(file.lines)} is damaged ({error}); restore it from a copy") from error
+        return cls(file, head)
 
     def add(self, head: Head, receipt: LogReceipt, outer_step: int) -> None:
         """Take a receipt whose head follows the last one; `save` brings it to the disk."""
@@ -96,51 +86,14 @@ class KeptReceipts:
             "from": self.head.size,
             "consistency": [base64_text(each) for each in receipt.consistency],
         }
-        self._pending.append(canonical(said))
+        self._file.add(canonical(said))
         self.head = head
 
     async def save(self) -> None:
         """Bring what was taken to the disk; one call after the other. What the disk refuses is tried again with the next."""
-        (pending, self._pending), head = (self._pending, []), self.head
-        if pending and not await asyncio.to_thread(self._write, pending):
-            self._pending = [*pending, *self._pending][-_MOST_KEPT:]
-        else:
+        head = self.head
+        if await self._file.save():
             self.saved = head
-
-    def _write(self, pending: list[bytes]) -> bool:
-        """Append these lines; return whether they are on disk."""
-        try:
-            if len(self._lines) + len(pending) > _MOST_KEPT:
-                self._lines = [*self._lines, *pending][-_MOST_KEPT // 2 :]
-                data = b"".join(line + b"\n" for line in self._lines)
-                write_atomic(self._path, data)
-                self._end = len(data)
-            else:
-                self._append(b"".join(line + b"\n" for line in pending))
-                self._lines += pending
-        except (OSError, StorageError) as error:
-            if not self._told:
-                _log.warning("%s: cannot be written (%s); it is tried again with the next receipt", self._path, error)
-            self._told = True
-            return False
-        self._told = False
-        return True
-
-    def _append(self, data: bytes) -> None:
-        new = not self._path.exists()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.ftruncate(descriptor, self._end)
-            rest, at = memoryview(data), self._end
-            while rest:
-                written = os.pwrite(descriptor, rest, at)
-                rest, at = rest[written:], at + written
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if new:
-            sync(self._path.parent)
-        self._end += len(data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,15 @@ def connect_swarm(
     watch = OwnerWatch(identity.run_id, channels)
     config = read[0][0]
     checks: ReceiptChecks | None = None
-    if home is not None and config.audit.enabled and site.key and ranks.leads and own_takes:
-        key, alone = Signer(site.key).public_key, ranks.size == 1
-        checks = ReceiptChecks(identity, channels[0], config_digest(config), key, home, parts, alone=alone)
+
+    def check() -> None:
+        nonlocal checks
+        if home is not None and own_takes:
+            signer, alone = Signer(site.key), ranks.size == 1
+            checks = ReceiptChecks(identity, channels[0], config_digest(config), signer, home, parts, alone=alone)
+
+    if home is not None and config.audit.enabled and site.key:
+        ranks.lead(check)
     followers = checks.parts if checks is not None else ()
     hub = AllAggregators(io, channels, identity, ranks, parser, site=site, followers=followers)
     with leaving(hub, ended, failed) as connection:

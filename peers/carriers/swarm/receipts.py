@@ -4,6 +4,7 @@ A fault does not stop the peer, as it does in a run with a coordinator: the next
 be able to make the others leave. It is logged, shown in the status of this peer's host, and kept in the peer's folder:
 
     receipt-fault-part-N-step-T.json    the entry of outer step T of part N, and what this peer knows
+    receipts-part-N.jsonl               the entries of part N that fit (`editpb.seen_entries`): later ones must go on from these
 """
 
 from __future__ import annotations
@@ -11,31 +12,36 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 
 from edit.durable_files import write_json
-from edit.errors import EditError, StaleError, StorageError, TransportError
+from edit.errors import EditError, RemoteProtocolError, StaleError, StorageError, TransportError
 from edit.records import Commit
-from edit.trust.merkle import MerkleTree
+from edit.trust.merkle import MerkleTree, verify_consistency
+from edit.trust.signatures import Signer
 from editpb import council_pb2 as pb
 from editpb import council_pb2_grpc
-from editpb.council_messages import LogDoubt, doubt_to_pb, logged_from_pb
+from editpb.council_messages import LogDoubt, doubt_to_pb, goes_on_from_pb, logged_from_pb
 from editpb.identity import Identity
 from editpb.limits import one_line
 from editpb.messages import ContributionHeader, LoggedEntry
 from editpb.part_receipts import ExpectedLog, LoggedCommit, check_logged
 from editpb.receipts import Mine, ReceiptFault
+from editpb.seen_entries import SeenEntry
 from editpb.transport.status import from_rpc
 from peers.carriers.hub.kept_receipts import base64_text
 from peers.carriers.swarm.channels import PartChannels
+from peers.carriers.swarm.seen_log import SeenLog
 
 __all__ = ["FAULT_FORMAT", "PartReceipts", "ReceiptChecks", "fault_file"]
 
 AGAIN_S = 2.0  # after which the host is asked again for what it did not have
 ANSWER_S = 10.0
+OTHERS_S = 3.0  # for each other member that is asked whether the log goes on
+MOST_ASKED = 16  # of these
 LAST_S = 5.0  # at the end of a run, for what is not checked yet
 MOST_UNCHECKED = 64  # outer steps of a part; earlier ones are not checked
 MOST_FAULTS = 16  # that one process keeps as files
@@ -55,6 +61,7 @@ class _Doubt:
 
     said: LogDoubt
     logged: LoggedEntry | None
+    seen: SeenEntry | None = None  # the last entry before it that this peer had seen
 
 
 class PartReceipts:
@@ -62,20 +69,28 @@ class PartReceipts:
 
     Args:
         mine: who this peer is.
+        kept: the entries that it has seen.
         alone: whether it has one rank: it knows of all its shards then whether the owner has them.
         woken: called when there is an update to be checked.
     """
 
     def __init__(
-        self, run_id: str, part: int, config_digest: str, mine: Mine, woken: Callable[[], object], *, alone: bool = True
+        self,
+        run_id: str,
+        part: int,
+        config_digest: str,
+        mine: Mine,
+        kept: SeenLog,
+        woken: Callable[[], object],
+        *,
+        alone: bool = True,
     ) -> None:
-        self.part, self.mine = part, mine
+        self.part, self.mine, self.kept = part, mine, kept
         self.unchecked: list[Commit] = []  # ascending
         self.checked = 0  # entries that fit
         self._run_id, self._config_digest, self._woken, self._alone = run_id, config_digest, woken, alone
         self._schema_hash = ""
         self._whole: dict[int, frozenset[int]] = {}  # see `ExpectedLog`
-        self._tree: MerkleTree | None = None  # of the entries that were seen, up to the last
         self._left_out = ""  # the owner that left this peer out last, and how it put it
 
     def signed(self, header: ContributionHeader) -> ContributionHeader:
@@ -100,30 +115,36 @@ class PartReceipts:
     def check(self, logged: LoggedEntry) -> _Doubt | None:
         """Hold the entry of the first update that is not checked yet to what this peer knows; return what is wrong."""
         commit = self.unchecked.pop(0)
-        seen = self._tree if self._tree is not None and len(self._tree) == commit.outer_step else None
+        step = commit.outer_step
+        seen = self.kept.before(step)
         expected = ExpectedLog(
             run_id=self._run_id,
             part=self.part,
             config_digest=self._config_digest,
             schema_hash=self._schema_hash,
             commit=commit,
-            tree=seen,
+            seen=seen,
+            again=self.kept.at(step),
             mine=self.mine,
             whole=self._whole,
         )
         try:
             found = check_logged(logged, expected)
         except ReceiptFault as error:
-            self._tree = None
-            return _Doubt(LogDoubt(self.part, commit.outer_step, one_line(str(error))), logged)
-        self._tree = found.tree
+            self.kept.forget()
+            return _Doubt(LogDoubt(self.part, step, one_line(str(error))), logged, seen)
+        self.kept.add(found.seen)
         self.checked += 1
-        return self._doubted(commit.outer_step, found)
+        doubt = self._doubted(step, found)
+        if not found.linked and doubt is None:
+            assert seen is not None
+            why = f"nobody could show that it goes on from the {seen.size} entries that this peer has seen"
+            return _Doubt(LogDoubt(self.part, step, why), None)
+        return doubt
 
     def not_kept(self, why: str) -> None:
         """The first update that is not checked yet has no entry that this peer could see."""
         commit = self.unchecked.pop(0)
-        self._tree = None
         _log.info("part %d: outer step %d is not compared with the audit log: %s", self.part, commit.outer_step, why)
 
     def _doubted(self, outer_step: int, found: LoggedCommit) -> _Doubt | None:
@@ -147,9 +168,11 @@ class ReceiptChecks:
     Args:
         identity: of this peer.
         channels: of a part; what they know of this peer's own host counts.
-        public_key: of this peer's certificate, DER.
+        signer: with this peer's key.
         home: its folder.
         parts, alone: how many there are; as for `PartReceipts`.
+
+    Raises ConfigError where what is kept in the folder cannot be used.
     """
 
     def __init__(
@@ -157,7 +180,7 @@ class ReceiptChecks:
         identity: Identity,
         channels: PartChannels,
         config_digest: str,
-        public_key: bytes,
+        signer: Signer,
         home: Path,
         parts: int,
         *,
@@ -165,9 +188,10 @@ class ReceiptChecks:
     ) -> None:
         self._identity, self._channels, self._home = identity, channels, home
         self._woken = asyncio.Event()
-        mine = Mine(identity.peer_id, public_key)
+        mine, run_id, woken = Mine(identity.peer_id, signer.public_key), identity.run_id, self._woken.set
+        kept = [SeenLog.open(home, part, identity, signer) for part in range(parts)]
         self.parts: Sequence[PartReceipts] = tuple(
-            PartReceipts(identity.run_id, part, config_digest, mine, self._woken.set, alone=alone) for part in range(parts)
+            PartReceipts(run_id, part, config_digest, mine, each, woken, alone=alone) for part, each in enumerate(kept)
         )
         self._faults = 0  # files that were written
         self._task: asyncio.Task[None] | None = None
@@ -210,25 +234,61 @@ class ReceiptChecks:
 
     async def _check(self, part: PartReceipts) -> bool:
         while part.unchecked:
+            commit = part.unchecked[0]
             try:
-                logged = await self._ask(part.part, part.unchecked[0].outer_step)
+                logged = await self._ask(part, commit.outer_step)
             except (StaleError, TransportError):
                 return False
             except EditError as error:
-                part.not_kept(str(error))
-            else:
-                if (doubt := part.check(logged)) is not None:
-                    await self._say(doubt)
+                if part.unchecked[0] is commit:
+                    part.not_kept(str(error))
+                continue
+            if part.unchecked[0] is not commit:
+                continue  # too many have come meanwhile, and this one is not checked any more
+            if (seen := part.kept.before(commit.outer_step)) is not None and not logged.consistency:
+                logged = await self._shown_by_others(part.part, commit.outer_step, seen, logged)
+            doubt = part.check(logged)
+            await part.kept.save()
+            if doubt is not None:
+                await self._say(doubt)
         return True
 
-    async def _ask(self, part: int, outer_step: int) -> LoggedEntry:
+    async def _ask(self, part: PartReceipts, outer_step: int) -> LoggedEntry:
+        seen = part.kept.before(outer_step)
+        size = seen.size if seen is not None and seen.size < outer_step else 0
+        asked = pb.LoggedRequest(part=part.part, outer_step=outer_step, seen=size)
         try:
-            return logged_from_pb(
-                await self._stub().Logged(pb.LoggedRequest(part=part, outer_step=outer_step), timeout=ANSWER_S)
-            )
+            return logged_from_pb(await self._stub().Logged(asked, timeout=ANSWER_S))
         except grpc.aio.AioRpcError as error:
             await self._forget()
             raise from_rpc(error) from None
+
+    async def _shown_by_others(self, part: int, outer_step: int, seen: SeenEntry, logged: LoggedEntry) -> LoggedEntry:
+        """Return the entry with the proof that its log goes on from what was seen; without one where nobody gives it.
+
+        This peer's own host cannot after a snapshot. Any other member may: the proof itself shows whether it is right.
+        """
+        if seen.size == outer_step:
+            return logged
+        try:
+            root = MerkleTree.after(outer_step, logged.peaks).root()
+        except ValueError:
+            return logged  # it is checked next
+        asked = pb.GoesOnRequest(part=part, old=seen.size, new=outer_step)
+        for peer_id, address in [*self._channels.hosts.items()][:MOST_ASKED]:
+            if peer_id == self._identity.peer_id:
+                continue
+            channel = self._channels.member(address, Identity(self._identity.run_id, "peer", peer_id).server_name)
+            try:
+                reply = await council_pb2_grpc.CouncilStub(channel).GoesOn(asked, timeout=OTHERS_S)
+                proof = goes_on_from_pb(reply)
+            except (grpc.aio.AioRpcError, RemoteProtocolError):
+                continue
+            finally:
+                await self._channels.release(channel)
+            if verify_consistency(seen.size, outer_step, proof, seen.root, root):
+                return replace(logged, consistency=proof)
+        return logged
 
     async def _say(self, doubt: _Doubt) -> None:
         said = doubt.said
@@ -236,7 +296,7 @@ class ReceiptChecks:
         if doubt.logged is not None and self._faults < MOST_FAULTS:
             self._faults += 1
             try:
-                await asyncio.to_thread(self._keep, said, doubt.logged)
+                await asyncio.to_thread(self._keep, doubt, doubt.logged)
             except StorageError as error:
                 _log.error("%s", error)
         try:
@@ -245,7 +305,8 @@ class ReceiptChecks:
             _log.info("this peer's host was not told of it: %s", error.details())
             await self._forget()
 
-    def _keep(self, said: LogDoubt, logged: LoggedEntry) -> None:
+    def _keep(self, doubt: _Doubt, logged: LoggedEntry) -> None:
+        said, seen = doubt.said, doubt.seen
         mine = self.parts[said.part].mine
         values: dict[str, object] = {
             "fault": said.reason,
@@ -254,6 +315,8 @@ class ReceiptChecks:
             "outer_step": said.outer_step,
             "entry": logged.entry.decode(errors="backslashreplace"),
             "peaks": [each.hex() for each in logged.peaks],
+            "consistency": [each.hex() for each in logged.consistency],
+            "seen": {"entries": seen.size, "root": seen.root.hex()} if seen is not None else None,
             "delivered": sorted(mine.delivered),
             "signatures": {
                 str(round_id): {str(i): list(map(base64_text, given)) for i, given in signed.items()}

@@ -14,8 +14,9 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from aggregator.swarm import operate
+from aggregator.swarm import commands, operate
 from aggregator.swarm.commands import print_report
 from aggregator.swarm.host_folder import HostFolder
 from aggregator.swarm.standing import PartStanding, PeerStanding, Report, Standing, report
@@ -25,6 +26,7 @@ from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from edit.plain_text import json_text
 from editpb.messages import Expel
+from editpb.seen_entries import seen_file
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.loops import run_held
 from tests.support.served import TOML
@@ -398,7 +400,10 @@ def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: P
         await swarm.until(lambda: any("recovered" in text for text in b.standing().notices), passes=1.0)
         assert {*swarm.running["c"].council.record.members} == {"c"}
         await swarm.stop("b")
+        seen_file(folders["b"], 0).write_text("what its peer has seen of the audit log of that lineage")
         await in_thread(operate.rejoin, folders["b"])
+        (aside,) = folders["b"].glob("lineage-1-*")
+        assert seen_file(aside, 0).exists() and not seen_file(folders["b"], 0).exists()
         await swarm.start("b")
         await swarm.until(lambda: swarm.settled("cb") and swarm.steps() == {"c": 1, "b": 1}, passes=1.0)
         assert swarm.same()
@@ -406,6 +411,21 @@ def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: P
         await swarm.until(lambda: swarm.steps() == {"c": 2, "b": 2})
 
     scenario(tmp_path, body)
+
+
+def test_recover_says_what_it_needs_where_nobody_can_be_asked_and_where_there_is_no_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (lambda path: operate.recover(path, lambda plan: True), operate.rejoin):
+        with pytest.raises(ConfigError, match="nothing: is not the folder of a member; name it with --home"):
+            command(tmp_path / "nothing")
+    parts, members = (Part(owner="a", grant=1, outer_step=0, digest="0" * 64),), {"a": Member(incarnation=1)}
+    record = Record(run_id="run", lineage=1, term=1, version=1, members=members, voters=("a#1",), parts=parts)
+    monkeypatch.setattr(operate, "recover", lambda _, confirm: str(confirm(operate.Recovery(record, record, ("a plan",)))))
+    said = CliRunner().invoke(commands.app, ["recover", str(tmp_path)])  # its standard input is at its end
+    assert isinstance(said.exception, ConfigError) and "recover with: --yes" in str(said.exception)
+    assert CliRunner().invoke(commands.app, ["recover", str(tmp_path)], input="y\n").stdout.endswith("True\n")
+    assert CliRunner().invoke(commands.app, ["recover", "--yes", str(tmp_path)]).stdout.endswith("True\n")
 
 
 def test_a_host_that_runs_is_neither_recovered_nor_rejoined(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
-from aggregator.storage import checkpoint
+from aggregator.security.authority import Authority
+from aggregator.storage import checkpoint, part_log
 from aggregator.storage.journal import Disk, replay_segments
 from aggregator.storage.state_folder import part_logs
 from aggregator.swarm import operate
@@ -26,16 +30,19 @@ from aggregator.swarm.replication import Claimed, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
 from edit.council.record import Update, update_id
-from edit.errors import ConfigError, StorageError
+from edit.errors import ConfigError, GoneError, StorageError
 from edit.lab.council.parts_on_disk import RUN
 from edit.lab.council.replicated import same
 from edit.trust.canonical import canonical, parse_canonical
+from edit.trust.merkle import verify_consistency
 from edit.trust.signatures import Signer
 from editpb.audit_log import LogFault, LogVerifier, RoundFacts, config_entry, consent_entry, continued_entry, entry_line
 from editpb.consents import signed_consent
+from editpb.identity import Identity
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import Consent, DataStatement, SeenHead
 from editpb.part_entries import begins_line
+from editpb.seen_entries import SeenBy, SeenEntry, seen_file, seen_line
 from editpb.signed_contributions import ContributionSigner, config_digest
 from tests.aggregator.storage.test_audit_log import Killed, MortalDisk
 from tests.aggregator.swarm.test_operating import equip, in_thread
@@ -43,11 +50,11 @@ from tests.aggregator.swarm.test_takeover import EITHER, LOST
 from tests.aggregator.swarm.test_verification import PEERS, contribute
 from tests.support.council.audited import AUDITED, KEYS, AuditedMember, AuditedTable, audited_toml, record_of
 from tests.support.council.hosts import Hosts, hosts
-from tests.support.council.replicated_table import ReplicatedTable
+from tests.support.council.replicated_table import CONFIG, ReplicatedTable
 from tests.support.council.table import LEASE_S
 from tests.support.keys import member_key
 from tests.support.loops import run_held
-from tests.support.served import TOML
+from tests.support.served import TOML, new_folder
 
 Entry = dict[str, Any]
 
@@ -68,6 +75,31 @@ def two(tmp_path: Path) -> tuple[AuditedMember, AuditedMember]:
     assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
     other.replica.adopt(offer.update.id)
     return owner, other
+
+
+def test_a_log_shows_that_it_goes_on_from_what_a_peer_has_seen_unless_it_begins_later(tmp_path: Path) -> None:
+    owner, late = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b").found()
+    for round_id in (1, 2, 3):
+        owner.take(owner.offer(round_id))
+    late.log.begin(owner.replica.outer, owner.log.tree.peaks)
+    owner.take(owner.offer(4))
+    late.log.append(owner.log.entry(4).entry.decode())
+    tree, there, here = owner.log.tree, owner.log.entry(4, 2), late.log.entry(4, 2)
+    assert verify_consistency(2, 4, there.consistency, tree.root(2), tree.root(4))
+    assert replace(there, consistency=()) == here == owner.log.entry(4), "without what is not known, or not asked for"
+
+
+def test_entries_are_told_also_of_updates_that_are_kept_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer asks for them later than it takes the updates, of which 4 are kept."""
+    owner = AuditedMember(tmp_path / "a", disk=QUICK).found()
+    for step in range(1, 8):
+        owner.take(owner.offer(step))
+    assert parse_canonical(owner.log.entry(1).entry)["outer_step"] == 1
+    monkeypatch.setattr(part_log, "_MOST_BYTES", 1)
+    owner.take(owner.offer(8))
+    assert parse_canonical(owner.log.entry(5).entry)["outer_step"] == 5
+    with pytest.raises(GoneError, match="the entry of outer step 4 is kept no longer"):
+        owner.log.entry(4)
 
 
 # -- what an owner may say -----------------------------------------------------------------------------------------------------
@@ -622,8 +654,103 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
     with pytest.raises(LogFault, match=r"audit-log\.jsonl: entry 1: it is not signed by a, who owned the part"):
         command(capsys, "verify", tmp_path / "copy", "--hashes")
     path.parent.rename(tmp_path / "copy" / "part-1")
-    with pytest.raises(LogFault, match="entry 1"):
+    with pytest.raises(ConfigError, match="part-0: has no audit log, and the run has one of each part"):
         command(capsys, "verify", tmp_path / "copy")
+
+
+def of_two_parts(home: Path) -> None:
+    """A member's folder, with the logs of both parts of a model."""
+    config = RunConfig.from_mapping({**CONFIG, "audit": {"enabled": True}, "swarm": {"parts": 2}})
+    for part in (0, 1):
+        owner = AuditedMember(home / f"part-{part}", config=config, part=part).found()
+        owner.store.close()
+
+
+def test_a_lost_log_of_a_part_is_named_in_a_members_folder_and_in_an_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, out = tmp_path / "home", tmp_path / "out"
+    of_two_parts(home)
+    command(capsys, "export", home, out)
+    for folder in (home, out):
+        assert "part 1: 0 commits" in command(capsys, "verify", folder)
+        (folder / "part-1" / "audit-log.jsonl").unlink()
+        for verb in ("verify", "usage"):
+            with pytest.raises(ConfigError, match="part-1: has no audit log, and the run has one of each part"):
+                command(capsys, verb, folder)
+
+
+def test_a_log_that_begins_after_a_snapshot_and_has_no_commit_yet_is_of_no_other_lineage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner, late = AuditedMember(tmp_path / "a" / "part-0").found(), AuditedMember(tmp_path / "b" / "part-0", "b").found()
+    owner.take(owner.offer(1))
+    late.log.begin(owner.replica.outer, owner.log.tree.peaks)
+    late.store.close()
+    said = command(capsys, "verify", tmp_path / "b")
+    assert "begins      with entry 2" in said and "lineage" not in said
+
+
+def test_an_export_is_written_whole_or_not_at_all_and_over_no_other_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, out = tmp_path / "home", tmp_path / "out"
+    owner = AuditedMember(home / "part-0").found()
+    owner.take(owner.offer(1))
+    command(capsys, "export", home, out)
+    owner.take(owner.offer(2))
+    assert "2 commits" in command(capsys, "export", home, out), "the same log, which has grown"
+    owner.store.close()
+    kept = (out / "part-0" / "audit-log.jsonl").read_bytes()
+
+    other = AuditedMember(tmp_path / "other" / "part-0").found()
+    other.store.close()
+    with pytest.raises(ConfigError, match="is another log, or one that has more entries; export to another folder"):
+        command(capsys, "export", tmp_path / "other", out)
+    assert (out / "part-0" / "audit-log.jsonl").read_bytes() == kept
+
+    two = tmp_path / "two"
+    of_two_parts(two)
+    log = two / "part-1" / "audit-log.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"outer_step":0', b'"outer_step":1'))
+    with pytest.raises(ConfigError, match="is another log"):
+        command(capsys, "export", two, out)
+    log.write_bytes(log.read_bytes()[:-9] + b"\n")
+    with pytest.raises(LogFault, match=r"part-1/audit-log\.jsonl: entry 0"):
+        command(capsys, "export", two, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_log_that_lost_what_the_members_own_peer_has_seen_does_not_verify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    owner = AuditedMember(home / "part-0").found()
+    for step in (1, 2, 3):
+        owner.take(owner.offer(step))
+    owner.store.close()
+    run = new_folder(tmp_path / "run")
+    issuer, key = Authority.load(run.path, run.run_id).issuer, serialization.load_pem_private_key(KEYS["a"], None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    certificate = issuer.issue(Identity(RUN, "peer", "a"), key.public_key(), lifetime_s=3600, now=time.time())
+    (home / "peer.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    tree, by = owner.log.tree, SeenBy(RUN, "a", 0)
+    lines = [seen_line(by, SeenEntry(step, tree.leaf(step), tree.root(step + 1)), Signer(KEYS["a"])) for step in (1, 2, 3)]
+    seen_file(home, 0).write_bytes(b"".join(line + b"\n" for line in lines))
+    assert "seen        the log has the last 3 entries that this member's peer has seen" in command(capsys, "verify", home)
+    path = home / "part-0" / "audit-log.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
+    with pytest.raises(LogFault, match=r"audit-log\.jsonl: has 3 entries, and this member's peer has seen 4"):
+        command(capsys, "verify", home)
+    path.write_bytes(whole)
+    other = seen_line(by, SeenEntry(2, tree.leaf(2), bytes(32)), Signer(KEYS["a"]))
+    seen_file(home, 0).write_bytes(other + b"\n")
+    with pytest.raises(LogFault, match="entry 2, or one before it, is another one than this member's peer has seen"):
+        command(capsys, "verify", home)
+    seen_file(home, 0).write_bytes(other.replace(b'"part":0', b'"part":1') + b"\n")
+    with pytest.raises(ConfigError, match=r"receipts-part-0\.jsonl: line 1 cannot be used: a has seen it, of part 1"):
+        command(capsys, "verify", home)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["from the genesis", "after a snapshot"])

@@ -26,8 +26,12 @@ def toml() -> str:
     return audited_toml(keep=3)
 
 
+def command(verb: str, home: Path, *words: object) -> None:
+    app(["audit", verb, str(home), *map(str, words)], standalone_mode=False)
+
+
 def replay(capsys: pytest.CaptureFixture[str], home: Path, *words: object) -> str:
-    app(["audit", "replay", str(home), *map(str, words)], standalone_mode=False)
+    command("replay", home, *words)
     return capsys.readouterr().out
 
 
@@ -65,19 +69,29 @@ def test_owners_keep_what_they_merged_and_it_gives_the_commits_once_more(
             assert f"part 0, outer step {step}: " in replay(capsys, home, "--step", step)
     (said,) = json.loads(replay(capsys, tmp_path / second, "--json", "--part", 0))
     assert (said["part"], said["outer_step"], said["peers"], said["shards"]) == (0, 5, ["p", "q"], 4)
-    with pytest.raises(ConfigError, match=f"outer step 3 are not kept; those to these are: 4, 5; {first} owned part 0"):
+    with pytest.raises(
+        ConfigError, match=f"outer step 3 are not kept; here are those to 4 to 5; {first} owned part 0 then: replay it"
+    ):
         replay(capsys, tmp_path / second, "--step", 3)
     with pytest.raises(ConfigError, match=r"no log in .* has outer step 9"):
         replay(capsys, copy, "--step", 9)
     with pytest.raises(ConfigError, match=r"--part 1: .* has the parts 0"):
         replay(capsys, copy, "--part", 1)
+    (third,) = {*"abc"} - {first, second}
+    with pytest.raises(
+        ConfigError, match=rf"part-0: no contributions are kept here; {second} owned part 0 then: .* of {second}$"
+    ):
+        replay(capsys, tmp_path / third)
+    command("export", copy, tmp_path / "exported")
+    with pytest.raises(ConfigError, match=f"exported/part-0: no contributions are kept here; {first} owned part 0 then"):
+        replay(capsys, tmp_path / "exported", "--step", 3)
     folder = contributions_of(MemberFolder(copy).part(0))
     _damage(folder, 2)
     with pytest.raises(LogFault, match="is kept with other bytes than were signed"):
         replay(capsys, copy, "--step", 2)
     shutil.rmtree(folder / "step-00000001")
     (folder / "step-00000003").rename(folder / "step-00000001")
-    with pytest.raises(ConfigError, match=f"is of a round that came to nothing; {first} owned part 0 at outer step 1"):
+    with pytest.raises(ConfigError, match=f"is of a round that came to nothing; {first} owned part 0 then: replay it"):
         replay(capsys, copy, "--step", 1)
     (copy / "run.toml").write_text(toml().replace("lr = 0.7", "lr = 0.6"))
     with pytest.raises(ConfigError, match=r"a replay needs the run\.toml of then"):

@@ -33,7 +33,10 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
-    assert RunConfig.from_toml(written(tmp_path, "")) == RunConfig()
+    config = RunConfig.from_toml(written(tmp_path, ""))
+    assert config.outer.chosen, "of the outer optimizer's length-dependent settings nothing is written"
+    chosen = dataclasses.replace(OuterConfig(), preset="auto", chosen=config.outer.chosen)
+    assert config == dataclasses.replace(RunConfig(), outer=chosen)
 
 
 def test_values_arrive(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edit.council.events import Ask, Tick, Vote
+from edit.council.events import Accepted, Ask, Tick, Vote
 from edit.council.machine import Role
 from edit.council.record import Member, Saved
 from tests.support.council.table import LEASE_S, Table
@@ -156,3 +156,18 @@ def test_what_a_follower_measured_while_a_member_was_stopped_counts_until_a_reco
     table.cut = {"c"}
     table.run(2.5 * LEASE_S)
     assert len(table.leaders) == 1 and table.leaders[0] in "ab"
+
+
+def test_answers_to_what_was_said_before_a_standstill_make_no_lease_longer() -> None:
+    """A leader that stood still for 14 s, and died then, would be missed for a minute."""
+    table = Table("abc")
+    a = table.elect("a")
+    table.run(2 * LEASE_S)
+    stood, table.now = table.now, table.now + 14 * LEASE_S
+    for number in range(10):
+        for peer_id in "bc":
+            council = table.councils[peer_id]
+            assert council.record is not None
+            sent = stood + 0.001 * number
+            table.say(f"{peer_id}#1", "a", Accepted(a.term, council.record.stamp, tuple(table.states[peer_id]), sent))
+    assert a.lease_s == table.record.lease_s == LEASE_S

@@ -328,9 +328,9 @@ def test_a_survivor_recovers_and_the_others_join_anew() -> None:
     assert table.leaders == ["c"] and {*table.record.members} == {"c"} and table.record.lineage == 2
     assert len([notice for notice in table.done(ev.Noticed, "c") if "joins anew" in notice.text]) == 1
     told = [notice.text for notice in table.done(ev.Noticed, "b") if "recovered" in notice.text]
-    assert told == ["c says that the swarm was recovered: it is of lineage 2, this member of 1, and must join anew"], (
-        "it says why nobody lets it in, once"
-    )
+    assert told == [
+        "c says that the swarm was recovered: it is of lineage 2, this member of 1, and must join anew (edit-peer swarm rejoin)"
+    ], "it says why nobody lets it in, once"
     table.kill("b")
     table.wipe("b", 2)
     table.start("b")

@@ -66,3 +66,12 @@ def test_only_keys_of_p_256_count(curve: ec.EllipticCurve | None) -> None:
         Signer(pem(key))
     with pytest.raises(ConfigError, match="cannot be read"):
         Signer(b"no key")
+
+
+def test_a_signature_is_that_of_rfc_6979() -> None:
+    """Appendix A.2.5, SHA-256, message "sample"."""
+    number = 0xC9AFA9D845BA75166B5C215767B1D6934E50C3DB36E89B127B8A622B120F6721
+    key = ec.derive_private_key(number, ec.SECP256R1())
+    r = "EFD48B2AACB6A8FD1140DD9CD45E81D69D2C877B56AAF991C34D0EA84EAF3716"
+    s = "F7CB1C942D657C41D436C7A1B6E29F65F3E900DBB9AFF4064DC4AB2F843ACDA8"
+    assert Signer(pem(key)).sign(b"sample").hex().upper() == r + s

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from aggregator.security.authority import Authority
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
+from edit.trust.signatures import Signer
 from editpb.identity import Identity
+from editpb.seen_entries import SeenBy, SeenEntry, seen_file, seen_line
 from peers.cli import app
 from peers.identity.peer_folder import PeerFolder
 from peers.identity.policy import digest_of
@@ -75,3 +77,33 @@ def test_a_site_consents_to_the_settings_of_a_swarm_in_its_folder_and_to_no_othe
     (home / "run.toml").write_text(audited_toml().replace("lr = 0.7", "lr = 0.5"))
     with pytest.raises(ConfigError, match=r"not the one that this site consented to: outer\.lr = 0\.5 \(was 0\.7\)"):
         check_settings(home)
+
+
+def test_a_member_does_not_start_with_what_another_has_seen_of_the_audit_log(tmp_path: Path) -> None:
+    home = member(tmp_path)
+    folder, run_id = PeerFolder(home), PeerFolder(home).load(swarm=True).run_id
+    signer, seen = Signer(folder.key()), SeenEntry(1, bytes(32), bytes(32))
+    for name, why in (
+        ("a", ""),
+        ("b", r"receipts-part-0\.jsonl: line 1 cannot be used: b has seen it, of part 0 .* this is a"),
+    ):
+        seen_file(home, 0).write_bytes(seen_line(SeenBy(run_id, name, 0), seen, signer) + b"\n")
+        if not why:
+            check_settings(home)
+            continue
+        with pytest.raises(ConfigError, match=why):
+            check_settings(home)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["audit", "verify"], "its run is a swarm, whose logs lie there: edit-peer swarm audit verify --home "),
+        (["explain"], "its run is a swarm, which this command does not know"),
+    ],
+)
+def test_commands_for_a_run_with_a_coordinator_say_that_this_is_the_folder_of_a_swarms_member(
+    tmp_path: Path, words: list[str], why: str
+) -> None:
+    said = CliRunner().invoke(app, [*words, "--home", str(member(tmp_path))]).exception
+    assert isinstance(said, ConfigError) and why in str(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from editpb.invitation import Invitation, guest_key
 from peers.cli import app
 from peers.identity.enrolment import UntrustedServerError, join
 from peers.identity.peer_folder import PeerFolder
-from peers.swarm import invitations, membership
+from peers.swarm import cli, daemon, invitations, membership
 from peers.swarm.cli import _check_same
 from peers.swarm.membership import Founding, Place, found, is_member
+from peers.training.options import PeerOptions
 
 RUN = """
 name = "small"
@@ -161,8 +163,8 @@ def test_what_auto_chooses_is_in_the_bytes_that_all_members_get(
 
     monkeypatch.setattr(run, "choose_outer", other_version)
     assert RunConfig.from_toml(home / "run.toml") == config
-    sgd = RunConfig.from_toml(tmp_path / "c" / "run.toml").outer
-    assert (sgd.optimizer, sgd.lr) == ("sgd", 1.0) and sgd.chosen.startswith("sgd 1.0: 30 outer steps")
+    short = RunConfig.from_toml(tmp_path / "c" / "run.toml").outer
+    assert (short.lr, short.momentum) == (0.7, 0.6) and short.chosen.startswith("nesterov 0.7 / 0.6: 30 outer steps")
 
 
 def test_only_what_a_setting_makes_ineffective_gives_way_to_it(tmp_path: Path, founding: Founding) -> None:
@@ -306,3 +308,23 @@ def test_an_observers_invitation_makes_its_folder_and_says_how_to_look_on(
     assert joined == [(invited.encode(), home, True, True)]
     assert asked == [("observe", home, "--seed=a=127.0.0.1:1", "--seed=a=[::1]:1", "--seed=b=h:2")]
     assert home.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_first_invitation_is_printed_by_the_first_start_that_serves(
+    tmp_path: Path, founding: Founding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site consents after the swarm was founded, where the run asks for that."""
+    home, printed, refused = tmp_path / "home", list[str](), [True, False, False]
+
+    def run_member(options: PeerOptions, prepare: Callable[[], list[str]], serving: Callable[[], None]) -> None:
+        prepare()
+        if refused.pop(0):
+            raise ConfigError("nobody at this site has consented")
+        (options.home / "host.json").write_text("{}")  # as its host does
+        serving()
+
+    monkeypatch.setattr(daemon, "run_member", run_member)
+    monkeypatch.setattr(cli, "_print_invitation", lambda home, name, hours: printed.append(name))
+    words = ["swarm", "start", str(founding.run_toml), "--data", str(tmp_path), "--home", str(home), "--invite", "b"]
+    ended = [CliRunner().invoke(app, words).exception for _ in range(3)]
+    assert isinstance(ended[0], ConfigError) and ended[1:] == [None, None] and printed == ["b"]

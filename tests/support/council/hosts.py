@@ -214,15 +214,19 @@ class Hosts:
                 pass_time(passes * min(looked - before, STEP_S))
 
     async def until_said(self, say: Callable[[], Awaitable[object]], condition: Callable[[], object]) -> None:
-        """Say something again and again while time passes, until the condition is true."""
-        begun = time.monotonic()
+        """Say something again and again while time passes, until the condition is true.
+
+        It passes ten times as fast as outside: much faster, and the messages of members would take them leases.
+        """
+        begun = looked = time.monotonic()
         while not condition():
             for host in self.running.values():
                 assert host.failure is None, host.failure
             assert time.monotonic() - begun < WAIT_S, self.describe()
             await say()
-            pass_time(0.05)
-            await asyncio.to_thread(time.sleep, 0.001)
+            await outside(0.001)
+            before, looked = looked, time.monotonic()
+            pass_time(10 * min(looked - before, STEP_S))
 
     def now(self) -> float:
         """The time of all members."""

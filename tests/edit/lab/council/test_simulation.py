@@ -7,6 +7,7 @@ import math
 import pytest
 
 from edit.council.machine import Council
+from edit.council.record import Record
 from edit.lab.council.plan import Plan, draw
 from edit.lab.council.search import Result, failure, shrink
 from edit.lab.council.swarm import Swarm
@@ -32,6 +33,12 @@ def test_a_seed_is_the_same_each_time() -> None:
     for lines in traces:
         assert failure(draw(7), lines=lines) == ""
     assert traces[0] == traces[1] and len(traces[0]) > 100
+
+
+def test_members_behind_a_relay_that_keep_parts_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Record, "balanced", lambda record, fit: record)
+    plans = [plan for plan in map(draw, range(50, 100)) if plan.relayed and not plan.verify]
+    assert any("members behind a relay own parts that others could" in failure(plan) for plan in plans)
 
 
 def test_a_plan_that_fails_is_made_as_small_as_it_can() -> None:
