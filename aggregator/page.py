@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
 from aggregator.operator_client import ask_every, drain_run, evict_peer, pause_run, resume_run, watch_run
+from aggregator.past import last_status
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import StateFolder
+from edit.errors import TransportError
 from edit.view.overlaid import overlaid
+from edit.web.feed import Source
 from edit.web.serve import EVERY_S, Tls, serve_page
 from editpb.identity import Identity
 from editpb.run_status import RunStatus
 
-__all__ = ["give_order", "serve_operators_page"]
+__all__ = ["give_order", "serve_operators_page", "statuses_of_operator"]
 
 _ORDERS = {"pause": pause_run, "resume": resume_run, "drain": drain_run}
 _EVICTED = "evicted by the operator"
@@ -37,14 +41,34 @@ def serve_operators_page(
         beside: other runs, whose curves are shown, too.
     """
 
-    async def statuses() -> AsyncGenerator[RunStatus, None]:
-        async with aclosing(watch_run(folder, EVERY_S)) as told:
-            async for status in told:
-                yield overlaid(status, beside)
-
     tls = Tls(certificate or folder.path / "server.pem", key or folder.path / "server.key", folder.path / "ca.pem")
     identity = Identity(folder.run_id, "operator", OPERATOR_ID)
-    serve_page(statuses, identity, listen=listen, tls=tls, give_order=partial(give_order, folder), say=say)
+    serve_page(
+        statuses_of_operator(folder, beside), identity, listen=listen, tls=tls, give_order=partial(give_order, folder), say=say
+    )
+
+
+def statuses_of_operator(folder: StateFolder, beside: Mapping[str, RunStatus]) -> Source:
+    """Return the statuses that the operator's page shows, with the curves of other runs.
+
+    Where the coordinator has ended before the page asks for the first time, that is how the run stood then, by its folder.
+    """
+    known = False
+
+    async def statuses() -> AsyncGenerator[RunStatus, None]:
+        nonlocal known
+        try:
+            async with aclosing(watch_run(folder, EVERY_S)) as told:
+                async for status in told:
+                    known = True
+                    yield overlaid(status, beside)
+        except TransportError:
+            if not known:
+                known = True
+                yield overlaid(await asyncio.to_thread(last_status, folder), beside)
+            raise
+
+    return statuses
 
 
 async def give_order(folder: StateFolder, order: str, peer_id: str) -> None:

@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from aggregator.operator_client import watch_run
-from aggregator.page import give_order
+from aggregator.page import give_order, statuses_of_operator
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder
 from edit.durable_files import write_atomic
@@ -27,7 +27,7 @@ from peers.identity.peer_folder import PeerFolder
 from peers.watching import read_status
 from peers.watching import statuses as statuses_of_member
 from tests.support.loops import on_a_loop, until
-from tests.support.served import TOML, Served, found_run, new_folder, served
+from tests.support.served import SCHEMA, TOML, Served, found_run, new_folder, served
 
 
 @contextlib.asynccontextmanager
@@ -72,6 +72,23 @@ def test_the_operators_page_sees_the_run_gives_orders_and_outlives_the_coordinat
                 await until(lambda: feed.problem)
                 assert "does not answer" in feed.problem
                 assert feed.status is not None and not task.done()  # it shows what it saw last, and goes on asking
+
+    scenario()
+
+
+def test_the_operators_page_of_a_run_whose_coordinator_has_ended_shows_how_it_stood(tmp_path: Path) -> None:
+    @on_a_loop
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with served(folder) as at, at.peer("a") as peer:
+            await found_run(peer)
+        async with following(statuses_of_operator(folder, {})) as (feed, task):
+            await until(lambda: feed.problem)
+            assert feed.status is not None and "does not answer" in feed.problem and not task.done()
+            assert (feed.status.phase, feed.status.parameters) == ("stopped", SCHEMA.numel)
+            assert [row.peer_id for row in feed.status.members] == ["a"]
+            async with served(folder):
+                await until(lambda: feed.status is not None and feed.status.phase == "gathering")
 
     scenario()
 
