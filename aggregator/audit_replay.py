@@ -95,6 +95,8 @@ def replay_part(home: Path, part: int, run_id: str, log: Path, outer_step: int, 
     owned = f"; {owner} owned part {part} then: replay it in the folder of {owner}" if owner != member else ""
     if not contributions_of(folder).is_dir():
         raise ConfigError(f"{folder}: no contributions are kept here{owned}")
+    if not (home / "run.toml").exists():
+        raise ConfigError(f"{home}: has no run.toml, without which nothing is merged here{owned}")
     _check_config(config := RunConfig.from_toml(home / "run.toml"), entry, home / "run.toml")
     try:
         kept_files(contributions_of(folder), outer_step)

@@ -116,6 +116,8 @@ def replay(
         newest.setdefault(each.part, []).append(each)
     if part is not None and part not in newest:
         raise ConfigError(f"--part {part}: {folder} has the parts {', '.join(map(str, newest))}")
+    if (run_toml := folder / "run.toml").exists() and not RunConfig.from_toml(run_toml).audit.keep_contributions:
+        raise ConfigError(f"{run_toml}: audit.keep_contributions = 0: no member keeps what a replay merges")
     found, lacking = [], list[str]()
     member = identity_of(folder).peer_id if (folder / "peer.pem").exists() else ""
     for number, logs in newest.items():

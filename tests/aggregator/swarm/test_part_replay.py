@@ -93,6 +93,12 @@ def test_owners_keep_what_they_merged_and_it_gives_the_commits_once_more(
     (folder / "step-00000003").rename(folder / "step-00000001")
     with pytest.raises(ConfigError, match=f"is of a round that came to nothing; {first} owned part 0 then: replay it"):
         replay(capsys, copy, "--step", 1)
+    (copy / "run.toml").unlink()
+    with pytest.raises(ConfigError, match=rf"copy: has no run\.toml, .*; {first} owned part 0 then"):
+        replay(capsys, copy, "--step", 2)
+    (copy / "run.toml").write_text(audited_toml(keep=0))
+    with pytest.raises(ConfigError, match=r"run\.toml: audit\.keep_contributions = 0: no member keeps what a replay merges"):
+        replay(capsys, copy, "--step", 2)
     (copy / "run.toml").write_text(toml().replace("lr = 0.7", "lr = 0.6"))
     with pytest.raises(ConfigError, match=r"a replay needs the run\.toml of then"):
         replay(capsys, copy, "--step", 2)
