@@ -31,7 +31,7 @@ from peers.daemon import train, with_policy
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
-from peers.swarm.aggregator_process import HostProcess
+from peers.swarm.aggregator_process import HostProcess, parameters_of
 from peers.training.options import PeerOptions
 from peers.training.sharding import process_group
 from peers.training.torchrun import Launch, launched
@@ -75,8 +75,13 @@ def run_member(options: PeerOptions, prepare: Callable[[], list[str]], serving: 
 def _allowed(home: Path, arguments: list[str]) -> list[str]:
     """Return what the host is told, once the site allows the run's settings, as far as they are here. Raises ConfigError.
 
-    A new member's host is told them when it is let in; then the peer looks before it trains, and ends its host.
+    Where the site has a policy, a new member asks others for them before. Else its host is told them when it is let in; then
+    the peer looks before it trains, and ends its host.
     """
+    folder = PeerFolder(home)
+    known = (home / "run.toml").exists()
+    if not known and SitePolicy.load(home, folder.load(swarm=True).identity, folder.key).has_say:
+        parameters_of(home, arguments)
     check_settings(home)
     return arguments
 

@@ -17,6 +17,7 @@ from editpb.seen_entries import SeenBy, SeenEntry, seen_file, seen_line
 from peers.cli import app
 from peers.identity.peer_folder import PeerFolder
 from peers.identity.policy import digest_of
+from peers.swarm import daemon
 from peers.swarm.daemon import check_ranks, check_settings
 from tests.support.council.audited import audited_toml
 from tests.support.served import new_folder
@@ -65,6 +66,27 @@ def test_a_member_does_not_start_with_settings_that_its_site_does_not_allow(tmp_
         check_settings(home)
     (home / "run.toml").unlink()
     check_settings(home)  # its host will be told; then the peer looks
+
+
+def test_a_site_with_a_policy_looks_at_the_settings_before_its_host_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, asked = member(tmp_path), list[list[str]]()
+    settings = (home / "run.toml").read_text()
+    (home / "run.toml").unlink()
+
+    def parameters_of(folder: Path, arguments: list[str]) -> int:
+        asked.append(arguments)
+        (folder / "run.toml").write_text(settings)
+        return 1
+
+    monkeypatch.setattr(daemon, "parameters_of", parameters_of)
+    assert daemon._allowed(home, ["--seed=b=b:1"]) == ["--seed=b=b:1"] and not asked, "without a policy its host is told"
+    (home / "policy.toml").write_text("[require]\ngovernance = true\n")
+    with pytest.raises(ConfigError, match="the run has no governance"):
+        daemon._allowed(home, ["--seed=b=b:1"])
+    (home / "policy.toml").write_text("[require]\naudit = true\n")
+    assert daemon._allowed(home, []) == [] and asked == [["--seed=b=b:1"]], "they are asked for once"
 
 
 def test_a_site_consents_to_the_settings_of_a_swarm_in_its_folder_and_to_no_others(tmp_path: Path) -> None:
