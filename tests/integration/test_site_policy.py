@@ -158,7 +158,7 @@ def test_a_consent_stands_in_the_audit_log_and_who_lies_about_it_is_refused(tmp_
     assert {*log.consents} == {"a"} and log.consents["a"].policy_digest == here.run.consents["a"]
     assert log.consents["a"].data == DataStatement("notes", "c" * 64, "DUA-17")
     shown = run(["edit-coordinator", "audit", "usage", "--state", str(folder.path)])
-    assert f"a's data: notes; licence DUA-17; manifest {digest}" in shown
+    assert f"consented: a\na's data: notes; licence DUA-17; manifest {digest}" in shown
     listed = json.loads(run(["edit-coordinator", "audit", "usage", "--json", "--state", str(folder.path)]))
     assert listed["a"]["consented"] and listed["a"]["data"]["licence"] == "DUA-17"
     kinds = [json.loads(line)["kind"] for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines()]
