@@ -51,6 +51,8 @@ class ReplicatedSwarm(Swarm):
         self._offers: dict[str, Offer] = {}  # on their way, by id
         self._own: dict[tuple[str, int, str], list[MergeRecord]] = {}  # by peer_id, process, id
         self._thetas: dict[tuple[int, int], str] = {}  # digests, by part and outer step
+        # By member and part: what was fetched and written when the member was killed. It may be on its disk, and was not said.
+        self._unsaid: dict[tuple[str, int], PartState] = {}
         self.fetched = {"updates": 0, "snapshot": 0}
         super().__init__(plan, council, lines)
 
@@ -103,13 +105,14 @@ class ReplicatedSwarm(Swarm):
         super().start(host)
 
     def _read(self, host: Host, replicas: list[PartReplica]) -> None:
-        """Note what a member finds on its disk: not less than it said."""
+        """Note what a member finds on its disk: what it said, or what it was fetching when it was killed."""
         found = [replica.state for replica in replicas]
         for part, (said, now) in enumerate(zip(host.states, found, strict=False)):
             again = now.held is not None and PartState(now.held.outer_step, now.held.id) == PartState(
                 said.outer_step, said.digest
             )
-            if now != said and not again:
+            unsaid = self._unsaid.pop((host.peer_id, part), None)
+            if now != said and not again and now != unsaid:
                 raise Broken(f"{host.name} had {said} of part {part}, and finds {now}")
         host.states = found if any(state.digest for state in found) else []
 
@@ -125,8 +128,14 @@ class ReplicatedSwarm(Swarm):
 
     # -- a shell's work ----------------------------------------------------------------------------------------------------
 
-    def _do(self, host: Host, part: int, work: Callable[[PartReplica], ev.Held | ev.Applied | ev.Failed]) -> None:
-        """Carry out an effect, and tell the council; or be killed in the middle of it."""
+    def _do(
+        self,
+        host: Host,
+        part: int,
+        work: Callable[[PartReplica], ev.Held | ev.Applied | ev.Failed],
+        fetched: PartState | None = None,
+    ) -> None:
+        """Carry out an effect, and tell the council; or be killed in the middle of it. fetched: what a fetch leads to."""
         disk, replica = self._disks[host.peer_id], self._replicas[host.peer_id][part]
         if not self._healed and self._random.random() < 0.03:
             disk.killed_after = self._random.randint(1, 4000)
@@ -136,6 +145,8 @@ class ReplicatedSwarm(Swarm):
         except Killed:
             if part < len(host.states):
                 host.states[part] = replica.state  # what was held of an older grant may be given up already
+            if fetched is not None:
+                self._unsaid[host.peer_id, part] = fetched
             self.note(f"{host.name} is killed in the middle of a write")
             self.kill(host, self._random.uniform(0.05, 2.0))
             return
@@ -167,7 +178,8 @@ class ReplicatedSwarm(Swarm):
     def _fetched(self, host: Host, effect: ev.Fetch, source: Host, process: int, found: str) -> None:
         if self._reaches(host, source, process):
             there = There(self._replicas[source.peer_id], self.fetched, self._replicas.values())
-            self._do(host, effect.part, partial(carry_out, effect=effect, source=there))
+            work = partial(carry_out, effect=effect, source=there)
+            self._do(host, effect.part, work, fetched=PartState(effect.outer_step, effect.digest))
         else:
             self.handle(host, ev.Failed(effect.part, effect, "the source does not answer"))
 

@@ -20,7 +20,8 @@ SEEDS = 20
 MUTANT_SEEDS = 20
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+# 548: a member is killed when a fetched state is on its disk, and before it says so
+@pytest.mark.parametrize("seed", [*range(SEEDS), 548])
 def test_members_that_are_killed_in_any_write_come_to_the_same_bits(tmp_path: Path, seed: int) -> None:
     swarm = ReplicatedSwarm(draw(seed), tmp_path)
     swarm.run_all()
