@@ -148,7 +148,10 @@ def test_a_coordinator_that_is_away_is_told_once_and_louder_near_the_end(
         asyncio.run(scenario())
     ((_, said_at, line),) = [record for record in caplog.record_tuples if record[0] == "peers"]
     assert said_at == level
-    assert f"the certificate expires in {days} days, on " in line and "could not be renewed yet: cannot be reached (connection refused)" in line
+    assert (
+        f"the certificate expires in {days} days, on " in line
+        and "could not be renewed yet: cannot be reached (connection refused)" in line
+    )
 
 
 def test_who_is_connected_is_kept_renewed_without_asking_for_it(tmp_path: Path) -> None:
