@@ -1459,7 +1459,8 @@ class Host:
         try:
             async with asyncio.timeout(ORDER_S):
                 while not self._is_claimed(claim):
-                    self.tell(claim)
+                    if self.council.record is not None:
+                        self.tell(claim)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(CLAIM_AGAIN_S):
                             await self._news.wait()
@@ -1469,10 +1470,13 @@ class Host:
             self._claims -= 1
 
     def _is_claimed(self, claim: ev.Claim) -> bool:
-        """Return whether the invitation is used for this key; raise why it cannot be."""
+        """Return whether the invitation is used for this key, and members can be reached; raise why it cannot be.
+
+        A founder's invitation may be redeemed before the founder's own record is committed, or has its address.
+        """
         record = self.council.committed
-        if record is None:
-            raise StaleError(f"{self.peer_id} is not in the swarm yet")
+        if record is None or not self.reachable:
+            return False
         if self.peer_id not in record.holders:
             raise StaleError(f"{self.peer_id} is not one of those who let others in: {', '.join(record.holders)}")
         if claim.peer_id in record.evicted:

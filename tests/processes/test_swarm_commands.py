@@ -185,7 +185,8 @@ def test_two_members_gossip_to_the_end_and_settle_on_one_model(tmp_path: Path) -
         a = members.start()
         a.until("1 of 2 peers train (rounds.start_peers)")
         b = members.join("b")
-        assert a.finish() == 0 and b.finish() == 0
+        assert b.finish() == 0, "".join(b.lines)  # first: a waits for it
+        assert a.finish() == 0
         for one, partner in ((a, "b"), (b, "a")):
             assert any(f": paired with {partner}" in line for line in one.lines)
             assert "the run has finished at outer step 8" in one.last("the run has finished at")

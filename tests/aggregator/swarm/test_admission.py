@@ -130,6 +130,22 @@ def test_a_holder_without_a_quorum_lets_nobody_in(tmp_path: Path) -> None:
     scenario(tmp_path, body)
 
 
+def test_an_invitation_that_is_redeemed_before_its_member_is_in_the_swarm_waits_for_that(tmp_path: Path) -> None:
+    """A founder prints it as soon as its host listens, which may be before its first record is committed."""
+
+    async def body(swarm: Hosts) -> None:
+        invitation, host = made(let_in(swarm, "a")), swarm.running["a"]
+        kept, host.council._committed = host.council._committed, None
+        asked = asyncio.ensure_future(redeemed(at(swarm, invitation, "a"), tmp_path / "new"))
+        await swarm.until(lambda: host._claims or asked.done())
+        assert not asked.done(), asked.result()
+        host.council._committed = kept
+        await swarm.until(asked.done, passes=1.0)
+        assert asked.result() == Identity(swarm.run_id, "peer", "new")
+
+    scenario(tmp_path, body)
+
+
 def test_of_a_name_that_was_enrolled_again_the_earlier_machine_is_shut_out_everywhere(tmp_path: Path) -> None:
     async def body(swarm: Hosts) -> None:
         home = let_in(swarm, "a")
