@@ -247,10 +247,9 @@ def founding_text(text: str, settings: Sequence[str]) -> str:
             if (section, key) not in already:
                 text = commented_out(text, section, key)
     config = RunConfig.from_mapping(tomllib.loads(text))
-    outer = config.outer
-    if outer.preset != "auto" or config.swarm is None:
+    if config.outer.preset != "auto" or config.swarm is None:
         return text
-    own = [f"outer.{key}={_toml(getattr(outer, key))}" for key in ("preset", "optimizer", "lr", "momentum", "chosen")]
+    own = [f"outer.{key}={_toml(getattr(config.outer, key))}" for key in ("preset", "optimizer", "lr", "momentum", "chosen")]
     return with_settings(text, own)
 
 

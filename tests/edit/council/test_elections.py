@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edit.council.events import Accepted, Ask, Tick, Vote
-from edit.council.machine import Role
+from edit.council.machine import Council, Role
 from edit.council.record import Member, Saved
 from tests.support.council.table import LEASE_S, Table
 
@@ -125,9 +125,8 @@ def test_latencies_above_the_lease_make_it_longer() -> None:
     assert all(council.role is not Role.CANDIDATE for council in table.councils.values())
 
 
-def test_answers_that_took_long_do_not_bring_a_lost_leader_back() -> None:
-    """A member that was stopped answers what it was asked meanwhile: that makes the lease longer, and no leader heard."""
-    table = Table("abc")
+def with_late_answers(table: Table) -> Council:
+    """b, cut off from its leader a and from c, whose answers to its trial took two leases; so its lease has grown."""
     table.elect("a")
     table.cut = {"a", "c"}
     table.run(2 * LEASE_S)
@@ -136,6 +135,13 @@ def test_answers_that_took_long_do_not_bring_a_lost_leader_back() -> None:
     for peer_id in "ac":
         table.say(f"{peer_id}#1", "b", Vote(b.term, False, True, echo=table.now - 2 * LEASE_S))
     assert b.lease_s > 10 * LEASE_S and b.leader == ""
+    return b
+
+
+def test_answers_that_took_long_do_not_bring_a_lost_leader_back() -> None:
+    """A member that was stopped answers what it was asked meanwhile: that makes the lease longer, and no leader heard."""
+    table = Table("abc")
+    b = with_late_answers(table)
     (vote,) = table.say("c#1", "b", Ask(b.term + 1, table.record.stamp, True, table.now))
     assert isinstance(vote, Vote) and vote.granted
 
@@ -143,13 +149,7 @@ def test_answers_that_took_long_do_not_bring_a_lost_leader_back() -> None:
 def test_what_a_follower_measured_while_a_member_was_stopped_counts_until_a_record_is_committed() -> None:
     """Else it refuses trials for eight times as long as the other was stopped, whoever leads meanwhile."""
     table = Table("abc")
-    table.elect("a")
-    table.cut = {"a", "c"}
-    table.run(2 * LEASE_S)
-    b = table.councils["b"]
-    for peer_id in "ac":
-        table.say(f"{peer_id}#1", "b", Vote(b.term, False, True, echo=table.now - 2 * LEASE_S))
-    assert b.lease_s > 10 * LEASE_S
+    b = with_late_answers(table)
     table.cut = set()
     table.elect("c")
     assert b.leader == "c" and b.lease_s == table.record.lease_s == LEASE_S
