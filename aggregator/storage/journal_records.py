@@ -147,7 +147,8 @@ def _header(offset: int, text: bytes) -> dict[str, Any]:
 def good_record_after(path: Path, offset: int) -> bool:
     """Return whether a whole record lies behind `offset`: then the bad one there was not torn, but damaged."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        while (offset := data.find(MAGIC, offset + 1)) >= 0:
+        # not to the last byte: CPython's find reads one more than it is given, and behind a mapping there may be nothing
+        while (offset := data.find(MAGIC, offset + 1, len(data) - 1)) >= 0:
             try:
                 _read_record(file, offset, len(data))
             except BadRecord:

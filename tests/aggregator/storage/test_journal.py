@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import math
+import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aggregator.storage import journal_records
 from aggregator.storage.journal import CommittedRound, Disk, Journal, read_round, replay, replay_segments, rounds_in
 from edit.codecs.residuals import Residual
 from edit.config.run import CodecConfig, RunConfig
@@ -517,3 +519,21 @@ def test_no_bytes_crash_the_reader(
         assert str(path) in str(error)
     for fragments, committed in zip(written, read, strict=False):
         assert all(same(a, b) for a, b in zip(fragments, committed.fragments, strict=True))
+
+
+def test_what_lies_behind_a_torn_record_is_searched_without_a_look_behind_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython's find reads the byte behind what it is given: a segmentation fault where a file fills its last page."""
+    ends: list[int] = []
+
+    class Watched(mmap.mmap):
+        def find(self, sub: bytes, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
+            ends.append(len(self) if end is None else end)
+            return super().find(sub, start, ends[-1])
+
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    path = tmp_path / "journal"
+    path.write_bytes(b"a" * mmap.PAGESIZE)
+    assert not journal_records.good_record_after(path, 0)
+    assert ends and max(ends) < mmap.PAGESIZE
