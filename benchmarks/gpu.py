@@ -500,13 +500,15 @@ def main() -> int:
     arguments.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of the part training")
     arguments.add_argument("--every", type=int, default=0, help=f"inner steps between exchanges; default: {Sizes().every}")
     arguments.add_argument("--batch", type=int, default=0, help=f"rows of {Sizes().context} tokens; default: {Sizes().batch}")
+    arguments.add_argument("--rounds", type=int, default=0, help=f"counted ones of each mode; default: {Sizes().rounds}")
     arguments.add_argument("--codec", default="int8", help="of contributions and updates, in the part training")
     arguments.add_argument("--cpu-sizes", action="store_true", help="tiny sizes on the CPU; nothing is recorded")
     arguments.add_argument("--label", default="", help="written beside the figures")
     given = arguments.parse_args()
     device = torch.device("cpu" if given.cpu_sizes else "cuda")
     sizes = replace(TINY if given.cpu_sizes else Sizes(), codec=given.codec)
-    sizes = replace(sizes, every=given.every or sizes.every, batch=given.batch or sizes.batch)
+    chosen = {name: getattr(given, name) for name in ("every", "batch", "rounds") if getattr(given, name)}
+    sizes = replace(sizes, **chosen)
     worst = 0
     for part in given.parts:
         if device.type == "cuda" and not torch.cuda.is_available():

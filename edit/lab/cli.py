@@ -253,6 +253,12 @@ def compare(
         float, typer.Option(min=1.0, max=1000.0, help="How many times as long the last peer's inner step takes (virtual time).")
     ] = 1.0,
     points: Annotated[int, typer.Option(min=1, max=10_000, help="Points of each curve; spikes are looked for in them.")] = 12,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Train and evaluate on this device of torch: cpu, cuda or cuda:N. Its trials are trials of their own."
+        ),
+    ] = "cpu",
     processes: Annotated[
         int | None, typer.Option(min=1, help="Trials at a time, each on one thread.", show_default="one per core")
     ] = None,
@@ -297,6 +303,7 @@ def compare(
         small=small,
         slow=slow,
         points=points,
+        device=device,
     )
     outputs = Outputs(results=results, plot=plot, curves=curves, as_json=as_json, print_only=print_only)
     run_comparison(options, outputs, processes, Console(stderr=True))

@@ -94,13 +94,15 @@ class DeMo:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._momenta = [[torch.zeros_like(parameter) for parameter in self._parameters] for _ in range(peers)]
         self._topk, self._decay, self._weight_decay, self._clip_norm = topk, decay, weight_decay, clip_norm
-        self._bases = [[_dct(_side(size, chunk)) for size in parameter.shape] for parameter in self._parameters]
+        self._bases = [
+            [_dct(_side(size, chunk)).to(parameter.device) for size in parameter.shape] for parameter in self._parameters
+        ]
 
     def step(self, batches: Sequence[Iterator[Batch]], lr: float, traffic: Traffic) -> float:
         """Take one step of all peers; return the mean of their losses."""
         total, sent = 0.0, [list[tuple[Tensor, Tensor]]() for _ in self._parameters]
         for batch, momenta in zip(batches, self._momenta, strict=True):
-            inputs, targets = next(batch)
+            inputs, targets = (part.to(self._parameters[0].device) for part in next(batch))
             self._model.zero_grad(set_to_none=True)
             loss = self._model(inputs, targets)
             loss.backward()
@@ -135,7 +137,7 @@ def _decoded(parts: Sequence[tuple[Tensor, Tensor]], shape: torch.Size, bases: S
     sides = [len(base) for base in bases]
     places = torch.cat([place for place, _ in parts], dim=1).long()
     values = torch.cat([value for _, value in parts], dim=1).float()
-    coefficients = torch.zeros(places.shape[0], math.prod(sides))
+    coefficients = torch.zeros(places.shape[0], math.prod(sides), device=places.device)
     coefficients.scatter_reduce_(1, places, values, reduce="mean", include_self=False)
     blocks = _transformed(coefficients.view(-1, *sides), [base.T for base in bases])
     if len(shape) == 1:

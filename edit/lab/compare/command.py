@@ -25,6 +25,7 @@ from edit.lab.compare.table import comparison_table, curves, loss_against_bytes
 from edit.lab.compare.trial import Trial
 from edit.plain_text import json_text
 from edit.view.units import duration_text
+from peers.training.trainer import choose_device
 
 __all__ = ["CompareOptions", "Outputs", "print_presets", "recorded", "run_comparison", "trials"]
 
@@ -41,6 +42,7 @@ class CompareOptions:
     text: TextOptions = field(default_factory=TextOptions)
     slow: float = 1.0
     points: int = 12
+    device: str = "cpu"
 
     @classmethod
     def of(
@@ -59,6 +61,7 @@ class CompareOptions:
         small: float,
         slow: float,
         points: int,
+        device: str,
     ) -> CompareOptions:
         """Read the command line's options. Raises ConfigError, which names the option and what is wrong with it."""
         length = Length(peers=peers, steps=steps, every=every)
@@ -78,6 +81,7 @@ class CompareOptions:
             text=text,
             slow=slow,
             points=points,
+            device=device,
         )
 
 
@@ -105,7 +109,15 @@ def _stretch(text: str | None) -> tuple[float, float]:
 def trials(options: CompareOptions) -> list[Trial]:
     """Return every trial, seed by seed, so that a comparison that is stopped has whole seeds."""
     return [
-        Trial(method=method, length=options.length, seed=seed, text=options.text, slow=options.slow, points=options.points)
+        Trial(
+            method=method,
+            length=options.length,
+            seed=seed,
+            text=options.text,
+            slow=options.slow,
+            points=options.points,
+            device=options.device,
+        )
         for seed in range(options.seeds)
         for method in options.methods
     ]
@@ -132,10 +144,14 @@ def recorded(file: Path) -> dict[str, Row]:
 
 
 def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | None, console: Console) -> None:
-    """Make the missing trials and show all. Raises ConfigError; at the end also when a trial failed."""
+    """Make the missing trials and show all. Raises ConfigError, before them where the device is not there; at the end also when
+    a trial failed.
+    """
     wanted = trials(options)
     done = recorded(outputs.results)
     missing = [] if outputs.print_only else [trial for trial in wanted if trial.key not in done]
+    if missing:
+        choose_device(options.device)
     failed = _make(missing, outputs.results, processes or os.cpu_count() or 1, console)
     done = recorded(outputs.results)
     rows = [{**done[trial.key], "method": trial.method.name} for trial in wanted if trial.key in done]

@@ -47,6 +47,8 @@ class Trial:
     slow: float = 1.0
     # Points of the curve.
     points: int = 12
+    # torch's name of the device that everything but the outer step is computed on.
+    device: str = "cpu"
 
     @property
     def key(self) -> str:
@@ -59,6 +61,8 @@ class Trial:
         config = replace(config, outer=replace(config.outer, preset="manual", chosen="") if steps else OuterConfig())
         values = asdict(self) | {"config": config.to_json()}
         del values["method"]["name"], values["method"]["tables"]
+        if self.device == "cpu":
+            del values["device"]  # rows from before there was a choice
         return blake3(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -129,6 +133,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
         **asdict(length),
         "inner": trained.config.inner.optimizer,
         "options": {**asdict(trial.text), "slow": trial.slow},
+        "device": torch.cuda.get_device_name(trial.device) if trial.device != "cpu" else "cpu",
         "loss": loss if math.isfinite(loss) else None,
         "loss_averaged": evaluate(averaged, trained.text.held_out, context, _FINAL_BATCHES) if averaged is not None else None,
         "spike": round(trained.course.spike, 5) if math.isfinite(trained.course.spike) else None,
@@ -153,6 +158,7 @@ class _Training:
     def __init__(self, trial: Trial) -> None:
         length = trial.length
         self.trial, self.config = trial, trial.method.config(trial.seed)
+        self._device = torch.device(trial.device)
         model, inner = self.config.model, self.config.inner
         self.text = read_text(trial.text, length.peers, trial.seed)
         self.batches = streams(self.text, trial.text, model.context, inner.batch_size, length.steps, trial.seed)
@@ -163,7 +169,7 @@ class _Training:
         # Outer steps; of a method that exchanges at each step, steps.
         self.exchanges = 0
         self.virtual_s = 0.0
-        self._scratch = GPT(model, trial.seed)
+        self._scratch = GPT(model, trial.seed).to(self._device)
         self.parameters = sum(parameter.numel() for parameter in self._scratch.parameters())
         self._model: Callable[[], nn.Module] = lambda: self._scratch
         self._run: LocalRun | LocalGossip | None = None
@@ -199,8 +205,8 @@ class _Training:
 
     def _trainer(self, batches: Iterator[Batch]) -> Trainer:
         model = GPT(self.config.model, self.trial.seed)
-        cpu, total = torch.device("cpu"), self.trial.length.steps
-        return Trainer(model, batches, self.config.inner, total_steps=total, device=cpu, clock=time.perf_counter)
+        total, device = self.trial.length.steps, self._device
+        return Trainer(model, batches, self.config.inner, total_steps=total, device=device, clock=time.perf_counter)
 
     # -- methods that exchange at every step -------------------------------------------------------------------------------
 

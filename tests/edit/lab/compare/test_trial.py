@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,21 @@ def test_a_batch_that_grows_leaves_as_many_tokens_in_fewer_steps(text: str) -> N
 def test_a_batch_grows_only_where_the_harness_can_count_it(text: str) -> None:
     with pytest.raises(ConfigError, match=r"inner.batch_growth = 4 must be 1"):
         trial(text + GROWS)
+
+
+def test_a_trial_on_another_device_is_another_trial_and_the_cpu_s_are_named_as_before() -> None:
+    chosen = options("diloco", seeds=1)
+    (here,), (there,) = trials(chosen), trials(replace(chosen, device="cuda"))
+    assert here.key != there.key and Trial.from_json(there.to_json()) == there
+    file = Path(__file__).parents[4] / "benchmarks" / "results" / "compare.jsonl"
+    length = Length(peers=4, steps=1200, every=30)
+    assert Trial(method=read_method("data-parallel", length), length=length, seed=0).key in recorded(file)
+
+
+def test_results_of_a_device_that_is_not_there_can_be_shown_and_not_made(tmp_path: Path) -> None:
+    chosen, file = replace(options("diloco", seeds=1), device="nothing"), tmp_path / "rows.jsonl"
+    outputs = Outputs(results=file, as_json=True)
+    with pytest.raises(ConfigError, match="--device nothing: no such kind of device"):
+        run_comparison(chosen, outputs, 1, Console())
+    file.write_text(json.dumps(line(trials(chosen)[0], 1.0)) + "\n")
+    run_comparison(chosen, outputs, 1, Console())
