@@ -287,8 +287,8 @@ def peaks(device: torch.device, *, reset: bool = False) -> dict[str, float]:
 
 
 def training(sizes: Sizes, device: torch.device, modes: Sequence[str]) -> list[Row]:
-    """One row for each mode, between two without any exchange."""
-    rows = [without_exchange(sizes, device)]
+    """One row for each mode, between two without any exchange; a line for each as soon as it is measured."""
+    rows = [said(without_exchange(sizes, device))]
     for mode in modes:
         peaks(device, reset=True)
         hooks = Stopwatch()
@@ -297,20 +297,25 @@ def training(sizes: Sizes, device: torch.device, modes: Sequence[str]) -> list[R
             loop.steps(2 * sizes.every)
             began, before = worker.outer_step, hooks.seconds
             speed = loop.tokens_per_s(sizes.rounds * sizes.every)
-            rows.append(
-                {
-                    "mode": mode,
-                    "tokens_per_s": speed,
-                    "hooks_s_per_round": (hooks.seconds - before) / sizes.rounds,
-                    "commits": worker.outer_step - began,
-                    "parameters": loop.parameters,
-                    **peaks(device),
-                }
-            )
+            row: Row = {
+                "mode": mode,
+                "tokens_per_s": speed,
+                "hooks_s_per_round": (hooks.seconds - before) / sizes.rounds,
+                "commits": worker.outer_step - began,
+                "parameters": loop.parameters,
+                **peaks(device),
+            }
+            rows.append(said(row))
         del loop, worker
-    rows.append(without_exchange(sizes, device))
+    rows.append(said(without_exchange(sizes, device)))
     alone = (rows[0]["tokens_per_s"] + rows[-1]["tokens_per_s"]) / 2
     return [{**row, "of_alone": row["tokens_per_s"] / alone, "every": sizes.every, "codec": sizes.codec} for row in rows]
+
+
+def said(row: Row) -> Row:
+    """Print what is measured so far."""
+    print(f"{row['mode']}: {row['tokens_per_s']:.0f} tokens/s, {row['hooks_s_per_round']:.2f} s per round in hooks", flush=True)
+    return row
 
 
 def without_exchange(sizes: Sizes, device: torch.device) -> Row:
@@ -377,8 +382,8 @@ def marked() -> Iterator[None]:
 
 def profiled(sizes: Sizes, device: torch.device, mode: str = "delayed") -> Row:
     """The host's waits in one round with an exchange, and in as many steps without a worker."""
-    # Few steps: each is thousands of events.
-    sizes = replace(sizes, every=min(sizes.every, 10))
+    # Few steps of few layers: each is thousands of events, and the calls are the same in every layer.
+    sizes = replace(sizes, every=min(sizes.every, 10), layers=min(sizes.layers, 4))
     loop = Loop(sizes, device)
     loop.steps(3)
     alone = host_waits(partial(loop.steps, sizes.every), device)

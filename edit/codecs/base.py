@@ -110,11 +110,11 @@ class Codec(Protocol):
             raise LocalProtocolError(
                 f"a codec takes a flat fp32 tensor on the CPU or CUDA, not {list(flat.shape)} {flat.dtype} on {flat.device}"
             )
-        data = torch.empty(self.encoded_size(flat.numel()), dtype=torch.uint8, device=flat.device)
+        data = device_buffer(self.encoded_size(flat.numel()), flat.device)
         flat = flat.detach().contiguous()
         for part in self.passes(flat):
             self.encode_part(flat[part], data, flat.numel(), part.start)
-        return EncodedTensor(self.name, flat.numel(), _fetch(data))
+        return EncodedTensor(self.name, flat.numel(), fetched(data))
 
     def decode(self, encoded: EncodedTensor, device: torch.device | None = None) -> Tensor:
         """Decode into a new fp32 tensor on `device` (None: the CPU), shape [numel]. Raises as `decode_pieces`."""
@@ -253,8 +253,15 @@ def readonly(data: Buffer | Tensor) -> bool:
     return not isinstance(data, Tensor) and memoryview(data).readonly
 
 
-def _fetch(data: Tensor) -> memoryview:
-    """Return contiguous uint8 `data` as bytes on the CPU: its own memory there, else one copy in pinned memory."""
+def device_buffer(size: int, device: torch.device) -> Buffer | Tensor:
+    """Return what `new_buffer` does, or `size` uint8 on another device."""
+    return new_buffer(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def fetched(data: Buffer | Tensor) -> Buffer:
+    """Return bytes on the CPU: `data` itself, or one copy of contiguous uint8 in pinned memory."""
+    if not isinstance(data, Tensor):
+        return data
     if not on_cpu(data):
         host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
         host.copy_(data, non_blocking=True)

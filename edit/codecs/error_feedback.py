@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from edit.codecs import Codec, CodecSpec, codec
-from edit.codecs.base import PIECE, new_buffer, parts
+from edit.codecs.base import device_buffer, fetched, parts
 from edit.codecs.residuals import Residual, owing
 from edit.config.codec import LOCAL, CodecChoice
 from edit.errors import LocalProtocolError, StorageError
@@ -30,9 +30,15 @@ __all__ = ["ErrorFeedback", "Vector", "codec_of"]
 
 
 class Vector(Protocol):
-    """A flat fp32 vector on the CPU that is read by the parts of `edit.codecs.base.parts`, in order: a tensor, or one that
-    computes a part when it is read; then that is valid until the next one is. Parts are not written."""
+    """A flat fp32 vector that is read by the parts of `edit.codecs.base.parts` on its device, in order: a tensor, or one that
+    computes a part when it is read; then that is valid until the next one is. Parts are not written.
 
+    On a GPU everything that is done with it is queued on the current stream; wait for that before a part counts as read, and
+    what was computed from it as written.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
     def numel(self) -> int: ...
     def __getitem__(self, part: slice, /) -> Tensor: ...
 
@@ -79,11 +85,13 @@ class ErrorFeedback:
     def owed(self, i: int, delta: Vector) -> Iterator[Tensor]:
         """Yield u = delta + decay e of fragment i as `stage` encodes it, a part at a time, valid until the next one."""
         residual, scale, numel = self._residuals.get(i), self._scales.get(i), delta.numel()
-        total = torch.empty(0 if residual is None and scale is None else min(PIECE, numel))
-        for part in parts(numel):
+        total, device = torch.empty(0, device=delta.device), delta.device
+        for part in parts(numel, device):
             u = delta[part]
+            if total.numel() == 0 and not (residual is None and scale is None):
+                total = torch.empty_like(u)
             if residual is not None:
-                u = owing(u, residual.read(part), self._decay, total[: u.numel()])
+                u = owing(u, residual.read(part, device), self._decay, total[: u.numel()])
             yield u if scale is None else torch.mul(u, scale, out=total[: u.numel()])
 
     def rescale(self, i: int, scale: float) -> None:
@@ -109,11 +117,11 @@ class ErrorFeedback:
         A delta that is not finite gives an encoded vector that is not finite. A merge refuses it, so it is never committed.
         """
         self._check(i, delta)
-        encoder, numel = self._codecs[i], delta.numel()
-        data = new_buffer(encoder.encoded_size(numel))
-        for part, u in zip(parts(numel), self.owed(i, delta), strict=True):
+        encoder, numel, device = self._codecs[i], delta.numel(), delta.device
+        data = device_buffer(encoder.encoded_size(numel), device)
+        for part, u in zip(parts(numel, device), self.owed(i, delta), strict=True):
             encoder.encode_part(u, data, numel, part.start)
-        self._staged[i] = encoded = EncodedTensor(encoder.name, numel, data)
+        self._staged[i] = encoded = EncodedTensor(encoder.name, numel, fetched(data))
         return encoded
 
     def keep(self, i: int, delta: Vector) -> None:
@@ -121,7 +129,7 @@ class ErrorFeedback:
         self._check(i, delta)
         staged = self._staged[i]
         if self.keeps(i) and isinstance(staged, EncodedTensor):
-            left = Residual(delta.numel(), self.form)
+            left = Residual(delta.numel(), self.form, pinned=delta.device.type == "cuda")
             for _ in self._left_out(i, delta, staged, self._residuals.get(i), left, self._scales.get(i)):
                 pass
             self._staged[i] = left
@@ -150,7 +158,7 @@ class ErrorFeedback:
                 raise LocalProtocolError(f"fragment {i}: commit of a residual without its delta")
             self._check(i, delta)
             before = self._residuals.get(i)
-            self._residuals[i] = before or Residual(delta.numel(), self.form)
+            self._residuals[i] = before or Residual(delta.numel(), self.form, pinned=delta.device.type == "cuda")
             written = self._left_out(i, delta, staged, before, self._residuals[i], self._scales.get(i))
             if self._steps_ahead:  # all of it is asked for before anything moves
                 written = iter(list(written))
@@ -168,11 +176,15 @@ class ErrorFeedback:
         scale: float | None,
     ) -> Iterator[slice]:
         """Write e' = u - decode(q) into `out`, yielding each part that is written. before: e, perhaps `out` itself."""
-        in_place = out.form == "fp32"
-        scratch, subtract = torch.empty(0 if in_place else min(PIECE, delta.numel())), self._codecs[i].adder(encoded, -1.0)
-        for part in parts(delta.numel()):
-            u = out.tensor[part] if in_place else scratch[: part.stop - part.start]
-            owing(delta[part], None if before is None else before.read(part), self._decay, u)
+        device = delta.device
+        in_place = out.form == "fp32" and device.type == "cpu"
+        scratch, subtract = torch.empty(0, device=device), self._codecs[i].adder(encoded, -1.0, device)
+        for part in parts(delta.numel(), device):
+            now = delta[part]
+            if scratch.numel() == 0 and not in_place:
+                scratch = torch.empty_like(now)
+            u = out.tensor[part] if in_place else scratch[: now.numel()]
+            owing(now, None if before is None else before.read(part, device), self._decay, u)
             if scale is not None:
                 u.mul_(scale)
             subtract(part, u)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from edit.codecs.base import PIECE, parts
+from edit.codecs.base import PIECE, new_vector, parts
 from edit.codecs.int8 import BlockInt8
 from edit.config.codec import RESIDUAL_FORMS, CodecSpec
 from edit.errors import StorageError
@@ -33,16 +33,17 @@ def owing(delta: Tensor, residual: Tensor | None, decay: float, out: Tensor) -> 
 class Residual:
     """The residual e of one flat fp32 vector, zero at first; read and written in the pieces of `edit.codecs.base.parts`.
 
-    numel: of the vector. form: one of `edit.config.codec.RESIDUAL_FORMS`.
+    numel: of the vector. form: one of `edit.config.codec.RESIDUAL_FORMS`. pinned: in memory that a GPU reads and writes faster.
     """
 
     __slots__ = ("_data", "form", "numel")
 
-    def __init__(self, numel: int, form: str = "fp32") -> None:
+    def __init__(self, numel: int, form: str = "fp32", *, pinned: bool = False) -> None:
         self.numel = numel
         self.form = form
         # int8: the bytes of that codec. All bytes 0 are the vector 0 in every form.
-        self._data = torch.zeros(_size(numel, form), dtype=_DTYPES[form])
+        size, dtype = _size(numel, form), _DTYPES[form]
+        self._data = torch.zeros(size, dtype=dtype, pin_memory=True) if pinned else new_vector(size, dtype, zeros=True)
 
     @classmethod
     def of(cls, tensor: Tensor, numel: int, form: str | None = None) -> Residual:
@@ -79,20 +80,23 @@ class Residual:
         """The memory that it takes, in bytes."""
         return self._data.nbytes
 
-    def read(self, part: slice) -> Tensor:
-        """Return one piece in fp32, only to be read: e itself where that is fp32, else new memory."""
+    def read(self, part: slice, device: torch.device | None = None) -> Tensor:
+        """Return one piece in fp32 on `device` (None: the CPU), only to be read: e itself where that is it, else new memory.
+
+        A copy to a GPU is queued on its current stream; e must stay as it is until that is done.
+        """
         if self.form != "int8":
-            return self._data[part].to(torch.float32)
+            return self._data[part].to(device=device, non_blocking=True).to(torch.float32)
         piece = torch.empty(part.stop - part.start)
         _INT8.decode_part(self._data.numpy().data, self.numel, part.start, piece)
-        return piece
+        return piece.to(device=device)
 
     def write(self, part: slice, piece: Tensor) -> None:
-        """e[part] = piece (fp32, not changed), rounded to the form."""
+        """e[part] = piece (fp32, not changed, on any device), rounded to the form. From a GPU: queued, as in `read`."""
         if self.form == "int8":
-            _INT8.encode_part(piece, self._data.numpy().data, self.numel, part.start)
+            _INT8.encode_part(piece.cpu(), self._data.numpy().data, self.numel, part.start)
         else:
-            self._data[part].copy_(piece)
+            self._data[part].copy_(piece.to(self._data.dtype), non_blocking=True)
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield each part and what `read` returns for it."""

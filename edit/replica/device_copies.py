@@ -52,3 +52,15 @@ class Transfers:
                 yield
         finally:
             self._stream.synchronize()
+
+    def each_beside(self, parts: Iterator[slice]) -> Iterator[slice]:
+        """Yield what `parts` yields; what it does for each runs on the stream, and is finished when that is yielded."""
+        if self._stream is None:
+            yield from parts
+            return
+        while True:
+            with self.beside():
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part

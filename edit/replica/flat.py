@@ -2,8 +2,8 @@
 
 A vector has its tensors row-major, one after the other; a pseudo-gradient is outer minus local. Vectors are fp32 on the CPU,
 whatever the parameters' dtype and device (defect T15). Next to parameters on a GPU they are pinned, and the copies of one
-vector are asynchronous, with one wait at the end. On the CPU none of them need be there as a whole: `LocalVector` and
-`PseudoGradient` read and write a part at a time, which stays in the cache.
+vector are asynchronous, with one wait at the end. None of them need be there as a whole: `LocalVector` and `PseudoGradient`
+read and write a part at a time, which stays in the cache, and `DevicePseudoGradient` is computed on the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from torch import Tensor
 from edit.codecs.base import PIECE, new_vector
 from edit.errors import LocalProtocolError
 
-__all__ = ["LocalVector", "PseudoGradient", "as_held", "flatten", "is_finite", "load_fragment", "pseudo_gradient"]
+__all__ = [
+    "DevicePseudoGradient",
+    "LocalVector",
+    "PseudoGradient",
+    "as_held",
+    "flatten",
+    "is_finite",
+    "load_fragment",
+    "pseudo_gradient",
+]
 
 _COPIED = 1 << 24  # elements at a time: where the dtypes differ, torch converts in new memory of the GPU, 64 MiB of fp32
 
@@ -92,15 +101,7 @@ class LocalVector:
 
     def pieces(self, part: slice) -> Iterator[tuple[slice, Tensor]]:
         """Yield what each parameter has of a part of the vector: where it stands in the part, and its memory."""
-        i = bisect.bisect_right(self._starts, part.start) - 1
-        while i < len(self._flat) and self._starts[i] < part.stop:
-            begin, end = max(self._starts[i], part.start), min(self._starts[i + 1], part.stop)
-            if begin < end:
-                yield (
-                    slice(begin - part.start, end - part.start),
-                    self._flat[i][begin - self._starts[i] : end - self._starts[i]],
-                )
-            i += 1
+        return _pieces(self._flat, self._starts, part)
 
     def write(self, part: slice, values: Tensor) -> None:
         """Write flat fp32 `values` into a part of the vector, rounding to the parameters' dtypes."""
@@ -121,6 +122,11 @@ class PseudoGradient:
         self._outer, self._local, self._earlier = outer, local, earlier
         self._scratch = torch.empty(min(PIECE, outer.numel()))
 
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return self._outer.device
+
     def numel(self) -> int:
         """Return the number of elements."""
         return self._local.numel()
@@ -134,9 +140,61 @@ class PseudoGradient:
         return delta
 
 
+class DevicePseudoGradient:
+    """`pseudo_gradient`, computed a part at a time on the device of the parameters: Delta[part] is fp32, valid until the next.
+
+    outer: flat fp32 on the CPU, pinned; parameters: contiguous, on one device; earlier: what they were (flat fp32 on the CPU),
+    None for now. The copies to the device are queued on its current stream. Same bits as on the CPU.
+    """
+
+    def __init__(self, outer: Tensor, parameters: Sequence[Tensor], earlier: Tensor | None = None) -> None:
+        self._flat = [parameter.detach().view(-1) for parameter in parameters]
+        self._starts = list(itertools.accumulate((flat.numel() for flat in self._flat), initial=0))
+        if any(vector.numel() != self.numel() for vector in (outer, *(() if earlier is None else (earlier,)))):
+            raise LocalProtocolError(f"a fragment of {self.numel()} elements was given a vector of {outer.numel()}")
+        self._outer, self._earlier = outer, earlier
+
+    @staticmethod
+    def readable(parameters: Sequence[Tensor]) -> bool:
+        """Return whether all are contiguous and on one GPU."""
+        devices = {parameter.device for parameter in parameters}
+        return len(devices) == 1 and all(parameter.is_cuda and parameter.is_contiguous() for parameter in parameters)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._flat[0].device
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self._starts[-1]
+
+    def __getitem__(self, part: slice) -> Tensor:
+        delta = torch.empty(part.stop - part.start, device=self.device).copy_(self._outer[part], non_blocking=True)
+        before = None
+        if self._earlier is not None:
+            before = self._earlier[part].to(self.device, non_blocking=True)
+        for here, now in _pieces(self._flat, self._starts, part):
+            held = delta[here]
+            if now.dtype != torch.float32:
+                held.copy_(held.to(now.dtype))
+            held.sub_(now.to(torch.float32) if before is None else before[here])
+        return delta
+
+
 def is_finite(vector: Tensor) -> bool:
     """Return whether no element is NaN or infinite; one pass, which torch.isfinite(...).all() is not."""
     return not vector.numel() or all(math.isfinite(value.item()) for value in torch.aminmax(vector))
+
+
+def _pieces(flat: Sequence[Tensor], starts: Sequence[int], part: slice) -> Iterator[tuple[slice, Tensor]]:
+    """Yield what each of the tensors, one after the other, has of a part of the whole; see `LocalVector.pieces`."""
+    i = bisect.bisect_right(starts, part.start) - 1
+    while i < len(flat) and starts[i] < part.stop:
+        begin, end = max(starts[i], part.start), min(starts[i + 1], part.stop)
+        if begin < end:
+            yield slice(begin - part.start, end - part.start), flat[i][begin - starts[i] : end - starts[i]]
+        i += 1
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -21,7 +21,16 @@ from edit.errors import RemoteProtocolError
 from edit.fragments.digest import FragmentHash, combine, fragment_hash
 from edit.records import EncodedTensor, Here, RolledBack, Snapshot
 from edit.replica.device_copies import Transfers
-from edit.replica.flat import LocalVector, PseudoGradient, as_held, flatten, is_finite, load_fragment, pseudo_gradient
+from edit.replica.flat import (
+    DevicePseudoGradient,
+    LocalVector,
+    PseudoGradient,
+    as_held,
+    flatten,
+    is_finite,
+    load_fragment,
+    pseudo_gradient,
+)
 from edit.replica.layout import Layout
 from edit.replica.module_hooks import ParameterModules, reshard
 from edit.replica.ranks import ALONE, Ranks
@@ -123,12 +132,18 @@ class Replica:
         with self.transfers.beside():
             return pseudo_gradient(theta, locals_)
 
-    def own_pseudo_gradient(self, fragment_id: int, local: Tensor | None = None) -> Vector:
+    def own_pseudo_gradient(self, fragment_id: int, local: Tensor | None = None, *, anywhere: bool = False) -> Vector:
         """Return the owned part of `pseudo_gradient`: computed when it is read, where that can be. Until theta or, without
-        `local`, the local parameters move."""
+        `local`, the local parameters move.
+
+        anywhere: it may be on the GPU of the parameters; read it within `transfers.beside`.
+        """
         layout, parameters = self.layout, self.layout.locals(fragment_id)
-        if LocalVector.readable(parameters) and layout.owned[fragment_id].numel == layout.held[fragment_id].numel:
-            return PseudoGradient(self._outer.fragments[fragment_id], LocalVector(parameters), local)
+        if layout.owned[fragment_id].numel == layout.held[fragment_id].numel:
+            if LocalVector.readable(parameters):
+                return PseudoGradient(self._outer.fragments[fragment_id], LocalVector(parameters), local)
+            if anywhere and DevicePseudoGradient.readable(parameters):
+                return DevicePseudoGradient(self._outer.fragments[fragment_id], parameters, local)
         return layout.own(fragment_id, self.pseudo_gradient(fragment_id, local))
 
     def progress(self, fragment_id: int) -> Tensor:

@@ -86,21 +86,32 @@ class ContributionMaker:
             raise LocalProtocolError(
                 f"the parameters of {name} changed after optimizer.step() had contributed them; only_steps_write says no"
             )
-        return self._replica.own_pseudo_gradient(i, sent.sent_from.get(i))
+        return self._own_pseudo_gradient(i, sent.sent_from.get(i))
 
     def commit_residual(self, sent: SentTensors, i: int) -> Iterator[slice]:
         """Adopt the residual of fragment i: its contribution is merged. Before theta or the local parameters move.
 
         Yields each part of them that it has done with; iterate to the end.
         """
-        if self._replica.layout.owned[i].numel:
-            return self._feedback.commit_parts(i, self._own_delta(sent, i))
-        return iter(())
+        if not self._replica.layout.owned[i].numel:
+            return iter(())
+        transfers = self._replica.transfers
+        with transfers.beside():
+            written = self._feedback.commit_parts(i, self._own_delta(sent, i))
+        return transfers.each_beside(written)
 
     def keep_residual(self, sent: SentTensors, i: int) -> None:
         """Compute now the residual that fragment i would leave: theta is about to move while its contribution stays pending."""
         if self._replica.layout.owned[i].numel and (delta := self._own_delta(sent, i)) is not None:
-            self._feedback.keep(i, delta)
+            self._keep(i, delta)
+
+    def _keep(self, i: int, own: Vector) -> None:
+        with self._replica.transfers.beside():
+            self._feedback.keep(i, own)
+
+    def _own_pseudo_gradient(self, i: int, local: Tensor | None = None) -> Vector:
+        # Norms, which a grid and a clip need, are added up in the order of the CPU's parts.
+        return self._replica.own_pseudo_gradient(i, local, anywhere=self._grid is None and not self._clip)
 
     def contribute(self, pending: Pending, sent: SentTensors, *, send: bool) -> None:
         """Stage every fragment of a contribution, send it, and put the local parameters where training goes on from.
@@ -112,14 +123,14 @@ class ContributionMaker:
 
         Raises what `Collective.contribute` raises.
         """
-        self._shorten(pending.fragments, self._replica.own_pseudo_gradient)
+        self._shorten(pending.fragments, self._own_pseudo_gradient)
         for i in pending.fragments:
             if self._estimator is not None:
                 delta = self._replica.pseudo_gradient(i)
                 self._stage(pending, sent, i, self._replica.layout.own(i, delta), send)
                 self._go_on_from_estimate(self._estimator, sent, i, delta)
                 continue
-            own = self._replica.own_pseudo_gradient(i)
+            own = self._own_pseudo_gradient(i)
             self._stage(pending, sent, i, own, send)
             self._stay(sent, i, own)
 
@@ -133,7 +144,7 @@ class ContributionMaker:
         def own_of(i: int) -> Vector:
             if i in sent.deltas:
                 return layout.own(i, sent.deltas[i])
-            return self._replica.own_pseudo_gradient(i, sent.sent_from.get(i))
+            return self._own_pseudo_gradient(i, sent.sent_from.get(i))
 
         if layout.ranks.all([not self._feedback.scales])[0]:  # it was short enough, or made before there was a bound
             self._shorten(pending.missing, own_of)
@@ -162,7 +173,7 @@ class ContributionMaker:
         sent.versions[i] = self._replica.version(i)
         # They stay until the outcome: in every loop, or only if no one else writes to them.
         if not self._config.only_steps_write and self._replica.layout.owned[i].numel:
-            self._feedback.keep(i, own)
+            self._keep(i, own)
 
     def _shorten(self, fragments: Sequence[int], own_of: Callable[[int], Vector]) -> None:
         """Let what is staged of these fragments next be no longer, all together, than `clip`. All ranks call it."""
@@ -184,7 +195,8 @@ class ContributionMaker:
         if self._replica.layout.owned[i].numel == 0:
             return
         if self._grid is None:
-            payload = self._feedback.stage(i, own)
+            with self._replica.transfers.beside():
+                payload = self._feedback.stage(i, own)
         if self._config.sync.strict:
             sent.payloads[i] = payload
         if send:

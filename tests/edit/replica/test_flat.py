@@ -9,7 +9,15 @@ from torch import nn
 from edit.codecs.base import parts
 from edit.errors import LocalProtocolError
 from edit.replica import flat
-from edit.replica.flat import LocalVector, PseudoGradient, flatten, is_finite, load_fragment, pseudo_gradient
+from edit.replica.flat import (
+    DevicePseudoGradient,
+    LocalVector,
+    PseudoGradient,
+    flatten,
+    is_finite,
+    load_fragment,
+    pseudo_gradient,
+)
 
 
 def fragment(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -111,6 +119,19 @@ def test_a_model_on_a_gpu_reads_and_writes_the_same_bits() -> None:
     assert torch.equal(flatten(there), outer)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pseudo_gradient_that_is_computed_on_a_gpu_has_the_bits_of_the_cpu_s(dtype: torch.dtype) -> None:
+    here = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((3000, 4000), (17,), (0, 2))]
+    there = [nn.Parameter(parameter.detach().cuda()) for parameter in here]
+    outer = torch.randn(12_000_017).pin_memory()
+    assert DevicePseudoGradient.readable(there)
+    for earlier in (None, torch.randn(12_000_017).pin_memory()):
+        delta = DevicePseudoGradient(outer, there, earlier)
+        expected = pseudo_gradient(outer, here) if earlier is None else flat.as_held(outer, here) - earlier
+        assert all(torch.equal(delta[part].cpu(), expected[part]) for part in parts(outer.numel(), delta.device))
+
+
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16], [torch.float32, torch.float16, torch.float64]])
 def test_by_parts_a_fragment_is_read_and_written_as_at_once(dtypes: list[torch.dtype]) -> None:
     """Parameters begin and end anywhere in the parts; some are empty."""
@@ -127,6 +148,8 @@ def test_by_parts_a_fragment_is_read_and_written_as_at_once(dtypes: list[torch.d
         expected = pseudo_gradient(outer, parameters) if now is None else flat.as_held(outer, parameters) - earlier
         assert delta.numel() == outer.numel()
         assert all(torch.equal(delta[part], expected[part]) for part in parts(outer.numel()))
+        elsewhere = DevicePseudoGradient(outer, parameters, now)  # computes on any device
+        assert all(torch.equal(elsewhere[part], expected[part]) for part in parts(outer.numel()))
     for part in parts(outer.numel()):
         local.write(part, outer[part])
     assert torch.equal(flatten(parameters), flat.as_held(outer, parameters))
@@ -139,3 +162,6 @@ def test_a_transposed_parameter_is_not_read_by_parts() -> None:
         LocalVector(transposed)
     with pytest.raises(LocalProtocolError, match="a fragment of 18 elements was given a vector of 17"):
         PseudoGradient(torch.zeros(17), LocalVector(fragment()))
+    with pytest.raises(LocalProtocolError, match="a fragment of 18 elements was given a vector of 17"):
+        DevicePseudoGradient(torch.zeros(17), fragment())
+    assert not DevicePseudoGradient.readable(fragment()) and not DevicePseudoGradient.readable([])
