@@ -22,10 +22,13 @@ def fragment_hash(fragment: Tensor) -> bytes:
 
 
 class FragmentHash:
-    """`fragment_hash` of a vector that comes in pieces, in order: contiguous flat fp32 CPU tensors."""
+    """`fragment_hash` of a vector that comes in pieces, in order: contiguous flat fp32 CPU tensors.
 
-    def __init__(self) -> None:
-        self._hash = blake3()
+    parallel: hash each piece on all cores, which pays for pieces of megabytes.
+    """
+
+    def __init__(self, *, parallel: bool = False) -> None:
+        self._hash = blake3(max_threads=blake3.AUTO if parallel else 1)
 
     def update(self, piece: Tensor) -> None:
         """Take the next piece."""

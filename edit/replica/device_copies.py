@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = ["Transfers"]
+
+_Item = TypeVar("_Item")
 
 
 class Transfers:
@@ -53,14 +56,14 @@ class Transfers:
         finally:
             self._stream.synchronize()
 
-    def each_beside(self, parts: Iterator[slice]) -> Iterator[slice]:
-        """Yield what `parts` yields; what it does for each runs on the stream, and is finished when that is yielded."""
+    def each_beside(self, items: Iterator[_Item]) -> Iterator[_Item]:
+        """Yield what `items` yields; what it does for each runs on the stream, and is finished when that is yielded."""
         if self._stream is None:
-            yield from parts
+            yield from items
             return
         while True:
             with self.beside():
-                part = next(parts, None)
-            if part is None:
+                item = next(items, None)
+            if item is None:
                 return
-            yield part
+            yield item

@@ -25,12 +25,29 @@ __all__ = [
     "PseudoGradient",
     "as_held",
     "flatten",
+    "flatten_there",
     "is_finite",
     "load_fragment",
+    "on_gpu",
     "pseudo_gradient",
 ]
 
 _COPIED = 1 << 24  # elements at a time: where the dtypes differ, torch converts in new memory of the GPU, 64 MiB of fp32
+
+
+def on_gpu(parameters: Sequence[Tensor]) -> torch.device | None:
+    """Return the GPU that all of them are on, contiguous, so that vectors can be computed there a part at a time; else None."""
+    devices = {parameter.device for parameter in parameters}
+    one = len(devices) == 1 and all(parameter.is_cuda and parameter.is_contiguous() for parameter in parameters)
+    return devices.pop() if one else None
+
+
+def flatten_there(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return what `flatten` does, on the device where the parameters are."""
+    flat = torch.empty(sum(parameter.numel() for parameter in parameters), device=device)
+    for parameter, part in _parts(flat, parameters):
+        part.copy_(parameter.detach().reshape(-1))
+    return flat
 
 
 def flatten(parameters: Sequence[Tensor]) -> Tensor:
@@ -153,12 +170,6 @@ class DevicePseudoGradient:
         if any(vector.numel() != self.numel() for vector in (outer, *(() if earlier is None else (earlier,)))):
             raise LocalProtocolError(f"a fragment of {self.numel()} elements was given a vector of {outer.numel()}")
         self._outer, self._earlier = outer, earlier
-
-    @staticmethod
-    def readable(parameters: Sequence[Tensor]) -> bool:
-        """Return whether all are contiguous and on one GPU."""
-        devices = {parameter.device for parameter in parameters}
-        return len(devices) == 1 and all(parameter.is_cuda and parameter.is_contiguous() for parameter in parameters)
 
     @property
     def device(self) -> torch.device:

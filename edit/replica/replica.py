@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from edit.codecs import PIECE, codec
+from edit.codecs import codec
 from edit.codecs.base import Adder, add_weighted, new_vector, parts
 from edit.codecs.error_feedback import Vector
 from edit.errors import RemoteProtocolError
@@ -27,8 +27,10 @@ from edit.replica.flat import (
     PseudoGradient,
     as_held,
     flatten,
+    flatten_there,
     is_finite,
     load_fragment,
+    on_gpu,
     pseudo_gradient,
 )
 from edit.replica.layout import Layout
@@ -142,7 +144,7 @@ class Replica:
         if layout.owned[fragment_id].numel == layout.held[fragment_id].numel:
             if LocalVector.readable(parameters):
                 return PseudoGradient(self._outer.fragments[fragment_id], LocalVector(parameters), local)
-            if anywhere and DevicePseudoGradient.readable(parameters):
+            if anywhere and on_gpu(parameters) is not None:
                 return DevicePseudoGradient(self._outer.fragments[fragment_id], parameters, local)
         return layout.own(fragment_id, self.pseudo_gradient(fragment_id, local))
 
@@ -150,9 +152,15 @@ class Replica:
         """Return local - theta of one fragment: what a replay puts onto other outer parameters."""
         return self.pseudo_gradient(fragment_id).neg_()
 
-    def progress_since(self, fragment_id: int, origin: Tensor) -> Tensor:
-        """Return local - origin of one fragment, for earlier local parameters."""
-        return self.local_fragment(fragment_id).sub_(origin)
+    def progress_since(self, fragment_id: int, *origins: Tensor) -> Tensor:
+        """Return local less the origins of one fragment, for earlier local parameters; it may be on their GPU."""
+        parameters = self.layout.locals(fragment_id)
+        with self.transfers.beside():
+            device = on_gpu(parameters)
+            progress = flatten(parameters) if device is None else flatten_there(parameters, device)
+            for origin in origins:
+                progress.sub_(origin.to(progress.device, non_blocking=True))
+        return progress
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Return theta by tensor name, fp32 copies in full shape, at rank 0; at the others nothing."""
@@ -205,29 +213,56 @@ class Replica:
         return tuple(hashes[i] for i in self._ids)
 
     def _hash_after(self, fragment_id: int, encoded: EncodedTensor) -> bytes:
-        hashed, theta = FragmentHash(), self._outer.fragments[fragment_id]
-        scratch = torch.empty(min(PIECE, theta.numel()))
-        for part, subtract in self._subtracting(fragment_id, encoded):
-            if part.stop - part.start > scratch.numel():
-                scratch = torch.empty(part.stop - part.start)
-            after = scratch[: part.stop - part.start].copy_(theta[part])
-            subtract(part, after)
+        hashed = FragmentHash(parallel=on_gpu(self.layout.locals(fragment_id)) is not None)
+        for _, after in self.transfers.each_beside(self._parts_after(fragment_id, encoded)):
             hashed.update(after)
         return hashed.digest()
 
+    def _parts_after(
+        self,
+        fragment_id: int,
+        encoded: EncodedTensor,
+        into: Tensor | None = None,
+        before: Callable[[slice], object] = lambda part: None,
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each part of the held vector, and theta - decode(encoded) of it, fp32 on the CPU; see `Transfers.each_beside`.
+
+        into: where that is written, perhaps theta itself; None: scratch, valid until the next. before: called with each part
+        before anything of it is read. Computed on the GPU where the parameters are on one.
+        """
+        theta, device = self._outer.fragments[fragment_id], on_gpu(self.layout.locals(fragment_id))
+        scratch = torch.empty(0)
+        for part, subtract in self._subtracting(fragment_id, encoded, device):
+            before(part)
+            numel = part.stop - part.start
+            if into is None and numel > scratch.numel():
+                scratch = torch.empty(numel, pin_memory=self.transfers.pinned)
+            after = scratch[:numel] if into is None else into[part]
+            if device is not None:
+                there = torch.empty(numel, device=device).copy_(theta[part], non_blocking=True)
+                subtract(part, there)
+                after.copy_(there, non_blocking=True)
+            else:
+                if into is not theta:
+                    after.copy_(theta[part])
+                subtract(part, after)
+            yield part, after
+
     def _after(self, fragment_id: int, encoded: EncodedTensor) -> Tensor:
         """Return theta - decode(encoded), new memory."""
-        theta = self._outer.fragments[fragment_id]
-        after = self._new_like(theta)
-        for part, subtract in self._subtracting(fragment_id, encoded):
-            subtract(part, after[part].copy_(theta[part]))
+        after = self._new_like(self._outer.fragments[fragment_id])
+        for _ in self.transfers.each_beside(self._parts_after(fragment_id, encoded, after)):
+            pass
         return after
 
     def _new_like(self, theta: Tensor) -> Tensor:
         return torch.empty_like(theta, pin_memory=True) if self.transfers.pinned else new_vector(theta.numel())
 
-    def _subtracting(self, fragment_id: int, encoded: EncodedTensor) -> Iterator[tuple[slice, Adder]]:
-        """Yield each part of the held vector, and what subtracts that part of an update; both raise RemoteProtocolError."""
+    def _subtracting(
+        self, fragment_id: int, encoded: EncodedTensor, device: torch.device | None
+    ) -> Iterator[tuple[slice, Adder]]:
+        """Yield each part of the held vector, and what subtracts that part of an update from a vector on `device` (None: the
+        CPU); both raise RemoteProtocolError."""
         held, decoder = self.layout.held[fragment_id], codec(encoded.codec)
 
         def subtract(part: slice, out: Tensor) -> None:
@@ -236,12 +271,12 @@ class Replica:
 
         with _of_update(fragment_id):
             if decoder.granule > 1 and not held.is_whole:
-                step = decoder.decode_shard(encoded, held)
+                step = decoder.decode_shard(encoded, held).to(device=device)
                 yield slice(0, held.numel), lambda part, out: add_weighted(step, -1.0, out, step)
                 return
             decoder.check_shard(encoded, held)
-            subtract_part = decoder.adder(encoded, -1.0)
-        for part in parts(held.numel):
+            subtract_part = decoder.adder(encoded, -1.0, device)
+        for part in parts(held.numel, device):
             yield part, subtract
 
     def _keep(self, vector: Tensor) -> Tensor:
@@ -324,10 +359,11 @@ class Replica:
         fragments, hashes = list(self._outer.fragments), list(self._outer.hashes)
         theta = fragments[fragment_id]
         after = self._new_like(theta) if self._kept[fragment_id] else theta
-        for part, subtract in self._subtracting(fragment_id, encoded):
+
+        def read(part: slice) -> None:
             next((done for done in before if done.stop >= part.stop), None)
-            moved = after[part] if after is theta else after[part].copy_(theta[part])
-            subtract(part, moved)
+
+        for part, moved in self.transfers.each_beside(self._parts_after(fragment_id, encoded, after, read)):
             if local is not None:
                 with self.transfers.beside():
                     local.write(part, moved)
@@ -340,10 +376,14 @@ class Replica:
 
     def _load(self, fragment_id: int, theta: Tensor, moved: Tensor | float | None) -> None:
         target = theta
-        if isinstance(moved, float):
-            moved = self.local_fragment(fragment_id).sub_(theta).mul_(moved)
-        if moved is not None and self.layout.ranks.all([is_finite(moved)])[0]:
-            target = moved.add_(theta)
+        share, moved = (moved, self.progress_since(fragment_id, theta)) if isinstance(moved, float) else (None, moved)
+        with self.transfers.beside():
+            if moved is not None and share is not None:
+                moved.mul_(share)
+            finite = moved is not None and is_finite(moved)
+        if moved is not None and self.layout.ranks.all([finite])[0]:
+            with self.transfers.beside():
+                target = moved.add_(theta.to(moved.device, non_blocking=True))
         self.load_local(fragment_id, target)
 
     def load_local(self, fragment_id: int, vector: Tensor) -> None:

@@ -293,7 +293,10 @@ class ShareExchange:
             return progress
         held = self.replica.layout.disown(i, owed)
         assert not isinstance(progress, float)  # a share of what is local (lerp): `check_together` lets no residual be there
-        return held.neg_() if progress is None else progress.sub_(held)
+        if progress is None:
+            return held.neg_()
+        with self.replica.transfers.beside():
+            return progress.sub_(held.to(progress.device, non_blocking=True))
 
     def _take_snapshot(self, pending: Pending | None, reason: str) -> Moved | Failed:
         if (target := self._updates.snapshot()) is None:

@@ -51,7 +51,7 @@ def unmerged(replica: Replica, i: int, sent: SentTensors) -> Tensor:
     """Return everything since theta; after an estimate (eager), as if training had gone on from what was sent."""
     if i not in sent.deltas:
         return replica.progress(i)
-    return replica.progress_since(i, sent.sent_from[i]).sub_(sent.deltas[i])
+    return replica.progress_since(i, sent.sent_from[i], sent.deltas[i])
 
 
 def unsent(replica: Replica, i: int, pending: Pending | None, sent: SentTensors) -> Tensor | None:

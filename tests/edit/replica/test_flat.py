@@ -14,8 +14,10 @@ from edit.replica.flat import (
     LocalVector,
     PseudoGradient,
     flatten,
+    flatten_there,
     is_finite,
     load_fragment,
+    on_gpu,
     pseudo_gradient,
 )
 
@@ -125,7 +127,8 @@ def test_a_pseudo_gradient_that_is_computed_on_a_gpu_has_the_bits_of_the_cpu_s(d
     here = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((3000, 4000), (17,), (0, 2))]
     there = [nn.Parameter(parameter.detach().cuda()) for parameter in here]
     outer = torch.randn(12_000_017).pin_memory()
-    assert DevicePseudoGradient.readable(there)
+    assert on_gpu(there) == there[0].device
+    assert torch.equal(flatten_there(there, there[0].device).cpu(), flatten(here))
     for earlier in (None, torch.randn(12_000_017).pin_memory()):
         delta = DevicePseudoGradient(outer, there, earlier)
         expected = pseudo_gradient(outer, here) if earlier is None else flat.as_held(outer, here) - earlier
@@ -164,4 +167,4 @@ def test_a_transposed_parameter_is_not_read_by_parts() -> None:
         PseudoGradient(torch.zeros(17), LocalVector(fragment()))
     with pytest.raises(LocalProtocolError, match="a fragment of 18 elements was given a vector of 17"):
         DevicePseudoGradient(torch.zeros(17), fragment())
-    assert not DevicePseudoGradient.readable(fragment()) and not DevicePseudoGradient.readable([])
+    assert on_gpu(fragment()) is None and on_gpu([]) is None
