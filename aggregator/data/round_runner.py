@@ -330,12 +330,6 @@ class RoundRunner:
 
     def _carry_out(self, event: events.Event) -> events.Refused | None:
         before = (self.machine.phase, self.machine.round_id)
-        if self.masked is not None:
-            match event:
-                case events.Tick():
-                    self.masked.tick()
-                case events.MemberLost(peer_id):
-                    self.masked.left(peer_id)
         refused: events.Refused | None = None
         for effect in self.machine.handle(event, self._clock.monotonic()):
             match effect:
@@ -362,7 +356,21 @@ class RoundRunner:
                     self._background.spawn(self._finish(outer_step))
         if (self.machine.phase, self.machine.round_id) != before:
             self._run_feed.publish(RoundChanged(self.machine.phase.value, self.machine.round_id))
+        if self.masked is not None:
+            self._tell_masks(self.masked, event)
         return refused
+
+    @staticmethod
+    def _tell_masks(masked: MaskedRounds, event: events.Event) -> None:
+        """Pass on what concerns the keys. After the round machine knows it: if a masked round fails by that, the next one opens
+        at once, and must not expect a peer that is lost."""
+        match event:
+            case events.Tick():
+                masked.tick()
+            case events.MemberLost(peer_id):
+                masked.left(peer_id)
+            case events.MemberReady(peer_id):
+                masked.returned(peer_id)
 
     async def _reduce(self, effect: events.Reduce) -> None:
         """Merge one fragment and write it to the journal. Any exception fails the round."""
