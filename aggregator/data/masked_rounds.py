@@ -113,6 +113,7 @@ class MaskedRounds:
         shared: called with the round's id and the peers that can contribute to it, when that is known or has changed.
         failed: called when a round comes to nothing before its sum is to be opened: its id, the reason, and who is known to
             have lied.
+        late: called with the round's id, a peer that came after the keys were shared, and the peers that can contribute.
     """
 
     def __init__(
@@ -123,11 +124,12 @@ class MaskedRounds:
         now: Callable[[], float],
         shared: Callable[[int, frozenset[str]], None],
         failed: Callable[[int, str, Sequence[str]], None],
+        late: Callable[[int, str, frozenset[str]], None],
     ) -> None:
         self._run_id, self._config_digest = run_id, config_digest(config)
         self._secagg, self._quorum, self._floor_s = config.secagg, config.rounds.quorum, config.rounds.floor_s
         self._background, self._now = background, now
-        self._shared, self._failed = shared, failed
+        self._shared, self._failed, self._late = shared, failed, late
         self._round: _Round | None = None
         self._last = "no round is open"  # why there is none, or no more
         self._news = asyncio.Event()  # set, and replaced, at each change
@@ -302,9 +304,12 @@ class MaskedRounds:
         try:
             self._handle(current, advert)
         except StaleError:
-            if current.sharers is not None and advert.peer_id in current.sharers:
-                current.able = (current.able or current.sharers) - {advert.peer_id}
-                self._shared(current.round_id, current.able)
+            if current.sharers is not None:
+                able = current.sharers if current.able is None else current.able
+                if advert.peer_id in able:
+                    able = current.able = able - {advert.peer_id}
+                    self._shared(current.round_id, able)
+                self._late(current.round_id, advert.peer_id, able)
             raise
 
     @staticmethod

@@ -67,6 +67,7 @@ from edit.merging.robust_merger import Chosen
 from edit.merging.trust import after_scores
 from edit.records import Commit, round_number
 from edit.rounds import events
+from edit.rounds.events import Phase
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.mask_plan import FragmentPlan
@@ -163,7 +164,9 @@ class RoundRunner:
         self.masked: MaskedRounds | None = None
         if config.secagg.enabled:
             now = resources.clock.monotonic
-            self.masked = MaskedRounds(run_id, config, resources.background, now, self._restrict, self._masks_failed)
+            self.masked = MaskedRounds(
+                run_id, config, resources.background, now, self._restrict, self._masks_failed, self._late_for_masks
+            )
         codecs = self.masked.codec if self.masked is not None else config.codec.uplink
         # With robust.trust = "loss": what scorers say of the last outer step.
         self.scores = Scores(self._store.update(outer.outer_step)) if config.robust.scored else None
@@ -571,6 +574,15 @@ class RoundRunner:
         for peer_id in blamed:
             self._run_feed.publish(PeerFaulted(peer_id, round_id, reason))
         self.feed(events.RoundFailed(round_id, reason, tuple(blamed)))
+
+    def _late_for_masks(self, round_id: int, peer_id: str, able: frozenset[str]) -> None:
+        """A peer came after the keys were shared. Where the round makes no quorum without it, it fails at once: in the next one
+        there is room for all, and the others would only wait for the deadline."""
+        machine = self.machine
+        if machine.round_id != round_id or machine.phase is not Phase.COLLECTING or len(able | machine.arrived) >= self._quorum:
+            return
+        reason = f"too few share keys without {peer_id}, which came too late for them: {len(able)} of quorum {self._quorum}"
+        self._masks_failed(round_id, reason, ())
 
     async def _unmask(self, peers: Sequence[str]) -> tuple[JudgedClaims, Opening | None]:
         """Judge what the complete peers say, and let the others open the sum of those who are sound.

@@ -342,6 +342,23 @@ def test_a_peer_that_starts_again_takes_part_in_the_next_round(tmp_path: Path) -
         assert len({peer.worker.digest for peer in peers.values()}) == 1
 
 
+def test_a_round_that_has_no_quorum_without_a_peer_that_starts_again_ends_at_once(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(more="[membership]\nlease_s = 1000.0").replace("quorum = 3", "quorum = 4"))
+    with running(folder, Clock()) as here, ExitStack() as stack:
+        collectives = stack.enter_context(connected(folder, here, tmp_path))
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, "abcd")
+        here.await_(lambda run: "collecting" in run.rounds.masked.status.text)
+        collectives["d"].close("killed")
+        again = stack.enter_context(connected(folder, here, tmp_path, ("d",)))
+        peers["d"] = started(stack, again, folder.config())["d"]
+        here.await_(lambda run: not run.recent_rounds[-1].committed)
+        assert "too few share keys without d, which came too late for them: 3 of quorum 4" in here.run.recent_rounds[-1].reason
+        here.await_(lambda run: "collecting masked vectors: 4 peers" in run_status(run).masks)
+        exchange(peers, "abcd")
+        assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == list(NAMES)
+
+
 def test_a_coordinator_that_starts_again_tries_the_round_again_with_new_keys(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run", toml=toml())
     with ExitStack() as stack:
