@@ -196,6 +196,7 @@ class RoundRunner:
             awaited=awaited[0],
             awaits_until=self._clock.monotonic() + awaited[1],
             whole=self.masked is not None or self._budget is not None or config.robust.of_model,
+            masked=self.masked is not None,
             ended=self._budget.used_up if self._budget is not None else "",
         )
         self._load_deadlines()

@@ -16,18 +16,18 @@ I5  Every wait of the coordinator has a deadline; what a peer sends is bounded b
 Rules
 
 1. Advertise. A peer draws an X25519 key and signs it for this round. The coordinator shows the roster when all that are
-   expected have advertised or left, or after floor_s, and as soon as `most` have; but never before min_peers (and 2) have. Who
-   was lost is on it only if it is back and has advertised since: the same key, which it has still, or another, in the place of
-   the one that it has lost. A peer takes no other advert of itself back.
+   expected have advertised or left, or after floor_s, and as soon as `most` have; but never before min_peers and the quorum
+   (and 2) have. Who was lost is on it only if it is back and has advertised since: the same key, which it has still, or
+   another, in the place of the one that it has lost. A peer takes no other advert of itself back.
 2. A peer goes on with a roster of this round only: every advert signed, its own unchanged, enough peers, and each as its
    operator pinned them, if they are pinned. h is the roster's hash, t its threshold.
 3. Share. A peer draws two secrets: b, its own mask's key, and r, which opens `recovery`, its pair keys under AES-GCM. It deals
    shares of both, one box per peer, and publishes digests of the secrets, of every share and of every pair key. So a share is
    checked when it is dealt and when it is revealed, and the one who lied is named. Pair keys whose digests differ end the round
    and name both peers.
-4. Collect. The sharers are known when all peers of the roster have shared or left, or after floor_s, if max(t, min_peers) have.
-   Each then masks its vectors for exactly these sharers. The round machine closes: U, the survivors, are sharers whose vectors
-   are complete and sound, at least max(t, quorum, min_peers).
+4. Collect. The sharers are known when all peers of the roster have shared or left, or after floor_s, if max(t, quorum,
+   min_peers) have. Each then masks its vectors for exactly these sharers. The round machine closes: U, the survivors, are
+   sharers whose vectors are complete and sound, at least max(t, quorum, min_peers).
 5. Confirm. A survivor signs (h, sharers, U) if it would reveal for U: U is large enough and no difference with an earlier sum
    is too small (`edit.trust.revealed_sets`). It signs one U per round.
 6. Reveal. With t signatures on one U a survivor reveals its shares of b of each of U, and of r of the sharers outside U. With
@@ -620,7 +620,7 @@ class MaskServer:
     def _has_all(self, *, over: bool) -> bool:
         """Whether the roster is to be shown (rule 1). over: whether floor_s is."""
         here = self._adverts.keys() - self._away
-        if len(here) < self._min_peers:
+        if len(here) < max(self._min_peers, self._quorum):
             return False
         return over or len(here) >= self._most or self._expected <= self._adverts.keys() | self._away
 
@@ -705,7 +705,7 @@ class MaskServer:
     def _show_inboxes(self) -> list[ServerEffect]:
         roster = self._known_roster()
         sharers = frozenset(self._shares)
-        least = max(roster.threshold, self._min_peers)
+        least = max(roster.threshold, self._quorum, self._min_peers)
         if len(sharers) < least:
             return self._abort(f"{len(sharers)} of {len(roster.adverts)} peers shared their keys, at least {least} are needed")
         for one, other in combinations(sorted(sharers), 2):

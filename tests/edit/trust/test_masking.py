@@ -110,13 +110,22 @@ def test_too_few_peers_end_the_round(drops: dict[int, int], step: str) -> None:
     assert step in played.aborted.reason and played.aborted.blamed == ()
 
 
-def test_no_roster_is_shown_before_enough_have_advertised() -> None:
-    server = MaskServer(ROUND, names(2), most=4, min_peers=3, quorum=3, floor_s=FLOOR_S, answer_s=ANSWER_S, now=0.0)
+@pytest.mark.parametrize(("min_peers", "quorum"), [(3, 2), (2, 3)])
+def test_no_roster_is_shown_before_enough_have_advertised(min_peers: int, quorum: int) -> None:
+    server = MaskServer(
+        ROUND, names(2), most=4, min_peers=min_peers, quorum=quorum, floor_s=FLOOR_S, answer_s=ANSWER_S, now=0.0
+    )
     for name in names(2):
         assert server.handle(advertise(name, name.encode().ljust(32), ROUND, signer(name)), 0.0) == []
     assert server.handle(Tick(), 2 * FLOOR_S) == [] and server.roster is None
     late = names(3)[2]
     assert [type(each) for each in server.handle(advertise(late, bytes(32), ROUND, signer(late)), 99.0)] == [ShowRoster]
+
+
+def test_a_round_whose_sharers_make_no_quorum_is_aborted_before_anybody_masks() -> None:
+    played = MaskedRound(names(4), drops={"peer-03": SHARE}, quorum=4).run()
+    assert played.aborted is not None and not played.masks
+    assert played.aborted.reason == "3 of 4 peers shared their keys, at least 4 are needed"
 
 
 def test_a_roster_has_no_more_peers_than_the_grid_has_room_for() -> None:
