@@ -1,6 +1,7 @@
 """The masked round that is open: the shell of `edit.trust.masking.MaskServer` on the event loop.
 
     a round opens       open        the plan is computed in the worker thread; peers that asked meanwhile wait
+    a peer is lost      left        nothing is awaited of it until it is back; also before the plan is there
     a peer's message    tell        handed to the machine; answered with what follows, or with None: not yet, ask again
     the last inbox      sharers     the round machine hears who can contribute
     the round closes    close_with  the survivors confirm and reveal; returned is what opens their sum
@@ -27,6 +28,7 @@ from edit.trust.masking import (
     Aborted,
     AskConfirm,
     AskReveal,
+    Back,
     Close,
     Confirm,
     Gone,
@@ -92,6 +94,7 @@ class _Round:
     round_id: int
     plans: dict[int, FragmentPlan] = field(default_factory=dict)  # by fragment, once they are computed
     server: MaskServer | None = None  # likewise
+    gone: set[str] = field(default_factory=set)  # the peers that were lost since it opened, and are not back
     sharers: frozenset[str] | None = None
     able: frozenset[str] | None = None  # the sharers without those that have lost their keys since
     opening: Opening | None = None
@@ -110,6 +113,7 @@ class MaskedRounds:
         shared: called with the round's id and the peers that can contribute to it, when that is known or has changed.
         failed: called when a round comes to nothing before its sum is to be opened: its id, the reason, and who is known to
             have lied.
+        late: called with the round's id, a peer that came after the keys were shared, and the peers that can contribute.
     """
 
     def __init__(
@@ -120,11 +124,12 @@ class MaskedRounds:
         now: Callable[[], float],
         shared: Callable[[int, frozenset[str]], None],
         failed: Callable[[int, str, Sequence[str]], None],
+        late: Callable[[int, str, frozenset[str]], None],
     ) -> None:
         self._run_id, self._config_digest = run_id, config_digest(config)
         self._secagg, self._quorum, self._floor_s = config.secagg, config.rounds.quorum, config.rounds.floor_s
         self._background, self._now = background, now
-        self._shared, self._failed = shared, failed
+        self._shared, self._failed, self._late = shared, failed, late
         self._round: _Round | None = None
         self._last = "no round is open"  # why there is none, or no more
         self._news = asyncio.Event()  # set, and replaced, at each change
@@ -163,6 +168,8 @@ class MaskedRounds:
             answer_s=self._floor_s,
             now=self._now(),
         )
+        for peer_id in current.gone:
+            self._handle(current, Gone(peer_id=peer_id))
         self._wake()
 
     def end(self, reason: str) -> None:
@@ -171,8 +178,17 @@ class MaskedRounds:
         self._wake()
 
     def left(self, peer_id: str) -> None:
-        """Nothing more is awaited of this peer."""
-        self._feed(Gone(peer_id=peer_id))
+        """This peer is lost: nothing more is awaited of it."""
+        if self._round is not None:
+            self._round.gone.add(peer_id)
+            self._feed(Gone(peer_id=peer_id))
+            self._wake()
+
+    def returned(self, peer_id: str) -> None:
+        """This peer is there."""
+        if self._round is not None and peer_id in self._round.gone:
+            self._round.gone.remove(peer_id)
+            self._feed(Back(peer_id=peer_id))
 
     def tick(self) -> None:
         """Time has passed."""
@@ -267,7 +283,9 @@ class MaskedRounds:
         match said:
             case Advert():
                 self._take_advert(current, said)
-                return await self._answer(current, lambda: self._roster_for(server, peer_id))
+                return await self._answer(
+                    current, lambda: self._roster_for(server, peer_id), asks_again=lambda: server.is_silent(peer_id)
+                )
             case Shares():
                 self._handle(current, said)
                 return await self._answer(current, lambda: self._inbox_of(current, server, peer_id))
@@ -286,9 +304,12 @@ class MaskedRounds:
         try:
             self._handle(current, advert)
         except StaleError:
-            if current.sharers is not None and advert.peer_id in current.sharers:
-                current.able = (current.able or current.sharers) - {advert.peer_id}
-                self._shared(current.round_id, current.able)
+            if current.sharers is not None:
+                able = current.sharers if current.able is None else current.able
+                if advert.peer_id in able:
+                    able = current.able = able - {advert.peer_id}
+                    self._shared(current.round_id, able)
+                self._late(current.round_id, advert.peer_id, able)
             raise
 
     @staticmethod
@@ -321,11 +342,16 @@ class MaskedRounds:
             raise StaleError(self._last)
         return current
 
-    async def _answer(self, current: _Round, look: Callable[[], _T | None]) -> _T | None:
-        """Return what `look` gives, as soon as it does; None after a while. Raises StaleError when the round is over."""
+    async def _answer(
+        self, current: _Round, look: Callable[[], _T | None], asks_again: Callable[[], bool] = lambda: False
+    ) -> _T | None:
+        """Return what `look` gives, as soon as it does. Raises StaleError when the round is over.
+
+        None, after a while, or when the peer is to ask again at once: what it says once more shows that it is there.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + _ANSWER_S
-        while (found := look()) is None:
+        while (found := look()) is None and not asks_again():
             try:
                 async with asyncio.timeout_at(until):
                     await self._news.wait()

@@ -67,6 +67,7 @@ from edit.merging.robust_merger import Chosen
 from edit.merging.trust import after_scores
 from edit.records import Commit, round_number
 from edit.rounds import events
+from edit.rounds.events import Phase
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.mask_plan import FragmentPlan
@@ -163,7 +164,9 @@ class RoundRunner:
         self.masked: MaskedRounds | None = None
         if config.secagg.enabled:
             now = resources.clock.monotonic
-            self.masked = MaskedRounds(run_id, config, resources.background, now, self._restrict, self._masks_failed)
+            self.masked = MaskedRounds(
+                run_id, config, resources.background, now, self._restrict, self._masks_failed, self._late_for_masks
+            )
         codecs = self.masked.codec if self.masked is not None else config.codec.uplink
         # With robust.trust = "loss": what scorers say of the last outer step.
         self.scores = Scores(self._store.update(outer.outer_step)) if config.robust.scored else None
@@ -193,6 +196,7 @@ class RoundRunner:
             awaited=awaited[0],
             awaits_until=self._clock.monotonic() + awaited[1],
             whole=self.masked is not None or self._budget is not None or config.robust.of_model,
+            masked=self.masked is not None,
             ended=self._budget.used_up if self._budget is not None else "",
         )
         self._load_deadlines()
@@ -330,12 +334,6 @@ class RoundRunner:
 
     def _carry_out(self, event: events.Event) -> events.Refused | None:
         before = (self.machine.phase, self.machine.round_id)
-        if self.masked is not None:
-            match event:
-                case events.Tick():
-                    self.masked.tick()
-                case events.MemberLost(peer_id):
-                    self.masked.left(peer_id)
         refused: events.Refused | None = None
         for effect in self.machine.handle(event, self._clock.monotonic()):
             match effect:
@@ -362,7 +360,21 @@ class RoundRunner:
                     self._background.spawn(self._finish(outer_step))
         if (self.machine.phase, self.machine.round_id) != before:
             self._run_feed.publish(RoundChanged(self.machine.phase.value, self.machine.round_id))
+        if self.masked is not None:
+            self._tell_masks(self.masked, event)
         return refused
+
+    @staticmethod
+    def _tell_masks(masked: MaskedRounds, event: events.Event) -> None:
+        """Pass on what concerns the keys. After the round machine knows it: if a masked round fails by that, the next one opens
+        at once, and must not expect a peer that is lost."""
+        match event:
+            case events.Tick():
+                masked.tick()
+            case events.MemberLost(peer_id):
+                masked.left(peer_id)
+            case events.MemberReady(peer_id):
+                masked.returned(peer_id)
 
     async def _reduce(self, effect: events.Reduce) -> None:
         """Merge one fragment and write it to the journal. Any exception fails the round."""
@@ -563,6 +575,15 @@ class RoundRunner:
         for peer_id in blamed:
             self._run_feed.publish(PeerFaulted(peer_id, round_id, reason))
         self.feed(events.RoundFailed(round_id, reason, tuple(blamed)))
+
+    def _late_for_masks(self, round_id: int, peer_id: str, able: frozenset[str]) -> None:
+        """A peer came after the keys were shared. Where the round makes no quorum without it, it fails at once: in the next one
+        there is room for all, and the others would only wait for the deadline."""
+        machine = self.machine
+        if machine.round_id != round_id or machine.phase is not Phase.COLLECTING or len(able | machine.arrived) >= self._quorum:
+            return
+        reason = f"too few share keys without {peer_id}, which came too late for them: {len(able)} of quorum {self._quorum}"
+        self._masks_failed(round_id, reason, ())
 
     async def _unmask(self, peers: Sequence[str]) -> tuple[JudgedClaims, Opening | None]:
         """Judge what the complete peers say, and let the others open the sum of those who are sound.

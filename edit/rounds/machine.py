@@ -87,7 +87,8 @@ Masks, noise, and coefficients of the whole model
 20. With `whole` (secure aggregation, noise for organisations, or robust.scope = "model") nothing is reduced before the close,
     and of no peer that is not complete then; the shell opens the sum, draws the noise, or weighs the contributions, when it is
     asked for the first Reduce, or fails the round. Once the peers have shared the keys of a masked round, it is RESTRICTED to
-    them: nobody waits for another one, which would have nothing to mask with.
+    them: nobody waits for another one, which would have nothing to mask with. Before that nobody can contribute, so where a
+    deadline ends the round then, it is an absence of nobody, and no time is measured.
 
 The end
 21. A run that can merge no more (a budget of privacy is used up) is ENDED: an open collection is aborted, a round that is being
@@ -192,6 +193,7 @@ class RoundMachine:
         awaited: the peers without which the first round does not open before `awaits_until` (rule 3).
         backs_off: whether a round waits after several that came to nothing (rule 18); not where the clock stands still.
         whole: nothing of a contribution is reduced before the close (rule 20).
+        masked: nobody can contribute before the round is Restricted (rule 20).
         ended: why the run was ended before (rule 21); empty: it was not.
     """
 
@@ -212,6 +214,7 @@ class RoundMachine:
         awaits_until: float = -math.inf,
         backs_off: bool = True,
         whole: bool = False,
+        masked: bool = False,
         ended: str = "",
     ) -> None:
         if first_round_id < 1:
@@ -231,7 +234,7 @@ class RoundMachine:
         self._absences = Absences()
         self._faults = Faults()
         self._backs_off = backs_off
-        self._whole = whole or config.max_staleness > 0
+        self._whole, self._masked = whole or config.max_staleness > 0, masked
         self._aborts = 0  # in a row, by faults and failures
         self._awaited, self._awaits_until = frozenset(awaited), awaits_until
         self._opens_at = -math.inf  # no round opens before that
@@ -706,6 +709,8 @@ class RoundMachine:
 
     def _left_out(self, current: OpenRound, now: float) -> None:
         """The round stops waiting: measure the peers that are overdue, and count the absences (rules 9 and 16)."""
+        if self._masked and current.only is None:
+            return
         self._timer.left_out(current, now)
         self._absences.missed(peer_id for peer_id in current.overdue(now) if self._book.get(peer_id) is None)
 

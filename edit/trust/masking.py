@@ -16,17 +16,18 @@ I5  Every wait of the coordinator has a deadline; what a peer sends is bounded b
 Rules
 
 1. Advertise. A peer draws an X25519 key and signs it for this round. The coordinator shows the roster when all that are
-   expected have advertised or left, or after floor_s, and as soon as `most` have; but never before min_peers (and 2) have. A
-   peer takes no other advert of itself back.
+   expected have advertised or left, or after floor_s, and as soon as `most` have; but never before min_peers and the quorum
+   (and 2) have. Who was lost is on it only if it is back and has advertised since: the same key, which it has still, or
+   another, in the place of the one that it has lost. A peer takes no other advert of itself back.
 2. A peer goes on with a roster of this round only: every advert signed, its own unchanged, enough peers, and each as its
    operator pinned them, if they are pinned. h is the roster's hash, t its threshold.
 3. Share. A peer draws two secrets: b, its own mask's key, and r, which opens `recovery`, its pair keys under AES-GCM. It deals
    shares of both, one box per peer, and publishes digests of the secrets, of every share and of every pair key. So a share is
    checked when it is dealt and when it is revealed, and the one who lied is named. Pair keys whose digests differ end the round
    and name both peers.
-4. Collect. The sharers are known when all peers of the roster have shared or left, or after floor_s, if max(t, min_peers) have.
-   Each then masks its vectors for exactly these sharers. The round machine closes: U, the survivors, are sharers whose vectors
-   are complete and sound, at least max(t, quorum, min_peers).
+4. Collect. The sharers are known when all peers of the roster have shared or left, or after floor_s, if max(t, quorum,
+   min_peers) have. Each then masks its vectors for exactly these sharers. The round machine closes: U, the survivors, are
+   sharers whose vectors are complete and sound, at least max(t, quorum, min_peers).
 5. Confirm. A survivor signs (h, sharers, U) if it would reveal for U: U is large enough and no difference with an earlier sum
    is too small (`edit.trust.revealed_sets`). It signs one U per round.
 6. Reveal. With t signatures on one U a survivor reveals its shares of b of each of U, and of r of the sharers outside U. With
@@ -35,7 +36,7 @@ Rules
 coordinator  event                       condition                        effects              next
 -----------  --------------------------  -------------------------------  -------------------  -----------
 ADVERTISING  Advert                      signed for this round                                 same
-ADVERTISING  Advert, Gone, Tick          rule 1                           ShowRoster           SHARING
+ADVERTISING  Advert, Gone, Back, Tick    rule 1                           ShowRoster           SHARING
 SHARING      Shares                      of a peer of the roster                               same
 SHARING      Shares, Gone, Tick          rule 4: all, or floor_s over     ShowInbox for each   COLLECTING
 SHARING      Shares, Gone, Tick          too few, or pair keys differ     Aborted              ABORTED
@@ -79,6 +80,7 @@ __all__ = [
     "Aborted",
     "AskConfirm",
     "AskReveal",
+    "Back",
     "Close",
     "Confirm",
     "Ended",
@@ -201,7 +203,14 @@ class Abort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """To the coordinator's machine: nothing more is awaited of this peer."""
+    """To the coordinator's machine: this peer was lost, so nothing more is awaited of it."""
+
+    peer_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Back:
+    """To the coordinator's machine: this peer is there, and has been lost before, perhaps."""
 
     peer_id: str
 
@@ -297,7 +306,7 @@ class Opened:
 PeerEffect: TypeAlias = Advert | Shares | StartMasking | Confirm | SaveRevealed | Reveal | Ended
 PeerEvent: TypeAlias = ShowRoster | ShowInbox | AskConfirm | AskReveal | Abort
 ServerEffect: TypeAlias = ShowRoster | ShowInbox | AskConfirm | AskReveal | Opened | Aborted
-ServerEvent: TypeAlias = Advert | Shares | Close | Confirm | Reveal | Gone | Tick | Abort
+ServerEvent: TypeAlias = Advert | Shares | Close | Confirm | Reveal | Gone | Back | Tick | Abort
 
 
 class MaskClient:
@@ -509,8 +518,8 @@ class MaskServer:
     """The coordinator's side of one masked round.
 
     A peer's message that it must not send raises RemoteProtocolError that names the peer, one that comes too late StaleError;
-    neither changes anything. The same message again changes nothing either; the shell answers it from `roster`, `inboxes` and
-    so on.
+    neither changes anything. The same message again changes nothing either, but that who advertises is not lost (rule 1); the
+    shell answers it from `roster`, `inboxes` and so on.
 
     Args:
         of_round: the round.
@@ -549,7 +558,8 @@ class MaskServer:
         self.inboxes: dict[str, ShowInbox] = {}
         self.survivors: frozenset[str] = frozenset()
         self.asked: AskReveal | None = None
-        self._gone: set[str] = set()
+        self._gone: set[str] = set()  # the peers that are lost
+        self._silent: set[str] = set()  # the peers that have not advertised since they were lost
         self._adverts: dict[str, Advert] = {}
         self._shares: dict[str, Shares] = {}
         self._signatures: dict[str, bytes] = {}
@@ -559,7 +569,7 @@ class MaskServer:
         """Return what to do. now: seconds, of a clock that does not go back."""
         if self.step in (ServerStep.OPEN, ServerStep.ABORTED):
             late = isinstance(event, Reveal) and self.step is ServerStep.OPEN and event.peer_id in self.survivors
-            if late or isinstance(event, Tick | Gone | Abort):
+            if late or isinstance(event, Tick | Gone | Back | Abort):
                 return []
             raise StaleError("this masked round is over")
         match event:
@@ -567,6 +577,9 @@ class MaskServer:
                 return self._abort(reason)
             case Gone(peer_id=peer_id):
                 self._gone.add(peer_id)
+                self._silent.add(peer_id)
+            case Back(peer_id=peer_id):
+                self._gone.discard(peer_id)
             case Advert():
                 self._take_advert(event)
             case Shares():
@@ -586,7 +599,7 @@ class MaskServer:
         match self.step:
             case ServerStep.ADVERTISING if self._has_all(over=over):
                 return self._show_roster(now)
-            case ServerStep.SHARING if over or self._adverts.keys() <= self._shares.keys() | self._gone:
+            case ServerStep.SHARING if over or self._adverts.keys() <= self._shares.keys() | self._away:
                 return self._show_inboxes()
             case ServerStep.CONFIRMING if len(self._signatures) >= self._threshold():
                 self.asked = AskReveal(survivors=self.survivors, signatures=dict(self._signatures))
@@ -606,10 +619,19 @@ class MaskServer:
 
     def _has_all(self, *, over: bool) -> bool:
         """Whether the roster is to be shown (rule 1). over: whether floor_s is."""
-        here = self._adverts.keys() - self._gone
-        if len(here) < self._min_peers:
+        here = self._adverts.keys() - self._away
+        if len(here) < max(self._min_peers, self._quorum):
             return False
-        return over or len(here) >= self._most or self._expected <= self._adverts.keys() | self._gone
+        return over or len(here) >= self._most or self._expected <= self._adverts.keys() | self._away
+
+    @property
+    def _away(self) -> set[str]:
+        """The peers of whom nothing is awaited."""
+        return self._gone | self._silent
+
+    def is_silent(self, peer_id: str) -> bool:
+        """Return whether this peer was lost and has not advertised since, so that it is to do that once more."""
+        return peer_id in self._silent
 
     def _go(self, step: ServerStep, deadline: float | None) -> None:
         self.step, self.deadline = step, deadline
@@ -644,10 +666,11 @@ class MaskServer:
     def _take_advert(self, advert: Advert) -> None:
         peer_id = advert.peer_id
         known = self._adverts.get(peer_id)
-        if known is not None:
-            if known.mask_key != advert.mask_key:
-                raise StaleError(f"{peer_id} advertised another key in this round; it takes part in the next one")
+        if known is not None and known.mask_key == advert.mask_key:
+            self._silent.discard(peer_id)
             return
+        if known is not None and not (self.step is ServerStep.ADVERTISING and peer_id in self._silent):
+            raise StaleError(f"{peer_id} advertised another key in this round; it takes part in the next one")
         if self.step is not ServerStep.ADVERTISING:
             raise StaleError(f"{peer_id} advertised after the roster was shown; it takes part in the next round")
         if not advert.is_valid(self._round):
@@ -655,10 +678,10 @@ class MaskServer:
         if any(other.mask_key == advert.mask_key for other in self._adverts.values()):
             raise RemoteProtocolError(f"{peer_id} advertised the key of another peer")
         self._adverts[peer_id] = advert
-        self._gone.discard(peer_id)
+        self._silent.discard(peer_id)
 
     def _show_roster(self, now: float) -> list[ServerEffect]:
-        here = sorted(self._adverts.keys() - self._gone)
+        here = sorted(self._adverts.keys() - self._away)
         self._adverts = {peer_id: self._adverts[peer_id] for peer_id in here}
         self.roster = Roster(self._round, tuple(self._adverts.values()))
         self._go(ServerStep.SHARING, now + self._floor_s)
@@ -682,7 +705,7 @@ class MaskServer:
     def _show_inboxes(self) -> list[ServerEffect]:
         roster = self._known_roster()
         sharers = frozenset(self._shares)
-        least = max(roster.threshold, self._min_peers)
+        least = max(roster.threshold, self._quorum, self._min_peers)
         if len(sharers) < least:
             return self._abort(f"{len(sharers)} of {len(roster.adverts)} peers shared their keys, at least {least} are needed")
         for one, other in combinations(sorted(sharers), 2):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +24,8 @@ from edit.config.run import RunConfig
 from edit.errors import ConfigError, TransportError
 from edit.records import Verdict
 from edit.trust.mask_plan import FragmentPlan
-from edit.trust.masking import Confirm, Reveal
+from edit.trust.mask_roster import Advert
+from edit.trust.masking import Confirm, Reveal, Shares
 from editpb import masking_pb2
 from editpb.audit_log import PART, LogVerifier
 from editpb.identity import Identity
@@ -33,7 +36,7 @@ from peers.carriers.hub.masking import Calls, MaskFolder
 from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from tests.support.learner import Learner
-from tests.support.running import Running, address, enter_together, running
+from tests.support.running import WAIT_S, Running, address, enter_together, running
 from tests.support.served import new_folder
 
 NAMES, EVERY, ROUNDS = ("a", "b", "c", "d"), 2, 4
@@ -155,6 +158,54 @@ def test_who_is_killed_before_its_upload_is_left_out_and_the_round_ends(tmp_path
         assert len({peers[name].worker.digest for name in "abc"}) == 1
 
 
+def test_who_is_killed_before_the_plan_of_the_round_is_computed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, killed = new_folder(tmp_path / "run", toml=toml()), threading.Event()
+    with running(folder) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        here.await_(lambda run: "collecting" in run.rounds.masked.status.text)
+        plan = here.run.rounds.outer.plan
+        monkeypatch.setattr(here.run.rounds.outer, "plan", lambda i: plan(i) if killed.wait(WAIT_S) else None)
+        exchange(peers, "abcd")
+        collectives["d"].close("killed")
+        here.await_(lambda run: "d" not in run.rounds.machine.expected)
+        killed.set()
+        exchange(peers, "abc")
+        assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == ["a", "b", "c"]
+
+
+def test_who_is_lost_with_the_last_hope_of_a_round_is_not_waited_for_in_the_next_one(tmp_path: Path) -> None:
+    text = toml().replace("quorum = 3", "quorum = 2").replace("bits = 16", "bits = 16\nmin_peers = 2")
+    folder = new_folder(tmp_path / "run", toml=text)
+    with running(folder) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        here.await_(lambda run: "collecting" in run.rounds.masked.status.text)
+        for name in "cd":
+            tamper(collectives[name], lost=(Shares,))
+        exchange(peers, "abcd")
+        here.await_(lambda run: run.rounds.masked._round.server and len(run.rounds.masked._round.server._shares) == 2)
+        for name in "cd":
+            collectives[name].close("killed")
+        here.await_(lambda run: run.rounds.masked.status.peers == ("a", "b"))
+        exchange(peers, "ab")
+        assert "2 of 4 peers shared their keys" in here.run.recent_rounds[-2].reason
+        assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == ["a", "b"]
+
+
+def test_who_says_goodbye_takes_no_further_step_of_a_masked_round(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml())
+    with running(folder) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        here.await_(lambda run: "collecting" in run.rounds.masked.status.text)
+        tampered = tamper(collectives["d"], held=(Advert,))
+        exchange(peers, "abcd")
+        here.await_(lambda run: tampered.holds)
+        collectives["d"].close("killed")
+        assert not tampered.holds
+        exchange(peers, "abc")
+
+
 @dataclass
 class Tampered:
     """Calls of a masked round that lose what a peer says, or change what it hears."""
@@ -162,11 +213,19 @@ class Tampered:
     calls: Calls
     lost: tuple[type, ...] = ()
     plan_changes: Mapping[str, int] = field(default_factory=dict)
+    held: tuple[type, ...] = ()  # what is never said, however long it waits
+    holds: bool = False
 
     async def plan(self, round_id: int, fragment_id: int) -> FragmentPlan:
         return replace(await self.calls.plan(round_id, fragment_id), **self.plan_changes)  # type: ignore[arg-type]
 
     async def tell(self, round_id: int, said: PeerMessage) -> masking_pb2.MaskReply:
+        if isinstance(said, self.held):
+            self.holds = True
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.holds = False
         if isinstance(said, self.lost):
             raise TransportError("the connection broke")
         return await self.calls.tell(round_id, said)
@@ -281,6 +340,23 @@ def test_a_peer_that_starts_again_takes_part_in_the_next_round(tmp_path: Path) -
         exchange(peers, "abcd")
         assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == list(NAMES)
         assert len({peer.worker.digest for peer in peers.values()}) == 1
+
+
+def test_a_round_that_has_no_quorum_without_a_peer_that_starts_again_ends_at_once(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(more="[membership]\nlease_s = 1000.0").replace("quorum = 3", "quorum = 4"))
+    with running(folder, Clock()) as here, ExitStack() as stack:
+        collectives = stack.enter_context(connected(folder, here, tmp_path))
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, "abcd")
+        here.await_(lambda run: "collecting" in run.rounds.masked.status.text)
+        collectives["d"].close("killed")
+        again = stack.enter_context(connected(folder, here, tmp_path, ("d",)))
+        peers["d"] = started(stack, again, folder.config())["d"]
+        here.await_(lambda run: not run.recent_rounds[-1].committed)
+        assert "too few share keys without d, which came too late for them: 3 of quorum 4" in here.run.recent_rounds[-1].reason
+        here.await_(lambda run: "collecting masked vectors: 4 peers" in run_status(run).masks)
+        exchange(peers, "abcd")
+        assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == list(NAMES)
 
 
 def test_a_coordinator_that_starts_again_tries_the_round_again_with_new_keys(tmp_path: Path) -> None:

@@ -430,8 +430,8 @@ class HubCollective:
             return None
 
         (self._round,) = self._agreement.decide(look)
-        if self._masking is not None:
-            self._io.change(self._masking.taken)
+        if self._masking is not None and self._round is not None:
+            self._io.change(partial(self._masking.taken, self._round))
         return self._round.plans if self._round is not None else None
 
     def _masked(self, contribution: Contribution) -> tuple[Contribution, int]:
@@ -666,10 +666,17 @@ class HubCollective:
     def close(self, reason: str = "the peer stopped") -> None:
         """Say goodbye, within two seconds, and close the connections. reason: for the coordinator's operator."""
         self._io.resume()
+        self._io.change(self._leave_masks)
         if self._attendance is not None:
             self._io.call(self._attendance.goodbye(reason))
         self._io.change(self._abandon)
         self._io.call(self._channels.close())
+
+    def _leave_masks(self) -> None:
+        """Take no further step of a masked round: after the goodbye nobody waits for this peer's keys."""
+        masking, self._masking = self._masking, None
+        if masking is not None:
+            masking.follow(0, 0, ())
 
     def _abandon(self) -> None:
         if self._links is not None:

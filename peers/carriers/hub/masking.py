@@ -177,9 +177,13 @@ class MaskingSession:
         ready = self._ready
         return ready if ready is not None and ready.outer_step == outer_step else None
 
-    def taken(self) -> None:
-        """The masks of the round are used (loop's thread, in `IoThread.change`): nobody gets them again."""
-        self._ready = None
+    def taken(self, ready: ReadyRound) -> None:
+        """The masks of this round are used (loop's thread, in `IoThread.change`): nobody gets them again.
+
+        Those of a newer round, which may have come since the main thread looked, stay.
+        """
+        if self._ready is ready:
+            self._ready = None
 
     async def _take_part(self, round_id: int, outer_step: int, due: tuple[int, ...]) -> None:
         try:

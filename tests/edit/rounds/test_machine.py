@@ -515,6 +515,21 @@ def test_a_restricted_round_waits_for_nobody_else_and_misses_nobody_else() -> No
     assert effects == [Commit(1, 1, "all 3 contributors in", ())]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_nobody_is_absent_from_a_masked_round_that_ends_before_its_peers_have_shared_their_keys(shared: bool) -> None:
+    config = RoundsConfig(quorum=3, start_peers=3, floor_s=2, ceiling_s=40)
+    rounds = RoundMachine(config, due=lambda step: (0,), outer_step=0, outer_steps=9, first_round_id=1, whole=True, masked=True)
+    for peer_id in "abc":
+        rounds.handle(MemberReady(peer_id, 0), 0.0)
+    for number in (1, 2):
+        if shared:
+            rounds.handle(Restricted(number, frozenset("abc")), 40.0 * number - 1.0)
+        closed, _ = rounds.handle(Tick(), 40.0 * number)
+        assert isinstance(closed, RoundClosed) and "too few: 0 of quorum 3 at the deadline" in closed.reason
+    assert [rounds.is_optional(peer_id) for peer_id in "abc"] == [shared] * 3
+    assert (rounds.deadlines.allowed_s("a", PeerPhase.COMPUTE) > 0) is shared
+
+
 def test_who_is_known_to_have_lied_in_a_round_that_failed_is_quarantined_after_the_third() -> None:
     rounds, quarantined = whole_machine(), []
     for number in range(1, 4):

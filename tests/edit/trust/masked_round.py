@@ -60,6 +60,7 @@ class MaskedRound:
         drops: Mapping[str, int] | None = None,
         of_round: RoundName = ROUND,
         min_peers: int = 3,
+        quorum: int = 2,
         revealed: Mapping[str, RevealedSets] | None = None,
         tamper: Callable[[str, Any], Any] = lambda sender, message: message,
         seed: int = 0,
@@ -77,7 +78,7 @@ class MaskedRound:
         self.aborted: Aborted | None = None
         keys = {peer: key_hash(signer(peer).public_key) for peer in peers}
         self.server = MaskServer(
-            of_round, keys, min_peers=min_peers, quorum=2, floor_s=FLOOR_S, answer_s=ANSWER_S, now=self.now
+            of_round, keys, min_peers=min_peers, quorum=quorum, floor_s=FLOOR_S, answer_s=ANSWER_S, now=self.now
         )
         self.clients = {
             peer: MaskClient(

@@ -18,6 +18,7 @@ from edit.trust.masking import (
     Abort,
     AskConfirm,
     AskReveal,
+    Back,
     Close,
     Confirm,
     Ended,
@@ -109,13 +110,22 @@ def test_too_few_peers_end_the_round(drops: dict[int, int], step: str) -> None:
     assert step in played.aborted.reason and played.aborted.blamed == ()
 
 
-def test_no_roster_is_shown_before_enough_have_advertised() -> None:
-    server = MaskServer(ROUND, names(2), most=4, min_peers=3, quorum=3, floor_s=FLOOR_S, answer_s=ANSWER_S, now=0.0)
+@pytest.mark.parametrize(("min_peers", "quorum"), [(3, 2), (2, 3)])
+def test_no_roster_is_shown_before_enough_have_advertised(min_peers: int, quorum: int) -> None:
+    server = MaskServer(
+        ROUND, names(2), most=4, min_peers=min_peers, quorum=quorum, floor_s=FLOOR_S, answer_s=ANSWER_S, now=0.0
+    )
     for name in names(2):
         assert server.handle(advertise(name, name.encode().ljust(32), ROUND, signer(name)), 0.0) == []
     assert server.handle(Tick(), 2 * FLOOR_S) == [] and server.roster is None
     late = names(3)[2]
     assert [type(each) for each in server.handle(advertise(late, bytes(32), ROUND, signer(late)), 99.0)] == [ShowRoster]
+
+
+def test_a_round_whose_sharers_make_no_quorum_is_aborted_before_anybody_masks() -> None:
+    played = MaskedRound(names(4), drops={"peer-03": SHARE}, quorum=4).run()
+    assert played.aborted is not None and not played.masks
+    assert played.aborted.reason == "3 of 4 peers shared their keys, at least 4 are needed"
 
 
 def test_a_roster_has_no_more_peers_than_the_grid_has_room_for() -> None:
@@ -131,10 +141,50 @@ def test_who_left_and_is_back_in_time_takes_part() -> None:
     server = MaskServer(ROUND, names(3), min_peers=2, quorum=2, floor_s=FLOOR_S, answer_s=ANSWER_S, now=0.0)
     adverts = [advertise(name, name.encode().ljust(32), ROUND, signer(name)) for name in names(3)]
     server.handle(Gone(peer_id=names(3)[0]), 0.0)
-    for advert in adverts[:2]:
+    server.handle(Back(peer_id=names(3)[0]), 0.0)
+    for advert in adverts:
         server.handle(advert, 0.0)
-    server.handle(adverts[2], 0.0)
     assert server.roster is not None and server.roster.peers == tuple(names(3))
+
+
+def test_an_advert_that_was_on_its_way_when_its_peer_was_lost_is_waited_for_by_nobody() -> None:
+    played = MaskedRound(names(4))
+    played.server.handle(Gone(peer_id="peer-00"), 0.0)
+    for peer in names(4):
+        played.send(peer, played.clients[peer].advert)
+    assert played.server.roster is not None and played.server.roster.peers == ("peer-01", "peer-02", "peer-03")
+
+
+@pytest.mark.parametrize("back_first", [True, False])
+def test_who_is_lost_after_its_advert_and_back_takes_part_once_it_says_it_again(back_first: bool) -> None:
+    played = MaskedRound(names(3))
+    lost, *others = names(3)
+    played.send(lost, played.clients[lost].advert)
+    played.server.handle(Gone(peer_id=lost), 0.0)
+    for peer in others:
+        played.send(peer, played.clients[peer].advert)
+    assert played.server.is_silent(lost) and played.server.roster is None  # min_peers = 3
+    if back_first:
+        played.server.handle(Back(peer_id=lost), 0.0)
+        assert played.server.roster is None  # it may have been started anew
+    played.send(lost, played.clients[lost].advert)
+    if not back_first:
+        assert played.server.roster is None  # what it said may have been on its way for long
+        played.server.handle(Back(peer_id=lost), 0.0)
+    assert played.server.roster is not None and not played.errors and len(played.server.roster.peers) == 3
+
+
+def test_who_is_started_anew_before_the_roster_is_shown_takes_part_with_its_new_key() -> None:
+    played = MaskedRound(names(3))
+    lost, *others = names(3)
+    for peer in (lost, others[0]):
+        played.send(peer, played.clients[peer].advert)
+    played.server.handle(Gone(peer_id=lost), 0.0)
+    played.server.handle(Back(peer_id=lost), 0.0)
+    new = advertise(lost, bytes(range(32)), ROUND, signer(lost))
+    played.send(lost, new)
+    played.send(others[1], played.clients[others[1]].advert)
+    assert not played.errors and played.server.roster is not None and new in played.server.roster.adverts
 
 
 @pytest.mark.parametrize("step", [CONFIRM, REVEAL])
