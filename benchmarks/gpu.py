@@ -10,7 +10,8 @@
 - training: a GPT of 1.0e9 parameters, bf16, outer parameters (fp32) in pinned memory; one peer in this process, a coordinator
   in another, gRPC over loopback. Tokens per second with an exchange every `--every` steps, blocking, delayed and streaming,
   beside the same steps without, before and after; seconds of a round that the loop spends in the worker's hooks, where nothing
-  new is queued for the GPU; the GPU's memory at its peak, and pinned memory.
+  new is queued for the GPU, and in the parts of them that take longest (progress is within apply); the GPU's memory at its
+  peak, and pinned memory.
 - profile: the calls that make the host wait for the GPU, in steps outside of exchanges, with a worker and without. The part
   fails when a worker adds one.
 - paths: every mode with fp32 and bf16 parameters, every codec: outer parameters and local ones after each step, to the bit
@@ -54,6 +55,8 @@ from edit.lab.joining import enrol
 from edit.lab.processes import terminated_as_interrupt
 from edit.local import LocalRun
 from edit.replica.device_copies import Transfers
+from edit.replica.replica import Replica
+from edit.worker.contribution import ContributionMaker
 from edit.worker.worker import EditWorker, WorkerConfig
 from peers.connection import connect
 from peers.models.gpt import GPT
@@ -70,6 +73,12 @@ HOST_WAITS = (
 )
 STEPS, HOOK, COPIES = "measured steps", "hook of the worker", "copies of an exchange"
 HOOKS = ("_before_forward", "_before_any_step", "_before_step", "_after_step")
+STAGES: dict[str, tuple[type, str]] = {  # what most of the time in hooks goes to
+    "contribute": (ContributionMaker, "contribute"),
+    "hash": (Replica, "hashes_after"),
+    "apply": (Replica, "apply_fragment"),
+    "progress": (Replica, "progress_since"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,22 +248,35 @@ class Stopwatch:
             self.seconds += time.perf_counter() - start
 
 
+def within(call: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]) -> Callable[..., Any]:
+    """Return what calls it within a context of its own each time."""
+
+    @wraps(call)
+    def called(*arguments: Any, **named: Any) -> Any:
+        with context():
+            return call(*arguments, **named)
+
+    return called
+
+
 @contextmanager
 def around_hooks(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Call the hooks of workers that are entered inside each within a context of its own."""
-
-    def within(call: Callable[..., None]) -> Callable[..., None]:
-        @wraps(call)
-        def called(*arguments: Any) -> None:
-            with context():
-                call(*arguments)
-
-        return called
-
     with ExitStack() as patched:
         for name in HOOKS:
-            patched.enter_context(mock.patch.object(EditWorker, name, within(getattr(EditWorker, name))))
+            patched.enter_context(mock.patch.object(EditWorker, name, within(getattr(EditWorker, name), context)))
         yield
+
+
+@contextmanager
+def timed_stages() -> Iterator[dict[str, Stopwatch]]:
+    """Time each of STAGES inside, by name."""
+    watches = {name: Stopwatch() for name in STAGES}
+    with ExitStack() as patched:
+        for name, (owner, method) in STAGES.items():
+            call = within(getattr(owner, method), watches[name].running)
+            patched.enter_context(mock.patch.object(owner, method, call))
+        yield watches
 
 
 @contextmanager
@@ -292,15 +314,16 @@ def training(sizes: Sizes, device: torch.device, modes: Sequence[str]) -> list[R
     for mode in modes:
         peaks(device, reset=True)
         hooks = Stopwatch()
-        with around_hooks(hooks.running), exchanging(sizes, mode, device) as (loop, worker):
+        with around_hooks(hooks.running), timed_stages() as stages, exchanging(sizes, mode, device) as (loop, worker):
             # The first exchange pays for new memory. A contribution is under way when the time begins, and one when it ends.
             loop.steps(2 * sizes.every)
-            began, before = worker.outer_step, hooks.seconds
+            began, before, then = worker.outer_step, hooks.seconds, {name: one.seconds for name, one in stages.items()}
             speed = loop.tokens_per_s(sizes.rounds * sizes.every)
             row: Row = {
                 "mode": mode,
                 "tokens_per_s": speed,
                 "hooks_s_per_round": (hooks.seconds - before) / sizes.rounds,
+                **{f"{name}_s": (one.seconds - then[name]) / sizes.rounds for name, one in stages.items()},
                 "commits": worker.outer_step - began,
                 "parameters": loop.parameters,
                 **peaks(device),
@@ -314,7 +337,9 @@ def training(sizes: Sizes, device: torch.device, modes: Sequence[str]) -> list[R
 
 def said(row: Row) -> Row:
     """Print what is measured so far."""
-    print(f"{row['mode']}: {row['tokens_per_s']:.0f} tokens/s, {row['hooks_s_per_round']:.2f} s per round in hooks", flush=True)
+    parts = ", ".join(f"{name} {row[f'{name}_s']:.2f}" for name in STAGES if f"{name}_s" in row)
+    hooks = f"{row['hooks_s_per_round']:.2f} s per round in hooks{f' ({parts})' if parts else ''}"
+    print(f"{row['mode']}: {row['tokens_per_s']:.0f} tokens/s, {hooks}", flush=True)
     return row
 
 
@@ -468,7 +493,7 @@ def paths(device: torch.device) -> list[Row]:
 
 def show(title: str, rows: Sequence[Row], note: str = "") -> None:
     """Print rows as a table, a column for each key."""
-    head = list(rows[0])
+    head = list(dict.fromkeys(name for row in rows for name in row))
     print_table(results_table(title, head, [[_cell(row.get(name, "")) for name in head] for row in rows], note))
 
 
