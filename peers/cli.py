@@ -183,8 +183,7 @@ def consent(
     if accept is None and not terms.refused:
         if not sys.stdin.isatty():
             raise ConfigError(f"stdin is not a terminal, so nobody can be asked; consent with: --accept {terms.digest}")
-        explain = f"\nWhat leaves this site: edit-peer explain --home {home}" if terms.enrolled.endpoints else ""
-        typer.confirm(f"{explain}\nDo you consent?", abort=True)
+        typer.confirm(f"\nWhat leaves this site: edit-peer explain --home {home}\nDo you consent?", abort=True)
     consent_to(terms)
 
 
@@ -404,26 +403,19 @@ def explain(
 ) -> None:
     """Show what leaves this site: what this member sends, to whom, in what form, how often, who sees it and where it is kept.
 
-    It asks the coordinator for the run's present configuration. Not for a swarm.
+    It follows the run's present configuration, which the coordinator tells; that of a swarm is in the folder. Sizes are those
+    measured in the run so far.
 
     Example: edit-peer explain --home my-peer
     """
-    from edit.view.explain import STAYS, leaving, print_leaving
-    from peers.identity.peer_folder import PeerFolder
-    from peers.identity.policy import SitePolicy
-    from peers.watching import read_status
+    from edit.view.explain import STAYS, print_leaving
+    from peers.explaining import leaves_site
 
-    folder = PeerFolder(home)
-    if folder.of_swarm():
-        raise ConfigError(f"{home}: its run is a swarm, which this command does not know; see docs/what-leaves-my-site.md")
-    enrolled = folder.load(time.time())
-    policy, status = SitePolicy.load(home, enrolled.identity, folder.key), asyncio.run(read_status(folder))
-    gb, clip, hidden = policy.limits.max_gb_per_day, policy.protect.clip, policy.protect.hide
-    entries = leaving(status, enrolled.identity.role, enrolled.endpoints, clip=clip, hidden=hidden, gb=gb)
+    identity, entries = leaves_site(home, time.time())
     if as_json:
         typer.echo(json_text({"sent": [entry.as_json() for entry in entries], "not_sent": list(STAYS)}, indent=2))
     else:
-        print_leaving(Console(), enrolled.run_id, enrolled.identity.peer_id, entries)
+        print_leaving(Console(), identity.run_id, identity.peer_id, entries)
 
 
 @app.command()

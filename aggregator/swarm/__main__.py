@@ -19,6 +19,7 @@ _VERBS = (
         "invite",
         "observe",
         "status",
+        "configured",
         "watch",
         "report",
         "export",

@@ -124,6 +124,14 @@ def status(
 
 
 @app.command()
+def configured(folder: Folder) -> None:
+    """Print how the whole swarm stands with its settings, as JSON; only the settings, if no host answers and none is kept."""
+    from aggregator.swarm.watching import status_with_settings
+
+    typer.echo(json_text(status_with_settings(folder).as_json()))
+
+
+@app.command()
 def watch(folder: Folder) -> None:
     """Show the swarm live: who leads, members, rounds, losses, events; until the run has finished, or Ctrl-C."""
     from aggregator.swarm.watching import SwarmWatch

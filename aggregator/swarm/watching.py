@@ -31,7 +31,7 @@ from editpb.transport.watch import watch
 from editpb.validity import duration
 from editpb.whole_run import continued, whole_run
 
-__all__ = ["SwarmWatch", "begin_to_observe", "council_status", "whole_status"]
+__all__ = ["SwarmWatch", "begin_to_observe", "council_status", "status_with_settings", "whole_status"]
 
 FIRST_S = 5.0  # for how long the owners' first answers are waited for
 SILENT_S = 60.0  # from then on it is told for how long an owner has not answered
@@ -290,6 +290,18 @@ def whole_status(path: Path) -> RunStatus:
             settings=settings_of(config),
             reason=_KEPT if ended else f"{error}; {_KEPT[0].lower()}{_KEPT[1:]}",
         )
+
+
+def status_with_settings(path: Path) -> RunStatus:
+    """Return what `whole_status` does; of a folder that knows no more than the run's settings, a status with these alone.
+
+    So does a member that was never let in, or an observer that reaches nobody. Raises ConfigError, StorageError.
+    """
+    try:
+        return whole_status(path)
+    except TransportError:
+        config, _ = _settings(path)
+        return replace(_unknown(identity_of(path).run_id, config), settings=settings_of(config))
 
 
 def _at_last(row: MemberStatus, past: Sequence[RunStatus | None], ended: bool) -> MemberStatus:

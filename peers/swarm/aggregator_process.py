@@ -17,8 +17,9 @@ from pathlib import Path
 from edit.command_line import CALLED_AS
 from edit.errors import ConfigError, EditError, EvictedError, RefusedError, TransportError
 from editpb.invitation import local_address
+from editpb.run_status import RunStatus
 
-__all__ = ["HostProcess", "ask", "command", "parameters_of"]
+__all__ = ["HostProcess", "ask", "command", "configured", "parameters_of"]
 
 _log = logging.getLogger("peers")
 ERRORS: dict[int, type[EditError]] = {2: ConfigError, 3: RefusedError, 4: EvictedError, 69: TransportError}  # by exit code
@@ -41,6 +42,11 @@ def ask(*arguments: object, told: str = "") -> list[str]:
     if done.returncode not in ERRORS:
         print(done.stderr, file=sys.stderr, end="")  # noqa: T201
     raise ERRORS.get(done.returncode, EditError)(last.removeprefix("aggregator.swarm: "))
+
+
+def configured(folder: Path) -> RunStatus:
+    """Return how the swarm of a folder stands, with its settings; where nobody says more, only these. Raises as `ask`."""
+    return RunStatus.from_json(json.loads("\n".join(ask("configured", folder))))
 
 
 def parameters_of(folder: Path, arguments: Sequence[str]) -> int:

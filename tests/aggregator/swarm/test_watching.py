@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -13,8 +14,9 @@ from typer.testing import CliRunner
 
 from aggregator.swarm.commands import app
 from aggregator.swarm.host_folder import Settings
-from aggregator.swarm.watching import SwarmWatch, whole_status
+from aggregator.swarm.watching import SwarmWatch, status_with_settings, whole_status
 from edit.errors import TransportError
+from edit.view.explain import leaving
 from edit.web.page import render_page
 from editpb.run_status import RunStatus
 from tests.aggregator.swarm.test_operating import equip, in_thread, scenario
@@ -60,6 +62,11 @@ def test_all_parts_are_one_run_with_its_council(tmp_path: Path) -> None:
             assert "a leads" in page and "3 of 3 here, 2 needed" in page
         written = await in_thread(whole_status, folder)
         assert [report.outer_step for report in written.rounds] == [1]
+        asked = await in_thread(CliRunner().invoke, app, ["configured", str(folder)])
+        told = RunStatus.from_json(json.loads(asked.stdout))
+        assert [part.owner for part in told.council.parts] == [part.owner for part in swarm.record.parts]
+        sent = next(each for each in leaving(told, "peer", ()) if each.what.startswith("contributions"))
+        assert f"now {swarm.record.parts[0].owner} (part" in sent.to and "in 1 committed rounds" in sent.size
 
     scenario(tmp_path, body, parts=PARTS)
 
@@ -84,6 +91,9 @@ def test_without_any_host_it_says_what_the_folder_has_kept(tmp_path: Path) -> No
             observer.setattr("aggregator.swarm.member_folder.MemberFolder.saved", lambda self: None)
             with pytest.raises(TransportError, match="no member"):
                 await in_thread(whole_status, folder)
+            told = await in_thread(status_with_settings, folder)
+            assert (told.run_id, told.rounds, told.council) == (swarm.run_id, (), None)
+            assert "sync.every" in {setting.name for setting in told.settings}
         report = ["report", str(folder), "--out", str(tmp_path / "two.html"), "--beside", str(folder)]
         written = await in_thread(CliRunner().invoke, app, report)
         assert written.exit_code == 0, written.exception
