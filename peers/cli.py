@@ -20,9 +20,11 @@ from edit.config.overrides import options_of
 from edit.config.plugins import is_entry
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
+from edit.view.again import WatchOption, show_status
 from edit.web import check_installed
 from peers.command_options import (
     AllowOption,
+    BesideOption,
     DataOption,
     DataOptionsOption,
     DeviceOption,
@@ -38,9 +40,10 @@ from peers.command_options import (
     trains,
 )
 from peers.swarm.cli import app as swarm
-from peers.swarm.cli import operate
+from peers.swarm.cli import beside_words, operate
 
 if TYPE_CHECKING:
+    from editpb.run_status import RunStatus
     from peers.training.options import PeerOptions
 
 __all__ = ["app", "main"]
@@ -306,6 +309,7 @@ def web(
         typer.Option(help="The certificate of the page's server (PEM); only a loopback address needs none."),
     ] = None,
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+    beside: BesideOption = None,
 ) -> None:
     """Show the run as a page in the browser, with the certificate of an observer or any other member.
 
@@ -315,13 +319,15 @@ def web(
     Example: edit-peer web --home observer
     """
     check_installed()
+    from peers.beside import runs_beside
     from peers.identity.peer_folder import PeerFolder
     from peers.page import serve_members_page
 
     if PeerFolder(home).of_swarm():
         tls = [word for name, path in (("--certificate", certificate), ("--key", key)) if path for word in (name, path)]
-        operate("web", home, "--listen", listen, *tls)
-    serve_members_page(home, listen=listen, certificate=certificate, key=key, say=typer.echo)
+        operate("web", home, "--listen", listen, *tls, *beside_words(beside))
+    others = runs_beside(beside or ())
+    serve_members_page(home, listen=listen, certificate=certificate, key=key, beside=others, say=typer.echo)
 
 
 @app.command()
@@ -329,26 +335,27 @@ def status(
     home: HomeOption = Path("edit-peer"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
     rounds: Annotated[int | None, typer.Option(help="How many of the last rounds to show. Default: 8.", min=0, max=200)] = None,
+    watch: WatchOption = False,
 ) -> None:
     """Show the run, from anywhere, with the certificate of an observer, an operator or any other member.
 
-    In the folder of a swarm it is `edit-peer swarm status`, which shows no rounds.
+    `watch` shows the same live, with curves. In the folder of a swarm it is `edit-peer swarm status`, which shows no rounds.
 
     Example: edit-peer status --home observer
     """
     from edit.view.status import print_status
     from peers.identity.peer_folder import PeerFolder
-    from peers.watching import read_status
+    from peers.watching import status_reader
 
     if PeerFolder(home).of_swarm():
         if rounds is not None:
-            raise ConfigError("--rounds: the status of a swarm shows no rounds; see them with: edit-peer watch")
-        operate("status", home, *(["--json"] if as_json else []))
-    run = asyncio.run(read_status(PeerFolder(home)))
-    if as_json:
-        typer.echo(json_text(run.as_json(), indent=2))
-    else:
-        print_status(Console(), run, 8 if rounds is None else rounds)
+            raise ConfigError(f"--rounds: the status of a swarm shows no rounds; see them with: edit-peer watch --home {home}")
+        operate("status", home, *(["--json"] if as_json else []), *(["--watch"] if watch else []))
+
+    def tables(console: Console, run: RunStatus) -> None:
+        print_status(console, run, 8 if rounds is None else rounds)
+
+    show_status(status_reader(PeerFolder(home)), tables, as_json=as_json, watch=watch)
 
 
 @app.command()
@@ -373,6 +380,7 @@ def watch(home: HomeOption = Path("edit-peer")) -> None:
 def report(
     home: HomeOption = Path("edit-peer"),
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    beside: BesideOption = None,
 ) -> None:
     """Write the page of the run, as `web` shows it, to one file, from anywhere, with the certificate of any member.
 
@@ -381,14 +389,16 @@ def report(
     Example: edit-peer report --home observer --out report.html
     """
     check_installed()
+    from edit.view.overlaid import overlaid
     from edit.web.page import render_page
+    from peers.beside import runs_beside
     from peers.identity.peer_folder import PeerFolder
     from peers.watching import read_status
 
     folder = PeerFolder(home)
     if folder.of_swarm():
-        operate("report", home, "--out", out)
-    told = asyncio.run(read_status(folder))
+        operate("report", home, "--out", out, *beside_words(beside))
+    told = overlaid(asyncio.run(read_status(folder)), runs_beside(beside or ()))
     try:
         out.write_text(render_page(told), encoding="utf-8")
     except OSError as error:

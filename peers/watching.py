@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -22,7 +23,7 @@ from peers.carriers.hub.channels import Channels
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
 
-__all__ = ["read_status", "statuses"]
+__all__ = ["read_status", "status_reader", "statuses"]
 
 
 async def statuses(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
@@ -73,6 +74,26 @@ async def _renewed(folder: PeerFolder, enrolled: Enrolment) -> AsyncIterator[Non
         with contextlib.suppress(asyncio.CancelledError):
             await keeping
         await channels.close()
+
+
+def status_reader(folder: PeerFolder) -> Callable[[], RunStatus]:
+    """Return what reads how the whole run stands, as `read_status`, again and again.
+
+    A coordinator that took the last outer step, and then does not answer, has ended with its run.
+    """
+    last: RunStatus | None = None
+
+    def read() -> RunStatus:
+        nonlocal last
+        try:
+            last = asyncio.run(read_status(folder))
+        except TransportError:
+            if last is None or not last.at_its_end:
+                raise
+            last = replace(last, phase="finished", waiting_for="", reason=f"the run has ended at outer step {last.outer_step}")
+        return last
+
+    return read
 
 
 async def read_status(folder: PeerFolder) -> RunStatus:

@@ -20,6 +20,7 @@ _VERBS = (
         "observe",
         "status",
         "configured",
+        "kept-status",
         "watch",
         "report",
         "export",

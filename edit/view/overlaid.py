@@ -7,12 +7,28 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from edit.errors import ConfigError
 from editpb.run_status import SHARES, Curve, RunStatus
 
-__all__ = ["MOST_BESIDE", "mean", "overlaid"]
+__all__ = ["MOST_BESIDE", "check_beside", "mean", "named", "overlaid"]
 
 MOST_BESIDE = 8  # runs
 _SEVERAL = {"bytes_in": " received", "bytes_out": " sent", **{kind: f" {kind}" for kind in SHARES}}  # drawn together
+
+
+def check_beside(runs: Sequence[object]) -> None:
+    """Raise ConfigError for more runs than can be told apart."""
+    if len(runs) > MOST_BESIDE:
+        raise ConfigError(f"--beside: at most {MOST_BESIDE} runs can be told apart")
+
+
+def named(runs: Sequence[RunStatus]) -> dict[str, RunStatus]:
+    """Return runs by the name that their lines have."""
+    found: dict[str, RunStatus] = {}
+    for run in runs:
+        same = sum(each.run_id == run.run_id for each in found.values())
+        found[f"run {run.run_id}{f' ({same + 1})' if same else ''}"] = run
+    return found
 
 
 def overlaid(status: RunStatus, others: Mapping[str, RunStatus]) -> RunStatus:

@@ -19,7 +19,7 @@ from edit.errors import ConfigError, EditError, EvictedError, RefusedError, Tran
 from editpb.invitation import local_address
 from editpb.run_status import RunStatus
 
-__all__ = ["HostProcess", "ask", "command", "configured", "parameters_of"]
+__all__ = ["HostProcess", "ask", "command", "configured", "kept_status", "parameters_of"]
 
 _log = logging.getLogger("peers")
 ERRORS: dict[int, type[EditError]] = {2: ConfigError, 3: RefusedError, 4: EvictedError, 69: TransportError}  # by exit code
@@ -46,7 +46,16 @@ def ask(*arguments: object, told: str = "") -> list[str]:
 
 def configured(folder: Path) -> RunStatus:
     """Return how the swarm of a folder stands, with its settings; where nobody says more, only these. Raises as `ask`."""
-    return RunStatus.from_json(json.loads("\n".join(ask("configured", folder))))
+    return _status("configured", folder)
+
+
+def kept_status(folder: Path) -> RunStatus:
+    """Return how the run stands of a coordinator's folder, or of that of a member of a swarm. Raises as `ask`."""
+    return _status("kept-status", folder)
+
+
+def _status(verb: str, folder: Path) -> RunStatus:
+    return RunStatus.from_json(json.loads("\n".join(ask(verb, folder))))
 
 
 def parameters_of(folder: Path, arguments: Sequence[str]) -> int:

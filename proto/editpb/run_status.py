@@ -475,6 +475,12 @@ class RunStatus:
         council = CouncilStatus.from_json(values["council"]) if values.get("council") is not None else None
         return cls(**plain, **found, council=council)
 
+    @property
+    def at_its_end(self) -> bool:
+        """Whether the last outer step is taken: who does not answer any more then has ended with the run."""
+        steps, tokens = 0 < self.outer_steps <= self.outer_step, 0 < self.stop_tokens <= self.tokens
+        return self.phase == "finished" or steps or tokens
+
     def updated(self, news: RunStatus) -> RunStatus:
         """Return the later status that a message of Watch leads to: it has only what is new since this one."""
         of_this = news.run_id == self.run_id

@@ -14,13 +14,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from aggregator.storage.state_folder import StateFolder
+from aggregator.swarm.beside import kept_status
 from edit.errors import ConfigError, EditError, EvictedError, TransportError
 from editpb.run_status import RunStatus
+from peers.beside import runs_beside
 from peers.cli import app
 from peers.identity.peer_folder import PeerFolder
 from tests.integration.test_readme import run
-from tests.support.loops import on_a_loop
-from tests.support.served import found_run, new_folder, served
+from tests.support.loops import on_a_loop, until
+from tests.support.served import found_run, new_folder, served, theta
 
 Source = Callable[[], AsyncGenerator[RunStatus, None]]
 
@@ -73,6 +75,29 @@ def test_a_member_that_has_no_folder_of_the_run_sees_how_it_stands(
                 await status(home)
 
     scenario()
+
+
+@on_a_loop
+async def test_an_observer_compares_a_run_with_others(tmp_path: Path) -> None:
+    folder, ended, home = new_folder(tmp_path / "run"), new_folder(tmp_path / "ended"), tmp_path / "eve"
+    out = tmp_path / "both.html"
+    async with served(ended) as at, at.peer("a") as a:
+        await found_run(a)
+        view = await a.view(lambda view: view.round_id)
+        await a.contribute(view.round_id, 0, theta(1))
+        await until(lambda: at.coordinator.run.recent_rounds)
+    async with served(folder):
+        await joined(folder, home, "observer")
+        others = [word for path in (home, ended.path) for word in ("--beside", str(path))]
+        said = await asyncio.to_thread(run, ["edit-peer", "report", "--home", str(home), "--out", str(out), *others])
+    assert said.startswith(f"{out}: ") and f'"run {ended.run_id}"' in out.read_text(encoding="utf-8")
+    nobody = tmp_path / "nobody"
+    with pytest.raises(ConfigError, match="nobody"):
+        runs_beside([nobody])
+    with pytest.raises(ConfigError, match="at most 8 runs"):
+        runs_beside([nobody] * 9)
+    with pytest.raises(ConfigError, match=rf"compare that run from there: edit-peer report --home {home} --beside FOLDER"):
+        kept_status(home)
 
 
 @on_a_loop
