@@ -64,9 +64,7 @@ def _contribution(status: RunStatus, settings: Mapping[str, object], owners: str
     verifiers = _verifiers(settings)
     verified = f"; from the owner also to {verifiers} more, which merge it once more (swarm.verify)" if verifiers else ""
     steps = settings.get("audit.keep_contributions")
-    others = (
-        "inner steps, tokens, norms, weights and verdicts" if settings.get("audit.enabled") else "norms, weights and verdicts"
-    )
+    more = "; members also see its inner steps and tokens (audit.enabled)" if settings.get("audit.enabled") is True else ""
     return Leaving(
         what="contributions, if it trains: how far its parameters moved from the common ones (pseudo-gradients), its inner "
         "steps and tokens" + (f"; shortened to a norm of at most {clip:g} (protect.clip)" if clip else ""),
@@ -74,8 +72,8 @@ def _contribution(status: RunStatus, settings: Mapping[str, object], owners: str
         form=f"{coded(settings)}, over mutual TLS; not masked{noise(status, settings)}",
         how_often=f"{exchanges(settings)}; again when a round is aborted or the part gets another owner",
         size=measured_size(status),
-        seen_by="the operators of these members, so in the course of time of any member; all members and observers see its "
-        f"{others}, and the merged result",
+        seen_by="the operators of these members, so in the course of time of any member; all members and observers see norms, "
+        f"weights, verdicts and the merged result{more}",
         kept="at the owner"
         + (" and those who verify" if verifiers else "")
         + ", in memory or in a file beside it, until its round is closed or it is merged later; then only the merged result of "

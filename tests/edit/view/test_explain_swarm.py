@@ -91,7 +91,7 @@ def test_with_an_audit_log_every_member_keeps_signatures_entries_and_consents() 
     assert "audit log of every member" in by_what(found, "as the owner of a part, the entry of each outer step").kept
     assert "audit log of every member" in by_what(found, "its site's consent").kept
     sent = by_what(found, "contributions")
-    assert "inner steps, tokens, norms" in sent.seen_by
+    assert sent.seen_by.endswith("the merged result; members also see its inner steps and tokens (audit.enabled)")
     assert "at the owner each as it was sent, until 2 outer steps later (audit.keep_contributions)" in sent.kept
     plain = by_what(told(membership={"consent": True}), "its site's consent")
     assert "needed here" in plain.what and plain.kept == "in memory, until the owner has the part no more"
