@@ -68,6 +68,7 @@ class SwarmWatch:
         self._parts: list[RunStatus | None] = [None] * len(self._fragments)
         self._troubles: dict[int, tuple[str, float]] = {}  # why nothing newer comes of a part, and since when
         self._owners: dict[int, tuple[str, int, str]] = {}  # name, grant, address: who is watched
+        self._answered = set[int]()  # parts whose owner has said anything since this watch began
         self._told = asyncio.Event()
         self._look_at = -math.inf  # when the certificate is looked at, where this is an observer's folder
 
@@ -125,7 +126,7 @@ class SwarmWatch:
         """Wait until every part's owner has answered, or did not."""
         try:
             async with asyncio.timeout(FIRST_S):
-                while any(part is None and i not in self._troubles for i, part in enumerate(self._parts)):
+                while any(i not in self._answered and i not in self._troubles for i in range(len(self._parts))):
                     await self._told.wait()
                     self._told.clear()
         except TimeoutError:
@@ -152,6 +153,7 @@ class SwarmWatch:
         ):
             async for status in told:
                 self._parts[number] = continued(before, status)
+                self._answered.add(number)
                 self._troubles.pop(number, None)
                 self._told.set()
 

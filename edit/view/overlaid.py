@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -51,15 +50,7 @@ def mean(curves: Sequence[Curve]) -> Curve | None:
     places = sorted({x for curve in curves for x in curve.x if first <= x <= last})
     if not places:
         return None
-    y = [math.fsum(_at(curve.x, curve.y, x) for curve in curves) / len(curves) for x in places]
-    t = [max(_at(curve.x, curve.t, x) for curve in curves) for x in places]
+    points = [[curve.at(x) for curve in curves] for x in places]
+    y = [math.fsum(y for _, y in each) / len(curves) for each in points]
+    t = [max(t for t, _ in each) for each in points]
     return Curve(kind=curves[0].kind, x=tuple(places), t=tuple(t), y=tuple(y))
-
-
-def _at(x: Sequence[float], values: Sequence[float], place: float) -> float:
-    """Return the value at a place between the first x and the last; of several points there, that of the last."""
-    i = bisect_right(x, place) - 1
-    if i + 1 >= len(x) or x[i] == place:
-        return values[i]
-    share = (place - x[i]) / (x[i + 1] - x[i])
-    return values[i] + share * (values[i + 1] - values[i])

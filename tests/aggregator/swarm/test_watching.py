@@ -12,9 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from aggregator.past import Past
 from aggregator.swarm.commands import app
 from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.watching import SwarmWatch, status_with_settings, whole_status
+from edit.config.run import RunConfig
 from edit.errors import TransportError
 from edit.view.explain import leaving
 from edit.web.page import render_page
@@ -67,6 +69,21 @@ def test_all_parts_are_one_run_with_its_council(tmp_path: Path) -> None:
         assert [part.owner for part in told.council.parts] == [part.owner for part in swarm.record.parts]
         sent = next(each for each in leaving(told, "peer", ()) if each.what.startswith("contributions"))
         assert f"now {swarm.record.parts[0].owner} (part" in sent.to and "in 1 committed rounds" in sent.size
+
+    scenario(tmp_path, body, parts=PARTS)
+
+
+def test_what_is_remembered_of_a_part_does_not_take_the_place_of_what_its_owner_says(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "b")
+        for part in range(PARTS):
+            await swarm.contribute(part, ONES)
+        await swarm.until(lambda: all(set(swarm.steps(part).values()) == {1} for part in range(PARTS)))
+        watching = SwarmWatch(folder, every_s=0.0)
+        old = Past().alone(swarm.run_id, RunConfig(), "the swarm")  # it owned both for a while
+        watching.remember([old] * PARTS)
+        async with aclosing(watching.statuses()) as statuses:
+            assert [report.outer_step for report in (await anext(statuses)).rounds] == [1]
 
     scenario(tmp_path, body, parts=PARTS)
 
