@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from edit.view.overlaid import check_beside, named
+from edit.view.overlaid import read_beside
 from editpb.run_status import RunStatus
 from peers.identity.peer_folder import PeerFolder
 from peers.swarm.aggregator_process import kept_status
@@ -21,8 +21,7 @@ def runs_beside(paths: Sequence[Path]) -> dict[str, RunStatus]:
     paths: of each the folder of a member, of an observer, or of a coordinator. Raises ConfigError, TransportError, and what the
     run of a member answers.
     """
-    check_beside(paths)
-    return named([_told(path) for path in paths])
+    return read_beside(paths, _told)
 
 
 def _told(path: Path) -> RunStatus:

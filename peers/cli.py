@@ -368,12 +368,12 @@ def watch(home: HomeOption = Path("edit-peer")) -> None:
     """
     from edit.view.live import show
     from peers.identity.peer_folder import PeerFolder
-    from peers.watching import statuses
+    from peers.watching import reached
 
     folder, turn = PeerFolder(home), itertools.count()
     if folder.of_swarm():
         operate("watch", home)
-    asyncio.run(show(lambda: statuses(folder, turn), Console(), time.time))
+    asyncio.run(show(lambda: reached(folder, turn), Console(), time.time))
 
 
 @app.command()

@@ -23,7 +23,7 @@ from peers.carriers.hub.channels import Channels
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
 
-__all__ = ["read_status", "status_reader", "statuses"]
+__all__ = ["reached", "read_status", "status_reader", "statuses"]
 
 
 async def statuses(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
@@ -97,17 +97,30 @@ def status_reader(folder: PeerFolder) -> Callable[[], RunStatus]:
 
 
 async def read_status(folder: PeerFolder) -> RunStatus:
-    """Return how the whole run stands; ask all of the coordinator's addresses, one after the other.
+    """Return how the whole run stands. Raises as `reached`."""
+    async with aclosing(reached(folder, itertools.count())) as told:
+        return await anext(told)
 
-    Raises TransportError when none answers, and as `statuses`.
+
+async def reached(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
+    """Yield as `statuses`, from the first of the coordinator's addresses that answers, from the next one on.
+
+    Raises TransportError when none answers, or that one no longer, and as `statuses`.
     """
-    turn, failures = itertools.count(), list[str]()
+    failures = list[str]()
     for _ in range(len(folder.load(time.time()).endpoints)):
+        answered = False
         try:
-            async with aclosing(statuses(folder, turn)) as told:
-                return await anext(told)
+            async with aclosing(statuses(folder, turn, every_s)) as told:
+                async for status in told:
+                    answered = True
+                    yield status
         except TransportError as error:
+            if answered:
+                raise
             failures.append(str(error))
-        except StopAsyncIteration:
+        else:
+            if answered:
+                return
             failures.append("the coordinator ended the call")
     raise TransportError("; ".join(failures))

@@ -9,7 +9,7 @@ from aggregator import past
 from aggregator.storage.state_folder import StateFolder
 from aggregator.swarm import watching
 from edit.errors import ConfigError
-from edit.view.overlaid import check_beside, named
+from edit.view.overlaid import read_beside
 from editpb.run_status import RunStatus
 
 __all__ = ["kept_status", "runs_beside"]
@@ -17,8 +17,7 @@ __all__ = ["kept_status", "runs_beside"]
 
 def runs_beside(paths: Sequence[Path]) -> dict[str, RunStatus]:
     """Return how other runs stand, by the name that their lines have. Raises ConfigError, and as `whole_status` of each."""
-    check_beside(paths)
-    return named([kept_status(path) for path in paths])
+    return read_beside(paths, kept_status)
 
 
 def kept_status(path: Path) -> RunStatus:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from edit.errors import ConfigError
+from edit.errors import ConfigError, TransportError
 from editpb.run_status import SHARES, Curve, RunStatus
 
-__all__ = ["MOST_BESIDE", "check_beside", "mean", "named", "overlaid"]
+__all__ = ["MOST_BESIDE", "mean", "overlaid", "read_beside"]
 
 MOST_BESIDE = 8  # runs
 _SEVERAL = {"bytes_in": " received", "bytes_out": " sent", **{kind: f" {kind}" for kind in SHARES}}  # drawn together
 
 
-def check_beside(runs: Sequence[object]) -> None:
-    """Raise ConfigError for more runs than can be told apart."""
-    if len(runs) > MOST_BESIDE:
+def read_beside(paths: Sequence[Path], read: Callable[[Path], RunStatus]) -> dict[str, RunStatus]:
+    """Return how other runs stand, by the name that their lines have.
+
+    Raises ConfigError for more than can be told apart, and what `read` raises; a TransportError names the folder.
+    """
+    if len(paths) > MOST_BESIDE:
         raise ConfigError(f"--beside: at most {MOST_BESIDE} runs can be told apart")
-
-
-def named(runs: Sequence[RunStatus]) -> dict[str, RunStatus]:
-    """Return runs by the name that their lines have."""
     found: dict[str, RunStatus] = {}
-    for run in runs:
+    for path in paths:
+        try:
+            run = read(path)
+        except TransportError as error:
+            raise TransportError(f"--beside {path}: {error}") from error
         same = sum(each.run_id == run.run_id for each in found.values())
         found[f"run {run.run_id}{f' ({same + 1})' if same else ''}"] = run
     return found

@@ -35,7 +35,8 @@ app = typer.Typer(
     context_settings=SHORT_HELP,
     help="Train without a coordinator: the members agree on each outer step, and any of them may die.\n\n"
     "Start a swarm on one machine, send each further member an invitation, and join with it. After a stop or a crash, "
-    "repeat the same command: it continues where it was.\n\n"
+    "repeat the same command: it continues where it was. `edit-peer explain` and `edit-peer consent` are for members of a "
+    "swarm, too.\n\n"
     "Example: edit-peer swarm start run.toml --data ~/books --home a",
 )
 

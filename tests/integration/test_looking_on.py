@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shlex
 from collections.abc import AsyncGenerator, Callable
@@ -20,6 +21,7 @@ from editpb.run_status import RunStatus
 from peers.beside import runs_beside
 from peers.cli import app
 from peers.identity.peer_folder import PeerFolder
+from peers.watching import reached
 from tests.integration.test_readme import run
 from tests.support.loops import on_a_loop, until
 from tests.support.served import found_run, new_folder, served, theta
@@ -65,7 +67,9 @@ def test_a_member_that_has_no_folder_of_the_run_sees_how_it_stands(
             watch = ["edit-peer", "watch", "--home", str(home)]
             assert role == "peer" or told == watch
             assert f"watched {folder.run_id}" in await asyncio.to_thread(run, watch)
+            at.coordinator.run.looked_at = -1.0
             assert "outer step 0 of 100" in await status(home)
+            assert at.coordinator.run.looked_at >= 0, "so it stays a moment longer at the end of the run"
             shown = json.loads(await status(home, "--json"))
             assert shown["run_id"] == folder.run_id and shown["members"][0]["peer_id"] == "a"
             sent = json.loads(await asyncio.to_thread(run, ["edit-peer", "explain", "--home", str(home), "--json"]))["sent"]
@@ -110,6 +114,9 @@ async def test_all_addresses_of_the_coordinator_are_asked(tmp_path: Path) -> Non
         identity["endpoints"] = [unreachable, *identity["endpoints"]]
         (home / "identity.json").write_text(json.dumps(identity))
         assert folder.run_id in await status(home)
+        for turn in (0, 1):  # `watch`: whichever is asked first
+            async with aclosing(reached(PeerFolder(home), itertools.count(turn))) as told:
+                assert (await anext(told)).run_id == folder.run_id
     with pytest.raises(TransportError, match=rf"the coordinator at {unreachable} does not answer; the coordinator at"):
         await status(home)
     identity["endpoints"] = []
