@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from edit.errors import ConfigError
 from edit.view.explain import leaving
 from edit.view.leaving import Leaving
 from editpb.identity import Identity
@@ -29,8 +28,8 @@ def leaves_site(home: Path, now: float) -> tuple[Identity, tuple[Leaving, ...]]:
     swarm = folder.of_swarm()
     enrolled = folder.load(now, swarm=swarm)
     policy = SitePolicy.load(home, enrolled.identity, folder.key)
-    if swarm and not (home / "run.toml").exists():
-        raise ConfigError(f"{home}: the run's settings are not here yet; other members tell them when this member first starts")
+    if swarm:
+        folder.swarm_settings()
     status = configured(home) if swarm else asyncio.run(read_status(folder))
     return enrolled.identity, leaving(
         status,

@@ -134,5 +134,6 @@ def test_what_leaves_the_site_is_told_before_the_member_was_let_in(tmp_path: Pat
     assert "audit log of every member" in told.stdout and "Not sent: the training data" in told.stdout
     assert {"sent", "not_sent"} == json.loads(CliRunner().invoke(app, ["explain", "--json", "--home", str(home)]).stdout).keys()
     (home / "run.toml").unlink()
-    said = CliRunner().invoke(app, ["explain", "--home", str(home)]).exception
-    assert isinstance(said, ConfigError) and "the run's settings are not here yet" in str(said)
+    for command in ("explain", "consent"):
+        said = CliRunner().invoke(app, [command, "--home", str(home)]).exception
+        assert isinstance(said, ConfigError) and "the run's settings are not here yet; other members tell" in str(said)
