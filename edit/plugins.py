@@ -1,8 +1,9 @@
 """Plug-ins: code of other packages, or plain objects, that a configuration names and this process may run.
 
 A plug-in is an entry point of the group `edit.KIND`, or what `register` was given. A setting names it as `entry:NAME`, where it
-could also name a built-in. Only the name travels: `admit` loads what a configuration names, once this process's operator has
-allowed the name, and no name from the wire loads anything. docs/plugins.md has the contract of each kind.
+could also name a built-in one, which is registered here too (`built_in`). Only the name travels: `admit` loads what a
+configuration names, once this process's operator has allowed the name, and no name from the wire loads anything.
+docs/plugins.md has the contract of each kind.
 
 What takes part in an outer step (AGREED) must be the same wherever it is computed or replayed. So the configuration pins it, by
 the version of its package and a hash of its files, in the section [plugins].
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from edit.config.plugins import AGREED, KINDS, LOCAL, PREFIX, pin_key
 from edit.config.run import RunConfig
@@ -33,6 +34,8 @@ __all__ = [
     "Plugin",
     "admit",
     "blame",
+    "built_in",
+    "built_in_names",
     "check",
     "find",
     "get",
@@ -60,6 +63,8 @@ class Plugin:
     sha256: str
     # A plain object of this process, which `register` was given: its operator wrote it.
     plain: bool = False
+    # Of this project: trusted as the rest of it is, and not pinned.
+    built_in: bool = False
 
     @property
     def pin(self) -> str:
@@ -67,10 +72,30 @@ class Plugin:
         return f"{self.version} sha256:{self.sha256}".strip()
 
     def __str__(self) -> str:
-        return f"{PREFIX}{self.name} (edit.{self.kind})"
+        return f"{'' if self.built_in else PREFIX}{self.name} (edit.{self.kind})"
 
 
 _admitted: dict[tuple[str, str], tuple[Plugin, Any]] = {}  # with what makes its object
+_built_in: dict[tuple[str, str], tuple[Plugin, Any]] = {}  # likewise
+_Make = TypeVar("_Make")
+
+
+def built_in(kind: str, name: str) -> Callable[[_Make], _Make]:
+    """Register what is decorated as this project's own NAME of a kind: settings name it without `entry:`, nobody allows it.
+
+    It makes its object as a plug-in of that kind does; but it may be given more than those, and what it gives is not checked.
+    """
+
+    def registered(make: _Make) -> _Make:
+        _built_in[kind, name] = Plugin(kind, name, lambda: make, "", "", built_in=True), make
+        return make
+
+    return registered
+
+
+def built_in_names(kind: str) -> tuple[str, ...]:
+    """Return the names of the built-in ones of a kind whose modules are imported, in the order of their registration."""
+    return tuple(name for each, name in _built_in if each == kind)
 
 
 def register(kind: str, name: str, make: Any) -> None:
@@ -150,9 +175,15 @@ def check(kind: str, name: str, allowed: Collection[str]) -> Plugin:
 
 
 def resolve(
-    kind: str, name: str, allowed: Collection[str], installed: Iterable[EntryPoint] | None = None
+    kind: str, text: str, allowed: Collection[str], installed: Iterable[EntryPoint] | None = None
 ) -> tuple[Plugin, Callable[..., Any]]:
-    """Return a plug-in and what makes its object, admitted before or not. Raises ConfigError as `admit`, PluginError."""
+    """Return a plug-in, `entry:NAME`, or a built-in one, and what makes its object, admitted before or not.
+
+    Raises ConfigError as `admit`, and for a text that names neither; PluginError.
+    """
+    if not text.startswith(PREFIX):
+        return _of_this_project(kind, text)
+    name = text.removeprefix(PREFIX)
     plugin = _trusted(kind, name, allowed, installed)
     known = _admitted.get((kind, name))
     return plugin, known[1] if known is not None else _load(plugin)
@@ -226,16 +257,25 @@ def get(kind: str, name: str) -> Plugin | None:
 
 
 def make(kind: str, text: str, *arguments: object) -> tuple[Plugin, Any]:
-    """Return the plug-in that `entry:NAME` names, and its object, made of `arguments`.
+    """Return the plug-in that `entry:NAME` names, or the built-in one, and its object, made of `arguments`.
 
-    Raises ConfigError when it is not admitted in this process, PluginError when it raises.
+    Raises ConfigError when it is not admitted in this process, or unknown; PluginError when a plug-in raises.
     """
+    if not text.startswith(PREFIX):
+        own, maker = _of_this_project(kind, text)
+        return own, maker(*arguments)
     name = text.removeprefix(PREFIX)
     if (known := _admitted.get((kind, name))) is None:
         raise ConfigError(f"{PREFIX}{name}: this process has loaded no such plug-in of edit.{kind}")
     plugin, maker = known
     with blame(plugin):
         return plugin, maker(*arguments)
+
+
+def _of_this_project(kind: str, name: str) -> tuple[Plugin, Any]:
+    if (known := _built_in.get((kind, name))) is None:
+        raise ConfigError(f"{name}: edit.{kind} has {', '.join(built_in_names(kind))}, and plug-ins, {PREFIX}NAME")
+    return known
 
 
 @contextlib.contextmanager

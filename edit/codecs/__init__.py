@@ -56,29 +56,28 @@ from edit.trust.masks import BITS
 
 __all__ = ["PIECE", "Buffer", "Codec", "CodecSpec", "codec", "codec_names", "decode"]
 
-_CODECS: Mapping[str, Callable[[CodecSpec], Codec]] = MappingProxyType(
-    {
-        "fp32": lambda spec: RawFloat(spec, torch.float32),
-        "bf16": lambda spec: RawFloat(spec, torch.bfloat16),
-        "fp16": lambda spec: RawFloat(spec, torch.float16),
-        "int8": BlockInt8,
-        "int4": BlockInt4,
-        "e3m0": BlockE3M0,
-        "stat2": RowStat2,
-        "sign": BlockSign,
-        "topk": ChunkedTopK,
-        "top1": GroupTop1,
-        "sdd": SemidiscreteSum,
-    }
-)
-
+_CODECS: dict[str, Callable[[CodecSpec], Codec]] = {
+    "fp32": lambda spec: RawFloat(spec, torch.float32),
+    "bf16": lambda spec: RawFloat(spec, torch.bfloat16),
+    "fp16": lambda spec: RawFloat(spec, torch.float16),
+    "int8": BlockInt8,
+    "int4": BlockInt4,
+    "e3m0": BlockE3M0,
+    "stat2": RowStat2,
+    "sign": BlockSign,
+    "topk": ChunkedTopK,
+    "top1": GroupTop1,
+    "sdd": SemidiscreteSum,
+}
+for _name, _codec in _CODECS.items():
+    plugins.built_in("codecs", _name)(_codec)
 
 _MASKED: Mapping[str, Codec] = MappingProxyType({f"masked{bits}": MaskedCodec(bits) for bits in BITS})
 
 
 def codec_names() -> tuple[str, ...]:
     """Return every name that a CodecSpec may have in a configuration."""
-    return tuple(_CODECS)
+    return plugins.built_in_names("codecs")
 
 
 def codec(spec: CodecSpec | str) -> Codec:
@@ -106,9 +105,10 @@ def _make(spec: CodecSpec | str, plugin: plugins.Plugin | None) -> Codec:
     chosen = CodecSpec.parse(spec) if isinstance(spec, str) else spec
     if plugin is not None:
         return PluginCodec(plugin, chosen)
-    if (make := _CODECS.get(chosen.name)) is None:
-        raise RemoteProtocolError(f"unknown codec {chosen.name!r}; known: {', '.join(codec_names())}")
-    return make(chosen)
+    if chosen.name not in (known := codec_names()):
+        raise RemoteProtocolError(f"unknown codec {chosen.name!r}; known: {', '.join(known)}")
+    made: Codec = plugins.make("codecs", chosen.name, chosen)[1]
+    return made
 
 
 def decode(encoded: EncodedTensor) -> Tensor:

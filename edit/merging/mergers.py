@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from edit import plugins
-from edit.config.plugins import is_entry
-from edit.config.run import PenaltyConfig, RunConfig
+from edit.config.run import OuterConfig, PenaltyConfig, RunConfig
 from edit.errors import LocalProtocolError, PluginError
 from edit.fragments.schema import FragmentSpec
 from edit.merging.merge import Measured, Merged, MergeRule, clip_factor, decoded, weighted_mean
@@ -48,6 +47,9 @@ class Merger(Protocol):
         ...
 
 
+Combine = Callable[[FragmentSpec, Sequence[tuple[Measured, float]], MergeRule], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class EditMerger:
     """EDiT's merge (arXiv 2412.07210, section 3.3): verdicts, weights, weighted mean, clip; or rollback when no weight is left.
@@ -57,7 +59,7 @@ class EditMerger:
 
     config: PenaltyConfig
     # What makes one vector of the contributions that have weight.
-    combine: Callable[[FragmentSpec, Sequence[tuple[Measured, float]], MergeRule], Tensor] = weighted_mean
+    combine: Combine = weighted_mean
 
     def merge(
         self,
@@ -117,9 +119,13 @@ def merger(config: RunConfig) -> Merger:
     """
     if config.robust.enabled:
         return RobustMerger(config.penalty, config.robust)
-    if not is_entry(config.outer.merger):
-        return EditMerger(config.penalty)
-    return EditMerger(config.penalty, _Combined(*plugins.make("mergers", config.outer.merger, config.outer)))
+    plugin, made = plugins.make("mergers", config.outer.merger, config.outer)
+    return EditMerger(config.penalty, made if plugin.built_in else _Combined(plugin, made))
+
+
+@plugins.built_in("mergers", "mean")
+def _mean(config: OuterConfig) -> Combine:
+    return weighted_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from edit import plugins
-from edit.config.plugins import is_entry
 from edit.config.run import OuterConfig
 from edit.errors import PluginError
 
@@ -50,12 +49,22 @@ class OuterOptimizer(Protocol):
 
 def outer_optimizer(config: OuterConfig) -> OuterOptimizer:
     """Return the optimizer that is chosen. Raises ConfigError for a plug-in that is not admitted, PluginError."""
-    if is_entry(config.optimizer):
-        return _OfPlugin(*plugins.make("outer", config.optimizer, config))
-    return _BuiltIn(config, _RULES[config.optimizer])
+    plugin, made = plugins.make("outer", config.optimizer, config)
+    own: OuterOptimizer = made if plugin.built_in else _OfPlugin(plugin, made)
+    return own
 
 
 Rule = Callable[[OuterConfig, Slots, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+def _built_in(name: str) -> Callable[[Rule], Rule]:
+    """Register an optimizer of this name that is this rule."""
+
+    def registered(rule: Rule) -> Rule:
+        plugins.built_in("outer", name)(lambda config: _BuiltIn(config, rule))
+        return rule
+
+    return registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +132,20 @@ def _initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
     return {"first": torch.zeros(numel), "second": torch.full((numel,), config.eps * config.eps)}
 
 
+@_built_in("sgd")
 def _sgd(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """s = nu D."""
     return torch.mul(merged, config.lr), {}
 
 
+@_built_in("nesterov")
 def _nesterov(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """v <- mu v + D; s = nu (D + mu v) (arXiv 2311.08105, algorithm 1)."""
     momentum = torch.mul(slots["momentum"], config.momentum).add_(merged)
     return torch.mul(momentum, config.momentum).add_(merged).mul_(config.lr), {"momentum": momentum}
 
 
+@_built_in("co2")
 def _co2(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """v <- clip(mu v + D / gap_penalty), element by element; s = nu v (arXiv 2401.16265, and its authors' code)."""
     momentum = torch.mul(slots["momentum"], config.momentum).add_(torch.mul(merged, 1 / config.gap_penalty))
@@ -142,6 +154,7 @@ def _co2(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dic
     return torch.mul(momentum, config.lr), {"momentum": momentum}
 
 
+@_built_in("delayed_nesterov")
 def _delayed_nesterov(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """s = nu (c mu v + D/N); each N-th time v <- mu v + sum D/N, then s = nu ((1 - cN + c) mu v + D/N) (arXiv 2401.09135, 3).
 
@@ -156,12 +169,14 @@ def _delayed_nesterov(config: OuterConfig, slots: Slots, merged: Tensor) -> tupl
     return step, {"momentum": momentum, "buffer": buffer, "count": count}
 
 
+@_built_in("adam")
 def _adam(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """m <- b1 m + (1 - b1) D; v <- b2 v + (1 - b2) D^2; s = nu m / (sqrt(v) + eps)."""
     square = torch.mul(merged, merged).mul_(1 - config.beta2)
     return _adaptive(config, slots, merged, torch.mul(slots["second"], config.beta2).add_(square))
 
 
+@_built_in("yogi")
 def _yogi(config: OuterConfig, slots: Slots, merged: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """As Adam, with v <- v - (1 - b2) D^2 sign(v - D^2)."""
     square = torch.mul(merged, merged)
@@ -173,13 +188,3 @@ def _adaptive(config: OuterConfig, slots: Slots, merged: Tensor, second: Tensor)
     first = torch.mul(slots["first"], config.beta1).add_(torch.mul(merged, 1 - config.beta1))
     step = torch.mul(first, config.lr).div_(torch.sqrt(second).add_(config.eps))
     return step, {"first": first, "second": second}
-
-
-_RULES: Mapping[str, Rule] = {
-    "sgd": _sgd,
-    "nesterov": _nesterov,
-    "co2": _co2,
-    "delayed_nesterov": _delayed_nesterov,
-    "adam": _adam,
-    "yogi": _yogi,
-}

@@ -7,11 +7,11 @@ default one ("level") is in `edit.merging.detector`; a detector may be a plug-in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from edit import plugins
-from edit.config.plugins import is_entry
 from edit.config.run import PenaltyConfig
 from edit.errors import PluginError
 from edit.merging.detector import NormStatistics, by_levels
@@ -31,24 +31,46 @@ def judge_round(
 
     before: a peer without a history is left out. With the penalty off only NONFINITE is a verdict, and nothing is learned.
     """
-    if config.enabled and config.detector == "level":
-        return by_levels(norms, inner_steps, before, config)
-    if config.enabled and is_entry(config.detector):
-        return _by_plugin(norms, inner_steps, before, config)
-    judged = verdicts(norms, before, config)
-    history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms} if config.enabled else {}
-    after = {
-        peer_id: observe(norms[peer_id], statistics, config) if judged[peer_id] is Verdict.OK else statistics
-        for peer_id, statistics in history.items()
-    }
-    return judged, after
+    if not config.enabled:
+        return verdicts(norms, before, config), {}
+    plugin, made = plugins.make("penalties", config.detector, config)
+    if plugin.built_in:
+        own: Judged = made(norms, inner_steps, before)
+        return own
+    return _by_plugin(plugin, made, norms, inner_steps, before)
+
+
+Judged = tuple[dict[str, Verdict], dict[str, NormStatistics]]
+Judge = Callable[[Mapping[str, float], Mapping[str, int], Mapping[str, NormStatistics]], Judged]
+
+
+@plugins.built_in("penalties", "level")
+def _level(config: PenaltyConfig) -> Judge:
+    return lambda norms, inner_steps, before: by_levels(norms, inner_steps, before, config)
+
+
+@plugins.built_in("penalties", "edit")
+def _edit(config: PenaltyConfig) -> Judge:
+    def judge_all(norms: Mapping[str, float], inner_steps: Mapping[str, int], before: Mapping[str, NormStatistics]) -> Judged:
+        judged = verdicts(norms, before, config)
+        history = {peer_id: before.get(peer_id, NormStatistics()) for peer_id in norms}
+        after = {
+            peer_id: observe(norms[peer_id], statistics, config) if judged[peer_id] is Verdict.OK else statistics
+            for peer_id, statistics in history.items()
+        }
+        return judged, after
+
+    return judge_all
 
 
 def _by_plugin(
-    norms: Mapping[str, float], inner_steps: Mapping[str, int], before: Mapping[str, NormStatistics], config: PenaltyConfig
-) -> tuple[dict[str, Verdict], dict[str, NormStatistics]]:
+    plugin: plugins.Plugin,
+    made: Any,
+    norms: Mapping[str, float],
+    inner_steps: Mapping[str, int],
+    before: Mapping[str, NormStatistics],
+) -> Judged:
     """Let a plug-in judge what is finite. Raises PluginError."""
-    plugin, made = plugins.make("penalties", config.detector, config)
     finite = {peer_id: norm for peer_id, norm in norms.items() if math.isfinite(norm)}
     with plugins.blame(plugin):
         said, after = made.judge(dict(finite), {peer_id: inner_steps[peer_id] for peer_id in finite}, dict(before))

@@ -23,6 +23,17 @@ BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
 Options = Mapping[str, str | int | float | bool]
 
 
+def _register(module: str) -> None:
+    @plugins.built_in("trackers", module)
+    def _(run: TrackedRun) -> Tracker:  # imports it, and the package with it
+        tracker: Tracker = importlib.import_module(f"edit.trackers.{module}").make(run)
+        return tracker
+
+
+for _module in BUILT_IN:
+    _register(_module)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerChoice:
     """The trackers of one process, checked; none is imported yet."""
@@ -78,9 +89,9 @@ class TrackerChoice:
         return Trackers([BackgroundTracker(name, making(name, make)) for name, make in makers])
 
     def _maker(self, name: str) -> Callable[[TrackedRun], Tracker]:
-        if not is_entry(name):
-            return lambda run: importlib.import_module(f"edit.trackers.{name}").make(run)
-        plugin, maker = plugins.resolve("trackers", name.removeprefix(PREFIX), self.allowed)
+        plugin, maker = plugins.resolve("trackers", name, self.allowed)
+        if plugin.built_in:
+            return maker
 
         def make(run: TrackedRun) -> Tracker:
             with plugins.blame(plugin):

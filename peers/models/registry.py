@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from edit import plugins
+from edit.config.plugins import is_entry
 from edit.config.run import ModelConfig
 from edit.errors import ConfigError, PluginError
 from peers.models import huggingface
@@ -43,14 +44,14 @@ def build(
     Raises ConfigError when the entry point is not allowed, not installed, ambiguous, cannot be loaded, or returns no model; and
     for an `hf:` model that transformers does not have, whose options are wrong, or that does not fit `folder`.
     """
-    kind, _, name = config.name.partition(":")
-    if kind == "hf":
-        return huggingface.build(config, seed, folder)
-    if folder is not None:
+    kind = config.name.partition(":")[0]
+    if folder is not None and kind != "hf":
         raise ConfigError(f'--model-folder has no effect: the run trains "{config.name}", not hf:MODEL_TYPE')
-    if kind == "builtin":
-        return GPT(config, None if replaced else seed)
+    name = config.name if is_entry(config.name) else kind
     plugin, make = plugins.resolve("models", name, allowed_entry_points, installed)
+    if plugin.built_in:
+        own: nn.Module = make(config, None if replaced else seed, folder)
+        return own
     arguments = _arguments(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -59,6 +60,16 @@ def build(
     if not isinstance(model, nn.Module):
         raise PluginError(f"{plugin}: gave a {type(model).__name__}, not an nn.Module")
     return model
+
+
+@plugins.built_in("models", "builtin")
+def _gpt(config: ModelConfig, seed: int | None, folder: None) -> nn.Module:
+    return GPT(config, seed)
+
+
+@plugins.built_in("models", "hf")
+def _huggingface(config: ModelConfig, seed: int | None, folder: Path | None) -> nn.Module:
+    return huggingface.build(config, seed or 0, folder)
 
 
 def _arguments(config: ModelConfig) -> Mapping[str, str | int | float | bool]:

@@ -90,14 +90,16 @@ def open_data(request: DataRequest, plugin: str = "", allowed: frozenset[str] = 
     Raises ConfigError as `peers.training.data.open_tokens`, and where the plug-in is not allowed or not found, PluginError
     where it does not keep its contract, which is tried here.
     """
-    if not plugin:
-        return _files(request)
-    found, make = plugins.resolve("data", plugin.removeprefix(PREFIX), allowed)
+    found, make = plugins.resolve("data", plugin or "files", allowed)
+    if found.built_in:
+        own: DataSource = make(request)
+        return own
     with plugins.blame(found):
         made = make(request)
     return _Checked(found, made, request).tried()
 
 
+@plugins.built_in("data", "files")
 def _files(request: DataRequest) -> DataSource:
     """The source of every built-in form, see `open_tokens`."""
     assert request.path is not None

@@ -5,7 +5,7 @@ A name from the wire is looked up in a fixed list, or among the plug-ins that th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from edit import plugins
-from edit.config.plugins import PREFIX, is_entry
+from edit.config.plugins import is_entry
 from edit.config.run import TORCH_OPTIMIZERS, InnerConfig
 from edit.errors import ConfigError, PluginError
 from peers.training import quantized_state
@@ -37,22 +37,40 @@ def inner_optimizers(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameter")
-    if config.optimizer == "muon":
-        return _muon(model, trainable, config, device)
-    groups = _groups(trainable, config)
-    if config.optimizer == "adamw":
-        quantized = config.state != "fp32"
-        return (quantized_state.quantized_adamw(groups, config) if quantized else _adamw(groups, config, device),)
-    if config.optimizer == "sgd":
-        momentum = config.momentum
-        return (torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0),)
-    if is_entry(config.optimizer):
-        return (_of_plugin(groups, config, allowed),)
+    name = config.optimizer if is_entry(config.optimizer) else config.optimizer.partition(":")[0]
+    plugin, make = plugins.resolve("optimizers", name, allowed)
+    if plugin.built_in:
+        own: tuple[Optimizer, ...] = make(model, trainable, config, device)
+        return own
+    return (_of_plugin(plugin, make, _groups(trainable, config), config),)
+
+
+@plugins.built_in("optimizers", "adamw")
+def _adamw_for_all(
+    model: nn.Module, trainable: Sequence[nn.Parameter], config: InnerConfig, device: torch.device
+) -> tuple[Optimizer, ...]:
+    groups, quantized = _groups(trainable, config), config.state != "fp32"
+    return (quantized_state.quantized_adamw(groups, config) if quantized else _adamw(groups, config, device),)
+
+
+@plugins.built_in("optimizers", "sgd")
+def _sgd(
+    model: nn.Module, trainable: Sequence[nn.Parameter], config: InnerConfig, device: torch.device
+) -> tuple[Optimizer, ...]:
+    momentum = config.momentum
+    return (torch.optim.SGD(_groups(trainable, config), lr=config.lr, momentum=momentum, nesterov=momentum > 0),)
+
+
+@plugins.built_in("optimizers", "torch")
+def _of_torch(
+    model: nn.Module, trainable: Sequence[nn.Parameter], config: InnerConfig, device: torch.device
+) -> tuple[Optimizer, ...]:
+    """Another class of torch.optim, from a fixed list."""
     name = config.optimizer.removeprefix("torch:")
     if name not in TORCH_OPTIMIZERS:
         raise ConfigError(f"inner.optimizer = {config.optimizer!r}: known are {', '.join(TORCH_OPTIMIZERS)}")
     try:
-        return (getattr(torch.optim, name)(groups, lr=config.lr, **config.options),)
+        return (getattr(torch.optim, name)(_groups(trainable, config), lr=config.lr, **config.options),)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"inner.options: torch.optim.{name} says: {error}") from error
 
@@ -75,6 +93,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
+@plugins.built_in("optimizers", "muon")
 def _muon(
     model: nn.Module, trainable: Sequence[nn.Parameter], config: InnerConfig, device: torch.device
 ) -> tuple[Optimizer, ...]:
@@ -106,8 +125,7 @@ def _adamw(groups: Groups, config: InnerConfig, device: torch.device) -> Optimiz
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused)
 
 
-def _of_plugin(groups: Groups, config: InnerConfig, allowed: Collection[str]) -> Optimizer:
-    plugin, make = plugins.resolve("optimizers", config.optimizer.removeprefix(PREFIX), allowed)
+def _of_plugin(plugin: plugins.Plugin, make: Callable[..., Any], groups: Groups, config: InnerConfig) -> Optimizer:
     with plugins.blame(plugin):
         made = make(groups, {**config.options, "lr": config.lr})
     if not isinstance(made, Optimizer):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from edit import plugins
 from edit.codecs import PIECE, codec
-from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RunConfig
+from edit.config.run import CODECS, CodecConfig, OuterConfig, PenaltyConfig, RunConfig
 from edit.errors import ConfigError, EditError, PluginError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
@@ -23,6 +23,9 @@ from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
 from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, Verdict
+from edit.trackers.choose import BUILT_IN
+from peers.models import registry  # noqa: F401 # registers
+from peers.training import data_source, inner_optimizers  # noqa: F401 # register
 from tests.support.encoded import encode
 
 SIZE = 2 * PIECE + 5
@@ -358,3 +361,27 @@ def test_without_plugins_the_configuration_travels_as_before_there_were_any() ->
 def test_what_cannot_be_registered(kind: str, name: str, make: object) -> None:
     with pytest.raises(EditError):
         plugins.register(kind, name, make)
+
+
+def test_what_is_built_in_is_in_the_same_table_under_the_names_that_settings_allow() -> None:
+    """A name that a setting allows and nothing makes, or the other way round, is noticed here."""
+    for kind, section, setting in (
+        ("outer", OuterConfig, "optimizer"),
+        ("mergers", OuterConfig, "merger"),
+        ("penalties", PenaltyConfig, "detector"),
+    ):
+        rule = get_type_hints(section, include_extras=True)[setting].__metadata__[0].rule
+        names = rule.removeprefix("must be one of ").split(", ")
+        assert sorted(names) == sorted([*plugins.built_in_names(kind), "entry:NAME"])
+    assert plugins.built_in_names("codecs") == tuple(CODECS)
+    assert plugins.built_in_names("trackers") == BUILT_IN
+    assert plugins.built_in_names("data") == ("files",)
+    assert set(plugins.built_in_names("models")) == {"builtin", "hf"}
+    assert set(plugins.built_in_names("optimizers")) == {"adamw", "muon", "sgd", "torch"}
+
+
+def test_a_built_in_one_needs_no_permission_and_one_that_is_not_there_is_named_with_those_that_are() -> None:
+    found, make = plugins.resolve("outer", "sgd", ())
+    assert found.built_in and str(found) == "sgd (edit.outer)" and make(OuterConfig()).slots(3) is not None
+    with pytest.raises(ConfigError, match=r"^nothing: edit.outer has sgd, .*yogi, and plug-ins, entry:NAME$"):
+        plugins.make("outer", "nothing", OuterConfig())

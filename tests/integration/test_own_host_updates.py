@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections import Counter
@@ -186,3 +187,22 @@ def test_a_peer_whose_owner_makes_nothing_says_so_to_its_own_host(tmp_path: Path
 
 async def at_one_state(at: Trained) -> bool:
     return at.swarm.same()
+
+
+def test_who_starts_with_an_old_address_of_the_owner_hears_the_new_one_from_its_own_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hosts that it reaches only name the owner, whose address they tell with the news of owners."""
+    toml = TOML.format(start=1, quorum=1) + "[membership]\nheartbeat_s = 10.0\nlease_s = 1000.0\n"
+    with trained(tmp_path, monkeypatch, SCHEMA, vectors(SIZES, 0), toml) as at:
+        at.until(lambda: at.swarm.owner() is not None)
+        owner = at.swarm.record.parts[0].owner
+        name = min({*"abc"} - {owner})
+        addresses, known = at.addresses(), Trained.addresses
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))  # and does not listen
+            addresses[owner] = f"127.0.0.1:{nobody.getsockname()[1]}"
+            monkeypatch.setattr(Trained, "addresses", lambda self: dict(addresses))
+            at.credentials(name)
+            assert at_every_rank(2, lambda ranks: train(at, name, ranks)) == [expected()] * 2
+        assert known(at)[owner] != addresses[owner]

@@ -68,8 +68,13 @@ def connect_swarm(
     if keep is not None:
         io.spawn(keep(channels[0]))
     parser = ConfigParser(site.check)
-    read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
     watch = OwnerWatch(identity.run_id, channels)
+    io.spawn(watch.run())  # before anything is read: an owner may have moved since `hosts` was written down
+    try:
+        read = [read_configuration(io, each, identity, ranks, parser) for each in channels]
+    except BaseException:
+        io.post(watch.stop)
+        raise
     config = read[0][0]
     checks: ReceiptChecks | None = None
 
@@ -85,7 +90,6 @@ def connect_swarm(
     hub = AllAggregators(io, channels, identity, ranks, parser, site=site, followers=followers)
     with leaving(hub, ended, failed) as connection:
         waiting = WaitingNews(identity, channels[0], lambda: [one.awaits for one in connection.shares])
-        io.spawn(watch.run())
         if ranks.leads and own_takes:
             io.spawn(waiting.run())
         if checks is not None:
