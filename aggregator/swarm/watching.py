@@ -65,6 +65,7 @@ class SwarmWatch:
         self.identity = identity_of(path)
         self._config, self._fragments = _settings(path)
         self._shown = settings_of(self._config)
+        self._gossips = self._config.outer.algorithm == "gossip"
         self._parts: list[RunStatus | None] = [None] * len(self._fragments)
         self._troubles: dict[int, tuple[str, float]] = {}  # why nothing newer comes of a part, and since when
         self._owners: dict[int, tuple[str, int, str]] = {}  # name, grant, address: who is watched
@@ -86,7 +87,9 @@ class SwarmWatch:
                 if self.identity.role == "observer":
                     await self._keep_folder(found)
                 for number, part in enumerate(found.record.parts[: len(self._parts)]):
-                    owner = part.owner, part.grant, found.addresses.get(part.owner, "")
+                    if (who := self._serves(part.owner)) is None:
+                        continue
+                    owner = who, part.grant, found.addresses.get(who, "")
                     if self._owners.get(number) != owner or number not in tasks or tasks[number].done():
                         if number in tasks:
                             await _ended(tasks[number])
@@ -104,6 +107,12 @@ class SwarmWatch:
             self._owners.clear()
             for task in tasks.values():
                 await _ended(task)
+
+    def _serves(self, owner: str) -> str | None:
+        """Return whom to ask for the rounds of a part: its owner. With gossip each host tells its own peer, and nobody else."""
+        if not self._gossips:
+            return owner
+        return self.identity.peer_id if self.identity.role == "peer" else None
 
     async def _keep_folder(self, found: Survey) -> None:
         """Do for an observer's folder what a host does for a member's: know where members are, renew the certificate."""
@@ -126,7 +135,7 @@ class SwarmWatch:
         """Wait until every part's owner has answered, or did not."""
         try:
             async with asyncio.timeout(FIRST_S):
-                while any(i not in self._answered and i not in self._troubles for i in range(len(self._parts))):
+                while any(i not in self._answered and i not in self._troubles for i in self._owners):
                     await self._told.wait()
                     self._told.clear()
         except TimeoutError:
@@ -192,13 +201,14 @@ class SwarmWatch:
             status,
             run_id=record.run_id,
             phase=_phase(record.phase, status.phase),
-            outer_step=min(part.outer_step for part in record.parts),
+            # with gossip the record counts settlings, and this member's own peer its outer steps
+            outer_step=status.outer_step if self._gossips else min(part.outer_step for part in record.parts),
             outer_steps=self._config.sync.outer_steps,
-            tokens=min(part.tokens for part in record.parts),
+            tokens=status.tokens if self._gossips else min(part.tokens for part in record.parts),
             stop_tokens=self._config.sync.tokens,
             draining=record.phase is Phase.DRAINING,
             reason="; ".join(filter(None, (*reasons, status.reason))),
-            waiting_for="" if record.phase is Phase.FINISHED else status.waiting_for,
+            waiting_for="" if record.phase is Phase.FINISHED or not (merged or self._owners) else status.waiting_for,
             eta_s=None if record.phase is Phase.FINISHED else status.eta_s,
             members=members,
             settings=self._shown,

@@ -185,8 +185,9 @@ def _model(settings: Mapping[str, object], *, swaps: bool) -> Leaving:
         f"whole states ({own}, the outer optimizer's state, the statistics of earlier contributions); the run's settings, and "
         "names and shapes of the parameters. So the founder also sends the first parameters",
         to="every other member: the updates that it makes as the owner of a part; those that lack something: whatever it holds",
-        form=f"updates in codec {said(settings, 'codec.down')}, states in plain fp32, over mutual TLS",
-        how_often="an update with each outer step; a state when a member joins, was away for long or has damaged files",
+        form=("" if swaps else f"updates in codec {said(settings, 'codec.down')}, states in ") + "plain fp32, over mutual TLS",
+        how_often=f"an update with each {'settling' if swaps else 'outer step'}; "
+        "a state when a member joins, was away for long or has damaged files",
         size="an update once for each other member; of a state 4 bytes for each parameter, and 4 more for each number that the "
         "outer optimizer keeps of it",
         seen_by="every member; observers see names, norms, weights and verdicts, and the settings",

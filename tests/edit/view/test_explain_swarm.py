@@ -150,7 +150,9 @@ def test_with_gossip_it_swaps_and_its_reports_stay() -> None:
     assert "without noise" in swaps.form and settling.form == "plain fp32, over mutual TLS"
     assert settling.how_often.startswith("every 8 (gossip.settle_every) outer steps")
     assert "contributions, if" not in whats(found) and "reports: " not in whats(found) and "consent" not in whats(found)
-    assert "the model of the last settling" in by_what(found, "the model, which it holds for all").what
+    model = by_what(found, "the model, which it holds for all")
+    assert "the model of the last settling" in model.what and model.form == "plain fp32, over mutual TLS"
+    assert model.how_often.startswith("an update with each settling; ")
     assert "how far apart the two were" in by_what(found, "how its host stands").what
 
 
