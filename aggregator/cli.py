@@ -28,6 +28,7 @@ from edit.errors import ConfigError, TransportError
 from edit.plain_text import json_text
 from edit.plugins import pin
 from edit.trust.privacy import most_steps
+from edit.view.again import WatchOption, show_status
 from edit.view.status import print_members, print_status
 from edit.web import check_installed
 from editpb.invitation import endpoint_of, is_loopback
@@ -50,8 +51,6 @@ app = typer.Typer(
 )
 app.add_typer(audit, name="audit")
 with_version(app, "edit-coordinator")
-
-_WATCH_S = 2.0
 
 SetOption = Annotated[
     list[str] | None,
@@ -290,13 +289,7 @@ def status(
     state: State = Path("edit-run"),
     as_json: AsJson = False,
     rounds: Annotated[int, typer.Option(help="How many of the last rounds to show.", min=0, max=200)] = 8,
-    watch: Annotated[
-        bool,
-        typer.Option(
-            "--watch",
-            help="Print it anew every 2 s until the run has finished; with --json, a line each time.",
-        ),
-    ] = False,
+    watch: WatchOption = False,
 ) -> None:
     """Show the run: its phase, its members, and the last rounds with the reason why each closed.
 
@@ -304,19 +297,17 @@ def status(
 
     Example: edit-coordinator status --state my-run
     """
-    console = Console()
-    while True:
+    asked: list[Answers[RunStatus]] = []
+
+    def read() -> RunStatus:
         answers, run = _ask_status(state)
-        if as_json:
-            typer.echo(json_text(run.as_json(), indent=None if watch else 2))
-        else:
-            if watch:
-                console.clear()
-            print_status(console, run, rounds)
-        answers.check()
-        if not watch or run.phase == "finished":
-            return
-        time.sleep(_WATCH_S)
+        asked[:] = [answers]
+        return run
+
+    def tables(console: Console, run: RunStatus) -> None:
+        print_status(console, run, rounds)
+
+    show_status(read, tables, as_json=as_json, watch=watch, check=lambda: asked[0].check())
 
 
 def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:

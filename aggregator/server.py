@@ -274,7 +274,15 @@ class Coordinator:
             attending, missing = any(True for _ in run.attendances), run.not_left() if finished else ()
             now = run.clock.monotonic()
             knows_all = run.members.knows_all
-            if why := farewell.over(now, finished=finished, attending=attending, missing=missing, knows_all=knows_all):
+            why = farewell.over(
+                now,
+                finished=finished,
+                attending=attending,
+                missing=missing,
+                knows_all=knows_all,
+                looked_at=run.looked_at,
+            )
+            if why:
                 break
             await asyncio.sleep(_FAREWELL_S)
         _log.info("the run has finished; %s; `edit-coordinator export` writes the model", why)

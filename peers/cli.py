@@ -20,9 +20,11 @@ from edit.config.overrides import options_of
 from edit.config.plugins import is_entry
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
+from edit.view.again import WatchOption, show_status
 from edit.web import check_installed
 from peers.command_options import (
     AllowOption,
+    BesideOption,
     DataOption,
     DataOptionsOption,
     DeviceOption,
@@ -38,9 +40,10 @@ from peers.command_options import (
     trains,
 )
 from peers.swarm.cli import app as swarm
-from peers.swarm.cli import operate
+from peers.swarm.cli import beside_words, operate
 
 if TYPE_CHECKING:
+    from editpb.run_status import RunStatus
     from peers.training.options import PeerOptions
 
 __all__ = ["app", "main"]
@@ -183,8 +186,7 @@ def consent(
     if accept is None and not terms.refused:
         if not sys.stdin.isatty():
             raise ConfigError(f"stdin is not a terminal, so nobody can be asked; consent with: --accept {terms.digest}")
-        explain = f"\nWhat leaves this site: edit-peer explain --home {home}" if terms.enrolled.endpoints else ""
-        typer.confirm(f"{explain}\nDo you consent?", abort=True)
+        typer.confirm(f"\nWhat leaves this site: edit-peer explain --home {home}\nDo you consent?", abort=True)
     consent_to(terms)
 
 
@@ -307,6 +309,7 @@ def web(
         typer.Option(help="The certificate of the page's server (PEM); only a loopback address needs none."),
     ] = None,
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
+    beside: BesideOption = None,
 ) -> None:
     """Show the run as a page in the browser, with the certificate of an observer or any other member.
 
@@ -316,13 +319,15 @@ def web(
     Example: edit-peer web --home observer
     """
     check_installed()
+    from peers.beside import runs_beside
     from peers.identity.peer_folder import PeerFolder
     from peers.page import serve_members_page
 
     if PeerFolder(home).of_swarm():
         tls = [word for name, path in (("--certificate", certificate), ("--key", key)) if path for word in (name, path)]
-        operate("web", home, "--listen", listen, *tls)
-    serve_members_page(home, listen=listen, certificate=certificate, key=key, say=typer.echo)
+        operate("web", home, "--listen", listen, *tls, *beside_words(beside))
+    others = runs_beside(beside or ())
+    serve_members_page(home, listen=listen, certificate=certificate, key=key, beside=others, say=typer.echo)
 
 
 @app.command()
@@ -330,26 +335,27 @@ def status(
     home: HomeOption = Path("edit-peer"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
     rounds: Annotated[int | None, typer.Option(help="How many of the last rounds to show. Default: 8.", min=0, max=200)] = None,
+    watch: WatchOption = False,
 ) -> None:
     """Show the run, from anywhere, with the certificate of an observer, an operator or any other member.
 
-    In the folder of a swarm it is `edit-peer swarm status`, which shows no rounds.
+    `watch` shows the same live, with curves. In the folder of a swarm it is `edit-peer swarm status`, which shows no rounds.
 
     Example: edit-peer status --home observer
     """
     from edit.view.status import print_status
     from peers.identity.peer_folder import PeerFolder
-    from peers.watching import read_status
+    from peers.watching import status_reader
 
     if PeerFolder(home).of_swarm():
         if rounds is not None:
-            raise ConfigError("--rounds: the status of a swarm shows no rounds; see them with: edit-peer watch")
-        operate("status", home, *(["--json"] if as_json else []))
-    run = asyncio.run(read_status(PeerFolder(home)))
-    if as_json:
-        typer.echo(json_text(run.as_json(), indent=2))
-    else:
-        print_status(Console(), run, 8 if rounds is None else rounds)
+            raise ConfigError(f"--rounds: the status of a swarm shows no rounds; see them with: edit-peer watch --home {home}")
+        operate("status", home, *(["--json"] if as_json else []), *(["--watch"] if watch else []))
+
+    def tables(console: Console, run: RunStatus) -> None:
+        print_status(console, run, 8 if rounds is None else rounds)
+
+    show_status(status_reader(PeerFolder(home)), tables, as_json=as_json, watch=watch)
 
 
 @app.command()
@@ -362,18 +368,19 @@ def watch(home: HomeOption = Path("edit-peer")) -> None:
     """
     from edit.view.live import show
     from peers.identity.peer_folder import PeerFolder
-    from peers.watching import statuses
+    from peers.watching import reached
 
     folder, turn = PeerFolder(home), itertools.count()
     if folder.of_swarm():
         operate("watch", home)
-    asyncio.run(show(lambda: statuses(folder, turn), Console(), time.time))
+    asyncio.run(show(lambda: reached(folder, turn), Console(), time.time))
 
 
 @app.command()
 def report(
     home: HomeOption = Path("edit-peer"),
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    beside: BesideOption = None,
 ) -> None:
     """Write the page of the run, as `web` shows it, to one file, from anywhere, with the certificate of any member.
 
@@ -382,14 +389,16 @@ def report(
     Example: edit-peer report --home observer --out report.html
     """
     check_installed()
+    from edit.view.overlaid import overlaid
     from edit.web.page import render_page
+    from peers.beside import runs_beside
     from peers.identity.peer_folder import PeerFolder
     from peers.watching import read_status
 
     folder = PeerFolder(home)
     if folder.of_swarm():
-        operate("report", home, "--out", out)
-    told = asyncio.run(read_status(folder))
+        operate("report", home, "--out", out, *beside_words(beside))
+    told = overlaid(asyncio.run(read_status(folder)), runs_beside(beside or ()))
     try:
         out.write_text(render_page(told), encoding="utf-8")
     except OSError as error:
@@ -404,26 +413,19 @@ def explain(
 ) -> None:
     """Show what leaves this site: what this member sends, to whom, in what form, how often, who sees it and where it is kept.
 
-    It asks the coordinator for the run's present configuration. Not for a swarm.
+    It follows the run's present configuration, which the coordinator tells; that of a swarm is in the folder. Sizes are those
+    measured in the run so far.
 
     Example: edit-peer explain --home my-peer
     """
-    from edit.view.explain import STAYS, leaving, print_leaving
-    from peers.identity.peer_folder import PeerFolder
-    from peers.identity.policy import SitePolicy
-    from peers.watching import read_status
+    from edit.view.explain import STAYS, print_leaving
+    from peers.explaining import leaves_site
 
-    folder = PeerFolder(home)
-    if folder.of_swarm():
-        raise ConfigError(f"{home}: its run is a swarm, which this command does not know; see docs/what-leaves-my-site.md")
-    enrolled = folder.load(time.time())
-    policy, status = SitePolicy.load(home, enrolled.identity, folder.key), asyncio.run(read_status(folder))
-    gb, clip, hidden = policy.limits.max_gb_per_day, policy.protect.clip, policy.protect.hide
-    entries = leaving(status, enrolled.identity.role, enrolled.endpoints, clip=clip, hidden=hidden, gb=gb)
+    identity, entries = leaves_site(home, time.time())
     if as_json:
         typer.echo(json_text({"sent": [entry.as_json() for entry in entries], "not_sent": list(STAYS)}, indent=2))
     else:
-        print_leaving(Console(), enrolled.run_id, enrolled.identity.peer_id, entries)
+        print_leaving(Console(), identity.run_id, identity.peer_id, entries)
 
 
 @app.command()

@@ -72,6 +72,15 @@ DhtPeersOption = Annotated[
         metavar="ADDRESS",
     ),
 ]
+BesideOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--beside",
+        metavar="FOLDER",
+        help="Draw the curves of another run, too: the folder of a member or an observer of it, or of its coordinator. "
+        "Repeatable.",
+    ),
+]
 HoursOption = Annotated[
     str | None,
     typer.Option(

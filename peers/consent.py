@@ -86,7 +86,7 @@ def ask_terms(home: Path, now: float) -> Terms:
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; only who trains consents")
     policy, parser = SitePolicy.load(home, enrolled.identity, folder.key), ConfigParser()
     if swarm:
-        config = RunConfig.from_toml(home / "run.toml")
+        config = RunConfig.from_toml(folder.swarm_settings())
         return Terms(enrolled, config.to_json(), policy, next(policy.faults(config), ""))
     with IoThread() as io, stopping(io):
         config, _ = read_configuration(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity, parser=parser)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from pathlib import Path
 
+from edit.view.overlaid import overlaid
 from edit.web.serve import EVERY_S, Tls, serve_page
+from editpb.run_status import RunStatus
 from peers.identity.peer_folder import PeerFolder
 from peers.watching import statuses
 
@@ -16,7 +18,13 @@ __all__ = ["serve_members_page"]
 
 
 def serve_members_page(
-    home: Path, *, listen: str, certificate: Path | None, key: Path | None, say: Callable[[str], None]
+    home: Path,
+    *,
+    listen: str,
+    certificate: Path | None,
+    key: Path | None,
+    beside: Mapping[str, RunStatus],
+    say: Callable[[str], None],
 ) -> None:
     """Serve the page of the run that this folder's member is of, until Ctrl-C or SIGTERM. It has no orders.
 
@@ -24,8 +32,16 @@ def serve_members_page(
 
     Args:
         certificate, key: what the page's server shows to others than this machine, in PEM; None: only this machine may look.
+        beside: other runs, whose curves are shown, too.
     """
     folder = PeerFolder(home)
     identity = folder.load(time.time()).identity
     tls = Tls(certificate, key, home / "ca.pem") if certificate is not None and key is not None else None
-    serve_page(partial(statuses, folder, itertools.count(), EVERY_S), identity, listen=listen, tls=tls, say=say)
+    turn = itertools.count()
+
+    async def shown() -> AsyncGenerator[RunStatus, None]:
+        async with aclosing(statuses(folder, turn, EVERY_S)) as told:
+            async for status in told:
+                yield overlaid(status, beside)
+
+    serve_page(shown, identity, listen=listen, tls=tls, say=say)

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -22,7 +23,7 @@ from peers.carriers.hub.channels import Channels
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
 
-__all__ = ["read_status", "statuses"]
+__all__ = ["reached", "read_status", "status_reader", "statuses"]
 
 
 async def statuses(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
@@ -75,18 +76,51 @@ async def _renewed(folder: PeerFolder, enrolled: Enrolment) -> AsyncIterator[Non
         await channels.close()
 
 
-async def read_status(folder: PeerFolder) -> RunStatus:
-    """Return how the whole run stands; ask all of the coordinator's addresses, one after the other.
+def status_reader(folder: PeerFolder) -> Callable[[], RunStatus]:
+    """Return what reads how the whole run stands, as `read_status`, again and again.
 
-    Raises TransportError when none answers, and as `statuses`.
+    A coordinator that took the last outer step, and then does not answer, has ended with its run.
     """
-    turn, failures = itertools.count(), list[str]()
-    for _ in range(len(folder.load(time.time()).endpoints)):
+    last: RunStatus | None = None
+
+    def read() -> RunStatus:
+        nonlocal last
         try:
-            async with aclosing(statuses(folder, turn)) as told:
-                return await anext(told)
+            last = asyncio.run(read_status(folder))
+        except TransportError:
+            if last is None or not last.at_its_end:
+                raise
+            last = replace(last, phase="finished", waiting_for="", reason=f"the run has ended at outer step {last.outer_step}")
+        return last
+
+    return read
+
+
+async def read_status(folder: PeerFolder) -> RunStatus:
+    """Return how the whole run stands. Raises as `reached`."""
+    async with aclosing(reached(folder, itertools.count())) as told:
+        return await anext(told)
+
+
+async def reached(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
+    """Yield as `statuses`, from the first of the coordinator's addresses that answers, from the next one on.
+
+    Raises TransportError when none answers, or that one no longer, and as `statuses`.
+    """
+    failures = list[str]()
+    for _ in range(len(folder.load(time.time()).endpoints)):
+        answered = False
+        try:
+            async with aclosing(statuses(folder, turn, every_s)) as told:
+                async for status in told:
+                    answered = True
+                    yield status
         except TransportError as error:
+            if answered:
+                raise
             failures.append(str(error))
-        except StopAsyncIteration:
+        else:
+            if answered:
+                return
             failures.append("the coordinator ended the call")
     raise TransportError("; ".join(failures))

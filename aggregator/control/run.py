@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -128,6 +129,7 @@ class Run:
         self.history = History(lambda: self._rounds.machine.tokens if self._rounds is not None else 0)
         self.consents: dict[str, str] = {}  # by peer, of this start: the digest of the policy.toml that its site consents under
         self._saving_cosigned = False
+        self.looked_at = -math.inf  # when somebody asked last how the run stands, in monotonic seconds
         self.warnings: Sequence[str] = ()  # of its own certificates and its clock, for the status
         self._resources = resources
         self._given = outer

@@ -167,7 +167,7 @@ class ControlService:
     async def Status(self, request: cpb.StatusRequest, context: Context) -> cpb.StatusReply:
         """Return how the run stands."""
         async with abort_on_error(context):
-            identity = self._authorizer.authorize(context, "operator", "observer")
+            identity = self._looks_on(context, "operator", "observer")
             return self._replies.now(identity, request.rounds_after, brief=request.brief)
         raise AssertionError("unreachable: abort raises")
 
@@ -179,8 +179,14 @@ class ControlService:
 
     def statuses(self, every_s: float, context: Context, *, curves_kept: bool = False) -> AsyncGenerator[cpb.StatusReply, None]:
         """Return the messages of Watch, which authorize the caller again before each of them."""
-        authorize = partial(self._authorizer.authorize, context, *_WATCHERS)
+        authorize = partial(self._looks_on, context, *_WATCHERS)
         return self._watchers.statuses(every_s, authorize, curves_kept=curves_kept)
+
+    def _looks_on(self, context: Context, *roles: str) -> Identity:
+        """Authorize who asks how the run stands, and note that somebody does."""
+        identity = self._authorizer.authorize(context, *roles)
+        self._run.looked_at = self._run.clock.monotonic()
+        return identity
 
     async def Evict(self, request: cpb.EvictRequest, context: Context) -> cpb.EvictReply:
         """Shut a member out for good."""

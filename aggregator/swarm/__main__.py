@@ -19,6 +19,8 @@ _VERBS = (
         "invite",
         "observe",
         "status",
+        "configured",
+        "kept-status",
         "watch",
         "report",
         "export",

@@ -9,25 +9,24 @@ from aggregator import past
 from aggregator.storage.state_folder import StateFolder
 from aggregator.swarm import watching
 from edit.errors import ConfigError
-from edit.view.overlaid import MOST_BESIDE
+from edit.view.overlaid import read_beside
 from editpb.run_status import RunStatus
 
-__all__ = ["runs_beside"]
+__all__ = ["kept_status", "runs_beside"]
 
 
 def runs_beside(paths: Sequence[Path]) -> dict[str, RunStatus]:
     """Return how other runs stand, by the name that their lines have. Raises ConfigError, and as `whole_status` of each."""
-    if len(paths) > MOST_BESIDE:
-        raise ConfigError(f"--beside: at most {MOST_BESIDE} runs can be told apart")
-    found: dict[str, RunStatus] = {}
-    for path in paths:
-        status = _whole_status(path)
-        same = sum(each.run_id == status.run_id for each in found.values())
-        found[f"run {status.run_id}{f' ({same + 1})' if same else ''}"] = status
-    return found
+    return read_beside(paths, kept_status)
 
 
-def _whole_status(path: Path) -> RunStatus:
+def kept_status(path: Path) -> RunStatus:
+    """Return how the run stands of a coordinator's folder, or of that of a member of a swarm. Raises likewise."""
     if (path / "peer.pem").exists():
+        if not (path / "run.toml").exists():
+            raise ConfigError(
+                f"{path}: is the folder of a member that has no settings yet, or of a run with a coordinator; compare that run "
+                f"from there: edit-peer report --home {path} --beside FOLDER"
+            )
         return watching.whole_status(path)
     return past.whole_status(StateFolder(path))

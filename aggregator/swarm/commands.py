@@ -21,6 +21,7 @@ from aggregator.swarm.standing import Report
 from edit.command_line import SHORT_HELP, log_to_stderr
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
+from edit.view.again import WatchOption, show_status
 from edit.view.overlaid import overlaid
 from edit.web import check_installed
 from editpb.invitation import MAX_TEXT_CHARS
@@ -114,13 +115,28 @@ def status(
     folder: Folder,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
     at: Annotated[str, typer.Option("--at", help="Ask the host of this member in place of the own one.")] = "",
+    watch: WatchOption = False,
 ) -> None:
     """Show who leads, who owns and holds which part, which members are late, and why; from files if no host runs."""
-    told = operate.status(folder, at=at)
-    if as_json:
-        typer.echo(json_text(told.as_json(), indent=2))
-    else:
-        print_report(Console(), told)
+    show_status(lambda: operate.status(folder, at=at), print_report, as_json=as_json, watch=watch)
+
+
+@app.command()
+def configured(folder: Folder) -> None:
+    """Print how the whole swarm stands with its settings, as JSON; only the settings, if no host answers and none is kept."""
+    from aggregator.swarm.watching import status_with_settings
+
+    typer.echo(json_text(status_with_settings(folder).as_json()))
+
+
+@app.command()
+def kept_status(
+    folder: Annotated[Path, typer.Argument(help="The folder of a coordinator, or of a member of a swarm.")],
+) -> None:
+    """Print how the whole run of a folder stands, also after its end, as JSON."""
+    from aggregator.swarm.beside import kept_status as of
+
+    typer.echo(json_text(of(folder).as_json()))
 
 
 @app.command()

@@ -31,7 +31,7 @@ from editpb.transport.watch import watch
 from editpb.validity import duration
 from editpb.whole_run import continued, whole_run
 
-__all__ = ["SwarmWatch", "begin_to_observe", "council_status", "whole_status"]
+__all__ = ["SwarmWatch", "begin_to_observe", "council_status", "status_with_settings", "whole_status"]
 
 FIRST_S = 5.0  # for how long the owners' first answers are waited for
 SILENT_S = 60.0  # from then on it is told for how long an owner has not answered
@@ -65,9 +65,11 @@ class SwarmWatch:
         self.identity = identity_of(path)
         self._config, self._fragments = _settings(path)
         self._shown = settings_of(self._config)
+        self._gossips = self._config.outer.algorithm == "gossip"
         self._parts: list[RunStatus | None] = [None] * len(self._fragments)
         self._troubles: dict[int, tuple[str, float]] = {}  # why nothing newer comes of a part, and since when
         self._owners: dict[int, tuple[str, int, str]] = {}  # name, grant, address: who is watched
+        self._answered = set[int]()  # parts whose owner has said anything since this watch began
         self._told = asyncio.Event()
         self._look_at = -math.inf  # when the certificate is looked at, where this is an observer's folder
 
@@ -85,7 +87,9 @@ class SwarmWatch:
                 if self.identity.role == "observer":
                     await self._keep_folder(found)
                 for number, part in enumerate(found.record.parts[: len(self._parts)]):
-                    owner = part.owner, part.grant, found.addresses.get(part.owner, "")
+                    if (who := self._serves(part.owner)) is None:
+                        continue
+                    owner = who, part.grant, found.addresses.get(who, "")
                     if self._owners.get(number) != owner or number not in tasks or tasks[number].done():
                         if number in tasks:
                             await _ended(tasks[number])
@@ -103,6 +107,12 @@ class SwarmWatch:
             self._owners.clear()
             for task in tasks.values():
                 await _ended(task)
+
+    def _serves(self, owner: str) -> str | None:
+        """Return whom to ask for the rounds of a part: its owner. With gossip each host tells its own peer, and nobody else."""
+        if not self._gossips:
+            return owner
+        return self.identity.peer_id if self.identity.role == "peer" else None
 
     async def _keep_folder(self, found: Survey) -> None:
         """Do for an observer's folder what a host does for a member's: know where members are, renew the certificate."""
@@ -125,7 +135,7 @@ class SwarmWatch:
         """Wait until every part's owner has answered, or did not."""
         try:
             async with asyncio.timeout(FIRST_S):
-                while any(part is None and i not in self._troubles for i, part in enumerate(self._parts)):
+                while any(i not in self._answered and i not in self._troubles for i in self._owners):
                     await self._told.wait()
                     self._told.clear()
         except TimeoutError:
@@ -152,6 +162,7 @@ class SwarmWatch:
         ):
             async for status in told:
                 self._parts[number] = continued(before, status)
+                self._answered.add(number)
                 self._troubles.pop(number, None)
                 self._told.set()
 
@@ -190,13 +201,14 @@ class SwarmWatch:
             status,
             run_id=record.run_id,
             phase=_phase(record.phase, status.phase),
-            outer_step=min(part.outer_step for part in record.parts),
+            # with gossip the record counts settlings, and this member's own peer its outer steps
+            outer_step=status.outer_step if self._gossips else min(part.outer_step for part in record.parts),
             outer_steps=self._config.sync.outer_steps,
-            tokens=min(part.tokens for part in record.parts),
+            tokens=status.tokens if self._gossips else min(part.tokens for part in record.parts),
             stop_tokens=self._config.sync.tokens,
             draining=record.phase is Phase.DRAINING,
             reason="; ".join(filter(None, (*reasons, status.reason))),
-            waiting_for="" if record.phase is Phase.FINISHED else status.waiting_for,
+            waiting_for="" if record.phase is Phase.FINISHED or not (merged or self._owners) else status.waiting_for,
             eta_s=None if record.phase is Phase.FINISHED else status.eta_s,
             members=members,
             settings=self._shown,
@@ -290,6 +302,18 @@ def whole_status(path: Path) -> RunStatus:
             settings=settings_of(config),
             reason=_KEPT if ended else f"{error}; {_KEPT[0].lower()}{_KEPT[1:]}",
         )
+
+
+def status_with_settings(path: Path) -> RunStatus:
+    """Return what `whole_status` does; of a folder that knows no more than the run's settings, a status with these alone.
+
+    So does a member that was never let in, or an observer that reaches nobody. Raises ConfigError, StorageError.
+    """
+    try:
+        return whole_status(path)
+    except TransportError:
+        config, _ = _settings(path)
+        return replace(_unknown(identity_of(path).run_id, config), settings=settings_of(config))
 
 
 def _at_last(row: MemberStatus, past: Sequence[RunStatus | None], ended: bool) -> MemberStatus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -26,7 +27,7 @@ async def show(
     unix: Callable[[], float],
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> RunStatus | None:
-    """Show a run until it has finished; return its last status.
+    """Show a run until it has finished, or took its last outer step and does not answer any more; return its last status.
 
     Args:
         source: connects, and yields statuses; asked again where the run stops to answer once it has.
@@ -66,6 +67,10 @@ async def show(
                 if status is None:
                     raise
                 problem = f"{error}; trying again"
+                if status.at_its_end and isinstance(error, TransportError):
+                    status, problem = replace(status, phase="finished", waiting_for=""), ""
+                    display.draw(RunState.of(status))
+                    return status
             if status is not None:
                 display.draw(RunState.of(status))
             await sleep(_PAUSE_S)

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from edit.errors import ConfigError, TransportError
 from editpb.run_status import SHARES, Curve, RunStatus
 
-__all__ = ["MOST_BESIDE", "mean", "overlaid"]
+__all__ = ["MOST_BESIDE", "mean", "overlaid", "read_beside"]
 
 MOST_BESIDE = 8  # runs
 _SEVERAL = {"bytes_in": " received", "bytes_out": " sent", **{kind: f" {kind}" for kind in SHARES}}  # drawn together
+
+
+def read_beside(paths: Sequence[Path], read: Callable[[Path], RunStatus]) -> dict[str, RunStatus]:
+    """Return how other runs stand, by the name that their lines have.
+
+    Raises ConfigError for more than can be told apart, and what `read` raises; a TransportError names the folder.
+    """
+    if len(paths) > MOST_BESIDE:
+        raise ConfigError(f"--beside: at most {MOST_BESIDE} runs can be told apart")
+    found: dict[str, RunStatus] = {}
+    for path in paths:
+        try:
+            run = read(path)
+        except TransportError as error:
+            raise TransportError(f"--beside {path}: {error}") from error
+        same = sum(each.run_id == run.run_id for each in found.values())
+        found[f"run {run.run_id}{f' ({same + 1})' if same else ''}"] = run
+    return found
 
 
 def overlaid(status: RunStatus, others: Mapping[str, RunStatus]) -> RunStatus:
@@ -35,15 +54,7 @@ def mean(curves: Sequence[Curve]) -> Curve | None:
     places = sorted({x for curve in curves for x in curve.x if first <= x <= last})
     if not places:
         return None
-    y = [math.fsum(_at(curve.x, curve.y, x) for curve in curves) / len(curves) for x in places]
-    t = [max(_at(curve.x, curve.t, x) for curve in curves) for x in places]
+    points = [[curve.at(x) for curve in curves] for x in places]
+    y = [math.fsum(y for _, y in each) / len(curves) for each in points]
+    t = [max(t for t, _ in each) for each in points]
     return Curve(kind=curves[0].kind, x=tuple(places), t=tuple(t), y=tuple(y))
-
-
-def _at(x: Sequence[float], values: Sequence[float], place: float) -> float:
-    """Return the value at a place between the first x and the last; of several points there, that of the last."""
-    i = bisect_right(x, place) - 1
-    if i + 1 >= len(x) or x[i] == place:
-        return values[i]
-    share = (place - x[i]) / (x[i + 1] - x[i])
-    return values[i] + share * (values[i + 1] - values[i])

@@ -30,7 +30,6 @@ __all__ = [
     "grid",
     "leaves",
     "member_rows",
-    "of_swarm",
     "overview",
     "round_details",
     "settings",
@@ -511,13 +510,8 @@ def settings(status: RunStatus) -> list[tuple[str, str, str, bool]]:
 
 
 def leaves(status: RunStatus) -> tuple[Leaving, ...]:
-    """Return what leaves the site of a peer; nothing where the run did not say its settings, or is a swarm."""
-    return leaving(status, "peer", ()) if status.settings and not of_swarm(status) else ()
-
-
-def of_swarm(status: RunStatus) -> bool:
-    """Return whether the run has no coordinator: its council says something, or its settings have those of a swarm."""
-    return status.council is not None or any(each.name.startswith("swarm.") for each in status.settings)
+    """Return what leaves the site of a peer; nothing where the run did not say its settings."""
+    return leaving(status, "peer", ()) if status.settings else ()
 
 
 def shares_losses(status: RunStatus) -> bool:

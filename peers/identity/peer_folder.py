@@ -95,6 +95,15 @@ class PeerFolder:
         credentials = grpc.ssl_channel_credentials(ca, key, certificate)
         return Enrolment(identity, endpoints, credentials, serving, certificate, ca, validity)
 
+    def swarm_settings(self) -> Path:
+        """Return the run.toml in the folder of a member of a swarm. Raises ConfigError where nobody has told it yet."""
+        if not (path := self.path / "run.toml").exists():
+            start = f"edit-peer swarm join --data PATH --home {self.path}"
+            raise ConfigError(
+                f"{self.path}: the run's settings are not here yet; other members tell them at the first start: {start}"
+            )
+        return path
+
     def key(self) -> bytes:
         """Return this folder's private key, in PEM. Raises ConfigError (missing, readable by others)."""
         return self._read_key()

@@ -17,8 +17,9 @@ from pathlib import Path
 from edit.command_line import CALLED_AS
 from edit.errors import ConfigError, EditError, EvictedError, RefusedError, TransportError
 from editpb.invitation import local_address
+from editpb.run_status import RunStatus
 
-__all__ = ["HostProcess", "ask", "command", "parameters_of"]
+__all__ = ["HostProcess", "ask", "command", "configured", "kept_status", "parameters_of"]
 
 _log = logging.getLogger("peers")
 ERRORS: dict[int, type[EditError]] = {2: ConfigError, 3: RefusedError, 4: EvictedError, 69: TransportError}  # by exit code
@@ -41,6 +42,20 @@ def ask(*arguments: object, told: str = "") -> list[str]:
     if done.returncode not in ERRORS:
         print(done.stderr, file=sys.stderr, end="")  # noqa: T201
     raise ERRORS.get(done.returncode, EditError)(last.removeprefix("aggregator.swarm: "))
+
+
+def configured(folder: Path) -> RunStatus:
+    """Return how the swarm of a folder stands, with its settings; where nobody says more, only these. Raises as `ask`."""
+    return _status("configured", folder)
+
+
+def kept_status(folder: Path) -> RunStatus:
+    """Return how the run stands of a coordinator's folder, or of that of a member of a swarm. Raises as `ask`."""
+    return _status("kept-status", folder)
+
+
+def _status(verb: str, folder: Path) -> RunStatus:
+    return RunStatus.from_json(json.loads("\n".join(ask(verb, folder))))
 
 
 def parameters_of(folder: Path, arguments: Sequence[str]) -> int:

@@ -12,13 +12,22 @@ import typer
 
 from edit.command_line import CALLED_AS, SHORT_HELP, loading
 from edit.errors import ConfigError
-from peers.command_options import AllowOption, DhtPeersOption, HomeOption, HoursOption, MaxMbitOption, log_lines, trains
+from edit.view.again import WatchOption
+from peers.command_options import (
+    AllowOption,
+    DhtPeersOption,
+    HomeOption,
+    HoursOption,
+    MaxMbitOption,
+    log_lines,
+    trains,
+)
 
 if TYPE_CHECKING:
     from peers.swarm.membership import Place
     from peers.training.options import PeerOptions
 
-__all__ = ["app", "operate"]
+__all__ = ["app", "beside_words", "operate"]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,7 +35,8 @@ app = typer.Typer(
     context_settings=SHORT_HELP,
     help="Train without a coordinator: the members agree on each outer step, and any of them may die.\n\n"
     "Start a swarm on one machine, send each further member an invitation, and join with it. After a stop or a crash, "
-    "repeat the same command: it continues where it was.\n\n"
+    "repeat the same command: it continues where it was. `edit-peer explain` and `edit-peer consent` are for members of a "
+    "swarm, too.\n\n"
     "Example: edit-peer swarm start run.toml --data ~/books --home a",
 )
 
@@ -58,7 +68,8 @@ BesideOption = Annotated[
     typer.Option(
         "--beside",
         metavar="FOLDER",
-        help="Draw the curves of another run, too: the folder of a member of a swarm, or of a coordinator. Repeatable.",
+        help="Draw the curves of another run, too: the folder of a member or an observer of a swarm, or of a coordinator. "
+        "Repeatable.",
     ),
 ]
 InvitationArgument = Annotated[
@@ -265,12 +276,17 @@ def invite(
 def status(
     home: HomeOption = Path("edit-peer"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    watch: WatchOption = False,
+    at: Annotated[str, typer.Option("--at", help="Ask the host of this member instead of the own one.", metavar="NAME")] = "",
 ) -> None:
     """Show who leads, who owns and holds which part, which members are late, and why.
 
+    If the host of --home does not run, it shows what the files there say. `watch` shows the rounds and losses, too, live.
+
     Example: edit-peer swarm status --home a
     """
-    operate("status", home, *(["--json"] if as_json else []))
+    more = [*(["--json"] if as_json else []), *(["--watch"] if watch else []), *(["--at", at] if at else [])]
+    operate("status", home, *more)
 
 
 @app.command()
@@ -296,7 +312,7 @@ def report(
 
     Example: edit-peer swarm report --home a --beside another-run --out report.html
     """
-    operate("report", home, "--out", out, *_beside(beside))
+    operate("report", home, "--out", out, *beside_words(beside))
 
 
 @app.command()
@@ -415,7 +431,7 @@ def web(
     Example: edit-peer swarm web --home a
     """
     more = [word for name, path in (("--certificate", certificate), ("--key", key)) if path for word in (name, path)]
-    operate("web", home, "--listen", listen, *more, *_beside(beside))
+    operate("web", home, "--listen", listen, *more, *beside_words(beside))
 
 
 @app.command()
@@ -546,7 +562,8 @@ def rejoin(home: HomeOption = Path("edit-peer")) -> None:
     operate("rejoin", home)
 
 
-def _beside(paths: list[Path] | None) -> list[object]:
+def beside_words(paths: list[Path] | None) -> list[object]:
+    """Return --beside as `operate` takes it."""
     return [word for path in paths or () for word in ("--beside", path)]
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -243,6 +244,18 @@ class Curve:
     y: tuple[float, ...] = ()  # finite
     kept: int = 0  # in a message that is news: so many of the points that were told before stay, and these come after them
 
+    def at(self, place: float) -> tuple[float, float]:
+        """Return (t, y) at a place between the first x and the last: straight between points, as a chart draws it.
+
+        Of several points there, that of the last. x is in order.
+        """
+        i = bisect_right(self.x, place) - 1
+        if i + 1 >= len(self.x) or self.x[i] == place:
+            return self.t[i], self.y[i]
+        share = (place - self.x[i]) / (self.x[i + 1] - self.x[i])
+        t, y = (values[i] + share * (values[i + 1] - values[i]) for values in (self.t, self.y))
+        return t, y
+
     def after(self, before: Curve | None) -> Curve:
         """Return the whole curve of which this is the news. before: as it was."""
         if not self.kept or before is None:
@@ -474,6 +487,12 @@ class RunStatus:
         plain["epsilon"] = _number(values["epsilon"]) if values.get("epsilon") is not None else None
         council = CouncilStatus.from_json(values["council"]) if values.get("council") is not None else None
         return cls(**plain, **found, council=council)
+
+    @property
+    def at_its_end(self) -> bool:
+        """Whether the last outer step is taken: who does not answer any more then has ended with the run."""
+        steps, tokens = 0 < self.outer_steps <= self.outer_step, 0 < self.stop_tokens <= self.tokens
+        return self.phase == "finished" or steps or tokens
 
     def updated(self, news: RunStatus) -> RunStatus:
         """Return the later status that a message of Watch leads to: it has only what is new since this one."""

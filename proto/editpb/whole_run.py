@@ -261,8 +261,9 @@ def _mean(shares: Iterable[float]) -> float:
 
 
 def _curves(parts: Sequence[RunStatus], members: Collection[str] | None) -> tuple[Curve, ...]:
-    """Return the curves of the whole run: a peer's loss as the part that knows it longest has it; the others at the outer steps
-    that all parts have."""
+    """Return the curves of the whole run: a peer's loss as the part that knows it longest has it; the others between the outer
+    steps that all parts have, at those of the part with the fewest points. Each part drops points of a long curve by itself.
+    """
     found: dict[tuple[str, str], list[Curve]] = {}
     for part in parts:
         for curve in part.curves:
@@ -274,15 +275,17 @@ def _curves(parts: Sequence[RunStatus], members: Collection[str] | None) -> tupl
 def _curve(kind: str, of: Sequence[Curve]) -> Curve:
     if kind in ("loss", "held_out") or len(of) == 1:
         return max(of, key=lambda curve: (curve.x[-1], len(curve.x)))
-    points = [dict(zip(curve.x, zip(curve.t, curve.y, strict=True), strict=True)) for curve in of]
-    steps = sorted(set.intersection(*(set(each) for each in points)))
+    first, last = max(curve.x[0] for curve in of), min(curve.x[-1] for curve in of)
+    fewest = min(of, key=lambda curve: len(curve.x)).x
+    steps = sorted({first, last, *(step for step in fewest if first < step < last)}) if first <= last else []
+    points = [[curve.at(step) for curve in of] for step in steps]
     ways: dict[str, Callable[[list[float]], float]] = {"round_s": max, "bytes_in": sum, "bytes_out": sum, "norm": _norm}
     joined = ways.get(kind, _mean)
     return replace(
         of[0],
         x=tuple(steps),
-        t=tuple(max(each[step][0] for each in points) for step in steps),
-        y=tuple(joined([each[step][1] for each in points]) for step in steps),
+        t=tuple(max(t for t, _ in each) for each in points),
+        y=tuple(joined([y for _, y in each]) for each in points),
     )
 
 

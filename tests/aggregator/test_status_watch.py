@@ -1,4 +1,4 @@
-"""`edit-coordinator status --watch`."""
+"""`edit-coordinator status --watch`, and the same for a swarm."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 import aggregator.cli
 from aggregator.cli import app
 from aggregator.operator_client import Answers
+from aggregator.swarm.commands import app as swarm
+from aggregator.swarm.standing import Report
 from editpb.run_status import RunStatus
 
 RUN = RunStatus(
@@ -34,6 +36,36 @@ RUN = RunStatus(
     members=(),
     rounds=(),
 )
+
+
+def test_the_status_of_a_swarm_is_shown_anew_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Report(
+        source="a at 127.0.0.1:1",
+        run_id="run-1",
+        phase="running",
+        leader="a",
+        quorum="a alone votes",
+        has_quorum=True,
+        lineage=1,
+        term=1,
+        version=1,
+        parts=(),
+        members=(),
+        evicted={},
+        holders=(),
+        notes=(),
+    )
+    phases, asked = ["running", "running", "finished"], list[str]()
+
+    def ask(_: Path, *, at: str) -> Report:
+        asked.append(at)
+        return replace(told, phase=phases.pop(0))
+
+    monkeypatch.setattr("aggregator.swarm.operate.status", ask)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    watched = CliRunner().invoke(swarm, ["status", "folder", "--watch", "--json", "--at", "a"])
+    assert [json.loads(line)["phase"] for line in watched.stdout.splitlines()] == ["running", "running", "finished"]
+    assert asked == ["a"] * 3 and not phases
 
 
 def test_status_is_shown_anew_until_the_run_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shlex
 from collections.abc import AsyncGenerator, Callable
@@ -14,13 +15,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from aggregator.storage.state_folder import StateFolder
+from aggregator.swarm.beside import kept_status
 from edit.errors import ConfigError, EditError, EvictedError, TransportError
 from editpb.run_status import RunStatus
+from peers.beside import runs_beside
 from peers.cli import app
 from peers.identity.peer_folder import PeerFolder
+from peers.watching import reached
 from tests.integration.test_readme import run
-from tests.support.loops import on_a_loop
-from tests.support.served import found_run, new_folder, served
+from tests.support.loops import on_a_loop, until
+from tests.support.served import found_run, new_folder, served, theta
 
 Source = Callable[[], AsyncGenerator[RunStatus, None]]
 
@@ -63,7 +67,9 @@ def test_a_member_that_has_no_folder_of_the_run_sees_how_it_stands(
             watch = ["edit-peer", "watch", "--home", str(home)]
             assert role == "peer" or told == watch
             assert f"watched {folder.run_id}" in await asyncio.to_thread(run, watch)
+            at.coordinator.run.looked_at = -1.0
             assert "outer step 0 of 100" in await status(home)
+            assert at.coordinator.run.looked_at >= 0, "so it stays a moment longer at the end of the run"
             shown = json.loads(await status(home, "--json"))
             assert shown["run_id"] == folder.run_id and shown["members"][0]["peer_id"] == "a"
             sent = json.loads(await asyncio.to_thread(run, ["edit-peer", "explain", "--home", str(home), "--json"]))["sent"]
@@ -76,6 +82,29 @@ def test_a_member_that_has_no_folder_of_the_run_sees_how_it_stands(
 
 
 @on_a_loop
+async def test_an_observer_compares_a_run_with_others(tmp_path: Path) -> None:
+    folder, ended, home = new_folder(tmp_path / "run"), new_folder(tmp_path / "ended"), tmp_path / "eve"
+    out = tmp_path / "both.html"
+    async with served(ended) as at, at.peer("a") as a:
+        await found_run(a)
+        view = await a.view(lambda view: view.round_id)
+        await a.contribute(view.round_id, 0, theta(1))
+        await until(lambda: at.coordinator.run.recent_rounds)
+    async with served(folder):
+        await joined(folder, home, "observer")
+        others = [word for path in (home, ended.path) for word in ("--beside", str(path))]
+        said = await asyncio.to_thread(run, ["edit-peer", "report", "--home", str(home), "--out", str(out), *others])
+    assert said.startswith(f"{out}: ") and f'"run {ended.run_id}"' in out.read_text(encoding="utf-8")
+    nobody = tmp_path / "nobody"
+    with pytest.raises(ConfigError, match="nobody"):
+        runs_beside([nobody])
+    with pytest.raises(ConfigError, match="at most 8 runs"):
+        runs_beside([nobody] * 9)
+    with pytest.raises(ConfigError, match=rf"compare that run from there: edit-peer report --home {home} --beside FOLDER"):
+        kept_status(home)
+
+
+@on_a_loop
 async def test_all_addresses_of_the_coordinator_are_asked(tmp_path: Path) -> None:
     folder, home = new_folder(tmp_path / "run"), tmp_path / "eve"
     async with served(folder):
@@ -85,6 +114,9 @@ async def test_all_addresses_of_the_coordinator_are_asked(tmp_path: Path) -> Non
         identity["endpoints"] = [unreachable, *identity["endpoints"]]
         (home / "identity.json").write_text(json.dumps(identity))
         assert folder.run_id in await status(home)
+        for turn in (0, 1):  # `watch`: whichever is asked first
+            async with aclosing(reached(PeerFolder(home), itertools.count(turn))) as told:
+                assert (await anext(told)).run_id == folder.run_id
     with pytest.raises(TransportError, match=rf"the coordinator at {unreachable} does not answer; the coordinator at"):
         await status(home)
     identity["endpoints"] = []

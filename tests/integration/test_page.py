@@ -8,6 +8,7 @@ import itertools
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +24,14 @@ from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EvictedError
 from edit.web.feed import Feed, Source
 from editpb.identity import Identity
+from editpb.run_status import Curve
 from peers.identity.peer_folder import PeerFolder
+from peers.page import serve_members_page
 from peers.watching import read_status
 from peers.watching import statuses as statuses_of_member
 from tests.support.loops import on_a_loop, until
 from tests.support.served import SCHEMA, TOML, Served, found_run, new_folder, served
+from tests.support.statuses import busy_run
 
 
 @contextlib.asynccontextmanager
@@ -105,6 +109,25 @@ def test_any_member_sees_the_run(tmp_path: Path, role: str) -> None:
                 at.coordinator.run.evict("eve", "looked too long")
                 with pytest.raises(EvictedError, match="looked too long"):
                     await asyncio.wait_for(asyncio.shield(task), 30)
+
+    scenario()
+
+
+def test_a_members_page_draws_other_runs_beside_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = list[Source]()
+    monkeypatch.setattr("peers.page.serve_page", lambda source, *_, **__: sources.append(source))
+    curve = Curve(kind="norm", x=(1.0,), t=(10.0,), y=(2.0,))
+
+    @on_a_loop
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as at:
+            home = home_of(at, "eve", "observer", tmp_path / "home")
+            beside = {"run other": replace(busy_run(), curves=(curve,))}
+            serve_members_page(home.path, listen="127.0.0.1:0", certificate=None, key=None, beside=beside, say=print)
+            async with following(sources[0]) as (feed, _):
+                await until(lambda: feed.status is not None)
+                assert feed.status is not None and feed.status.run_id == at.folder.run_id
+                assert replace(curve, peer_id="run other") in feed.status.curves
 
     scenario()
 

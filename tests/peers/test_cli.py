@@ -8,6 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,13 +82,20 @@ def observe_a_swarm(home: Path) -> None:
     write_json(home / "identity.json", values, version=FORMAT)
 
 
+WITH_X_AND_Y = ("--beside", "x", "--beside", "y")
+
+
 @pytest.mark.parametrize(
     ("arguments", "becomes"),
     [
         (("status",), ("status", "HOME")),
         (("status", "--json"), ("status", "HOME", "--json")),
+        (("status", "--watch"), ("status", "HOME", "--watch")),
+        (("swarm", "status", "--json", "--watch", "--at", "b"), ("status", "HOME", "--json", "--watch", "--at", "b")),
         (("watch",), ("watch", "HOME")),
         (("report", "--out", "r.html"), ("report", "HOME", "--out", "r.html")),
+        (("report", "--beside", "x", "--beside", "y"), ("report", "HOME", "--out", "report.html", *WITH_X_AND_Y)),
+        (("web", "--beside", "x", "--beside", "y"), ("web", "HOME", "--listen", "127.0.0.1:0", *WITH_X_AND_Y)),
         (("web", "--listen", "127.0.0.1:7"), ("web", "HOME", "--listen", "127.0.0.1:7")),
         (
             ("web", "--certificate", "c.pem", "--key", "k.pem"),
@@ -117,6 +125,27 @@ def test_the_status_of_a_swarm_has_no_rounds_to_choose(
     observe_a_swarm(tmp_path)
     assert run(monkeypatch, "status", "--home", str(tmp_path), "--rounds", "3") == 2
     assert "--rounds: the status of a swarm shows no rounds" in one_line(capsys)
+
+
+def test_a_member_sees_the_status_anew_until_the_run_has_ended_with_its_coordinator(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    last = replace(busy_run(), outer_step=busy_run().outer_steps)
+    coming = iter((busy_run(), None, last, None))
+
+    async def told(folder: PeerFolder) -> RunStatus:
+        if (said := next(coming)) is None:
+            raise TransportError("the coordinator does not answer")
+        return said
+
+    monkeypatch.setattr("peers.watching.read_status", told)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert run(monkeypatch, "status", "--home", str(tmp_path), "--watch", "--json") == 0
+    said = capsys.readouterr()
+    assert said.err == "the coordinator does not answer; trying again\n"
+    *_, before, ended = map(json.loads, said.out.splitlines())
+    assert (before["phase"], ended["phase"]) == (busy_run().phase, "finished")
+    assert ended["reason"] == f"the run has ended at outer step {last.outer_steps}" and not ended["waiting_for"]
 
 
 def test_a_report_is_the_runs_page_as_a_file(

@@ -157,6 +157,22 @@ def test_arrived_is_who_is_complete_in_every_part() -> None:
     assert told is not None and (told.expected, told.arrived) == (("ada", "bob"), ("ada",))
 
 
+def test_curves_whose_points_were_thinned_at_other_steps_are_joined_where_both_are() -> None:
+    """Each aggregator drops every second point when a curve is full: from its own first one on."""
+
+    def thinned(first: int, every: int, last: int) -> RunStatus:
+        x = (*map(float, range(first, last, every)), float(last))
+        return a_part(curves=(Curve(kind="bytes_in", x=x, t=x, y=x), Curve(kind="norm", x=x, t=x, y=(3.0,) * len(x))))
+
+    told = whole_run([thinned(1, 8, 100), thinned(7, 8, 99)])
+    assert told is not None
+    for curve in told.curves:
+        assert len(curve.x) >= 12 and (curve.x[0], curve.x[-1]) == (7.0, 99.0) and curve.t == curve.x
+        assert curve.y == pytest.approx([2 * x if curve.kind == "bytes_in" else math.hypot(3, 3) for x in curve.x])
+    alone = whole_run([thinned(1, 8, 20), thinned(30, 8, 99)])
+    assert alone is not None and all(curve.x == () for curve in alone.curves)
+
+
 def test_curves_of_the_run_are_at_the_steps_that_all_parts_have() -> None:
     def part(*ys: float) -> RunStatus:
         x = tuple(float(i) for i in range(1, len(ys) + 1))

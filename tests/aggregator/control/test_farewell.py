@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from aggregator.control.farewell import ABSENT_S, LONGEST_S, Farewell
+import math
+
+from aggregator.control.farewell import ABSENT_S, LONGEST_S, LOOKS_ON_S, TOLD_S, Farewell
 
 
 def over(
@@ -13,8 +15,9 @@ def over(
     missing: tuple[str, ...] = (),
     finished: bool = True,
     knows_all: bool = True,
+    looked_at: float = -math.inf,
 ) -> str:
-    return farewell.over(now, finished=finished, attending=attending, missing=missing, knows_all=knows_all)
+    return farewell.over(now, finished=finished, attending=attending, missing=missing, knows_all=knows_all, looked_at=looked_at)
 
 
 def test_it_serves_as_long_as_the_run_goes_on() -> None:
@@ -26,6 +29,14 @@ def test_it_ends_at_once_when_every_peer_has_left() -> None:
     assert not over(farewell, 5.0, attending=True, missing=("a",))
     assert not over(farewell, 5.1, attending=True), "a rank that still attends reads its update"
     assert over(farewell, 5.2) == "every peer has left"
+
+
+def test_who_looks_on_has_time_to_see_that_the_run_has_finished() -> None:
+    farewell = Farewell()
+    assert not over(farewell, 100.0, looked_at=99.0)
+    assert not over(farewell, 100.0 + TOLD_S - 0.1, looked_at=100.0 + TOLD_S - 0.1), "however often it asks"
+    assert over(farewell, 100.0 + TOLD_S, looked_at=100.0 + TOLD_S) == "every peer has left"
+    assert over(Farewell(), 100.0, looked_at=100.0 - LOOKS_ON_S) == "every peer has left", "that was long ago"
 
 
 def test_who_was_cut_off_has_a_minute_to_come_back() -> None:

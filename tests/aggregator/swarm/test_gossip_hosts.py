@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from torch import Tensor
 from aggregator.storage.store import Store
 from aggregator.swarm.gossip import member
 from aggregator.swarm.gossip.phi import Calendar, Phi
+from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.replication import PartSnapshot
+from aggregator.swarm.watching import SwarmWatch
 from edit.config.algorithm import GossipConfig, OuterConfig, PenaltyConfig, RoundsConfig, SyncConfig
 from edit.config.run import CodecConfig, ModelConfig, RunConfig, SwarmConfig
 from edit.council.events import SetPhase
@@ -32,6 +34,7 @@ from editpb import council_pb2 as pb
 from editpb.council_messages import SwapBegin, swap_begin_to_pb
 from editpb.messages import ContributionHeader, Expel
 from editpb.transport.chunk_frames import council_stub, update_frames
+from tests.aggregator.swarm.test_operating import equip
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.encoded import encode
 from tests.support.loops import pass_time, run_held
@@ -334,6 +337,25 @@ def test_only_the_own_peer_trains_at_a_host(tmp_path: Path) -> None:
             await peer.open_stream()
             refused = await peer.receive(Expel)
             assert isinstance(refused, Expel) and refused.reason == "only a itself trains here"
+
+    run_held(body())
+
+
+def test_each_member_sees_the_outer_steps_of_its_own_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else is told of them, not even where the peer's host owns the part: no member is shown a refusal."""
+    monkeypatch.setattr(Settings, "schemas", lambda self, config: ((range(len(SIZES)), SCHEMA),))
+
+    async def body() -> None:
+        async with gossips(tmp_path, "ab") as swarm:
+            for name in "ab":
+                await contribute(swarm, name, drawn(name, 0))
+            await all_at(swarm, 1)
+            for name in "ab":
+                folder = equip(swarm, name)
+                monkeypatch.setattr(Settings, "config", lambda self: swarm.config)
+                async with aclosing(SwarmWatch(folder, every_s=0.0).statuses()) as statuses:
+                    told = await anext(statuses)
+                assert (told.outer_step, told.reason) == (1, "") and [each.outer_step for each in told.rounds] == [1]
 
     run_held(body())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from aggregator.past import Past
 from aggregator.swarm.commands import app
 from aggregator.swarm.host_folder import Settings
-from aggregator.swarm.watching import SwarmWatch, whole_status
+from aggregator.swarm.watching import SwarmWatch, status_with_settings, whole_status
+from edit.config.run import RunConfig
 from edit.errors import TransportError
+from edit.view.explain import leaving
 from edit.web.page import render_page
 from editpb.run_status import RunStatus
 from tests.aggregator.swarm.test_operating import equip, in_thread, scenario
@@ -60,6 +64,26 @@ def test_all_parts_are_one_run_with_its_council(tmp_path: Path) -> None:
             assert "a leads" in page and "3 of 3 here, 2 needed" in page
         written = await in_thread(whole_status, folder)
         assert [report.outer_step for report in written.rounds] == [1]
+        asked = await in_thread(CliRunner().invoke, app, ["configured", str(folder)])
+        told = RunStatus.from_json(json.loads(asked.stdout))
+        assert [part.owner for part in told.council.parts] == [part.owner for part in swarm.record.parts]
+        sent = next(each for each in leaving(told, "peer", ()) if each.what.startswith("contributions"))
+        assert f"now {swarm.record.parts[0].owner} (part" in sent.to and "in 1 committed rounds" in sent.size
+
+    scenario(tmp_path, body, parts=PARTS)
+
+
+def test_what_is_remembered_of_a_part_does_not_take_the_place_of_what_its_owner_says(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        folder = equip(swarm, "b")
+        for part in range(PARTS):
+            await swarm.contribute(part, ONES)
+        await swarm.until(lambda: all(set(swarm.steps(part).values()) == {1} for part in range(PARTS)))
+        watching = SwarmWatch(folder, every_s=0.0)
+        old = Past().alone(swarm.run_id, RunConfig(), "the swarm")  # it owned both for a while
+        watching.remember([old] * PARTS)
+        async with aclosing(watching.statuses()) as statuses:
+            assert [report.outer_step for report in (await anext(statuses)).rounds] == [1]
 
     scenario(tmp_path, body, parts=PARTS)
 
@@ -84,6 +108,9 @@ def test_without_any_host_it_says_what_the_folder_has_kept(tmp_path: Path) -> No
             observer.setattr("aggregator.swarm.member_folder.MemberFolder.saved", lambda self: None)
             with pytest.raises(TransportError, match="no member"):
                 await in_thread(whole_status, folder)
+            told = await in_thread(status_with_settings, folder)
+            assert (told.run_id, told.rounds, told.council) == (swarm.run_id, (), None)
+            assert "sync.every" in {setting.name for setting in told.settings}
         report = ["report", str(folder), "--out", str(tmp_path / "two.html"), "--beside", str(folder)]
         written = await in_thread(CliRunner().invoke, app, report)
         assert written.exit_code == 0, written.exception

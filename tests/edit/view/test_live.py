@@ -181,6 +181,21 @@ def test_lines_say_each_event_once_over_a_connection_that_breaks_and_end_with_th
     assert [line.split("  ")[-1] for line in lines if "event" in line] == [f"event {n}" for n in range(1, 7)]
 
 
+def test_a_coordinator_that_took_the_last_outer_step_and_is_gone_has_ended_with_its_run() -> None:
+    asked = iter((1, 2))
+
+    async def source() -> AsyncGenerator[RunStatus, None]:
+        if next(asked) == 2:
+            raise TransportError("the coordinator does not answer")
+        yield replace(status(4), outer_step=4, outer_steps=4)
+
+    async def pause(seconds: float) -> None:
+        pass
+
+    last = asyncio.run(show(source, console(), lambda: 1010.0, pause))
+    assert last is not None and (last.phase, last.waiting_for) == ("finished", "")
+
+
 def test_a_run_that_never_answered_or_refuses_ends_the_command() -> None:
     for error in (TransportError("the coordinator does not answer"), RefusedError("not a member")):
 

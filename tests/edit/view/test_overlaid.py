@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edit.view.overlaid import mean, overlaid
+from edit.errors import ConfigError, TransportError
+from edit.view.overlaid import mean, overlaid, read_beside
 from editpb.run_status import Curve, RunStatus
 from tests.edit.view.test_live import status
 
@@ -35,6 +37,20 @@ def test_the_mean_of_one_has_its_last_value_at_each_place(points: list[tuple[flo
     x, y = (tuple(each) for each in zip(*points, strict=True))
     found = mean([curve("loss", "a", x, y)])
     assert found is not None and dict(zip(found.x, found.y, strict=True)) == dict(points)
+
+
+def test_a_run_that_does_not_answer_is_named_by_its_folder() -> None:
+    def read(path: Path) -> RunStatus:
+        if path.name == "gone":
+            raise TransportError("no member answers")
+        return run()
+
+    one, other = read_beside([Path("a"), Path("b")], read)
+    assert other == f"{one} (2)" and one == f"run {run().run_id}"
+    with pytest.raises(TransportError, match=r"^--beside gone: no member answers$"):
+        read_beside([Path("a"), Path("gone")], read)
+    with pytest.raises(ConfigError, match="at most 8 runs"):
+        read_beside([Path("a")] * 9, read)
 
 
 def test_a_run_has_one_line_of_each_kind_and_its_name() -> None:

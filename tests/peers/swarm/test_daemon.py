@@ -1,5 +1,6 @@
 """A member that trains: which settings it cannot train with, and what its site allows."""
 
+import json
 import time
 from pathlib import Path
 
@@ -117,15 +118,22 @@ def test_a_member_does_not_start_with_what_another_has_seen_of_the_audit_log(tmp
             check_settings(home)
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["audit", "verify"], "its run is a swarm, whose logs lie there: edit-peer swarm audit verify --home "),
-        (["explain"], "its run is a swarm, which this command does not know"),
-    ],
-)
-def test_commands_for_a_run_with_a_coordinator_say_that_this_is_the_folder_of_a_swarms_member(
-    tmp_path: Path, words: list[str], why: str
-) -> None:
-    said = CliRunner().invoke(app, [*words, "--home", str(member(tmp_path))]).exception
-    assert isinstance(said, ConfigError) and why in str(said)
+def test_a_command_for_a_run_with_a_coordinator_says_that_this_is_the_folder_of_a_swarms_member(tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["audit", "verify", "--home", str(member(tmp_path))]).exception
+    assert isinstance(said, ConfigError)
+    assert "its run is a swarm, whose logs lie there: edit-peer swarm audit verify --home " in str(said)
+
+
+def test_what_leaves_the_site_is_told_before_the_member_was_let_in(tmp_path: Path) -> None:
+    home = member(tmp_path)
+    (home / "policy.toml").write_text('[protect]\nhide = ["device"]')
+    (home / "run.toml").write_text("[audit]\nenabled = true\n[swarm]\n")
+    told = CliRunner().invoke(app, ["explain", "--home", str(home)])
+    assert told.exit_code == 0, told.exception
+    assert "contributions, if it trains" in told.stdout and "all without device (protect.hide)" in told.stdout
+    assert "audit log of every member" in told.stdout and "Not sent: the training data" in told.stdout
+    assert {"sent", "not_sent"} == json.loads(CliRunner().invoke(app, ["explain", "--json", "--home", str(home)]).stdout).keys()
+    (home / "run.toml").unlink()
+    for command in ("explain", "consent"):
+        said = CliRunner().invoke(app, [command, "--home", str(home)]).exception
+        assert isinstance(said, ConfigError) and "the run's settings are not here yet; other members tell" in str(said)
