@@ -36,6 +36,7 @@ class OwnerWatch:
 
     def __init__(self, run_id: str, channels: Sequence[PartChannels]) -> None:
         self._run_id, self._channels = run_id, channels
+        self._asking = channels[0].to(())  # those of a part are closed when the settings are read, and its calls end
         self._task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -57,7 +58,7 @@ class OwnerWatch:
         """Take what one host says until it says no more; return whether it said anything."""
         hosts, heard = self._channels[0].hosts, False
         peer_id, address = list(hosts.items())[turn % len(hosts)]
-        channel = self._channels[0].member(address, Identity(self._run_id, "peer", peer_id).server_name)
+        channel = self._asking.member(address, Identity(self._run_id, "peer", peer_id).server_name)
         call = council_pb2_grpc.CouncilStub(channel).WatchOwners(pb.OwnersRequest())
         try:
             while True:
@@ -72,7 +73,7 @@ class OwnerWatch:
             return heard
         finally:
             call.cancel()
-            await self._channels[0].release(channel)
+            await self._asking.release(channel)
 
     def _tell(self, message: pb.Owners) -> None:
         if not message.parts:
