@@ -171,7 +171,7 @@ def export(
     if authorities := authorities_of(state):
         files.append((AUTHORITY, b"".join(each.public_bytes(Encoding.PEM) for each in authorities)))
     if provenance:
-        files += _provenance(state, log.run_id, log.key, lines, head, of or [])
+        files += _provenance(state, log.key, lines, head, of or [])
     copied = _of_replay(state, step) if step is not None else []
     try:
         (out / AUDIT_COSIGNED if notes else out).mkdir(parents=True, exist_ok=True)
@@ -260,13 +260,11 @@ def _of_replay(state: Path, step: int) -> list[Path]:
     return replayed_files(StateFolder(state), step)
 
 
-def _provenance(
-    state: Path, run_id: str, key: NoteKey, lines: bytes, head: bytes, of: Sequence[Path]
-) -> list[tuple[str, bytes]]:
+def _provenance(state: Path, key: NoteKey, lines: bytes, head: bytes, of: Sequence[Path]) -> list[tuple[str, bytes]]:
     """Return the files that say where the model comes from: the statement, signed, and the key that it is signed with."""
     from aggregator.provenance import PAYLOAD_TYPE, provenance_of
 
-    signer = open_log_key(state, run_id)
+    signer = open_log_key(state, key.name)
     if signer.key != key:
         raise ConfigError(f"{state}: its log.key is not the one that the log is signed with; restore it from a copy")
     statement = json.dumps(provenance_of(lines.splitlines(), key, head, of), sort_keys=True).encode()

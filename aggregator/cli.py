@@ -31,6 +31,7 @@ from edit.trust.privacy import most_steps
 from edit.view.again import WatchOption, show_status
 from edit.view.status import print_members, print_status
 from edit.web import check_installed
+from editpb.audit_log import log_origin
 from editpb.invitation import endpoint_of, is_loopback
 from editpb.run_status import RunStatus
 
@@ -179,7 +180,7 @@ def new_aggregator(
 def serve(
     state: State = Path("edit-run"),
     threads: Annotated[
-        int, typer.Option(help="CPU threads that merge. More than one only on a machine that does nothing else.", min=1)
+        int, typer.Option(help="CPU threads that merge, a fragment in each. More than one where cores are free.", min=1)
     ] = 1,
     accept_rollback: Annotated[
         bool, typer.Option("--accept-rollback", help="Start even though the folder lost committed outer steps.")
@@ -262,7 +263,7 @@ def invite(
     enrol = _enrol_endpoints(folder)
     invitation = authority.invite(name, role=role, enrol=enrol, lifetime_s=hours * 3600, now=time.time())
     if folder.config().audit.enabled:
-        invitation = replace(invitation, log_key=open_log_key(folder.path, folder.run_id).key.text())
+        invitation = replace(invitation, log_key=open_log_key(folder.path, log_origin(folder.run_id)).key.text())
     typer.echo(invitation.encode())
     if role == "scorer" and not folder.config().robust.scored:
         typer.echo('robust.trust is not "loss" in run.toml: a scorer has nothing to do in this run', err=True)

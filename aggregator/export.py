@@ -48,11 +48,13 @@ class Exported:
     digest: str  # of the whole model's outer parameters, of now also where their average was written
     average: str = ""  # which one was written; "": none, the outer parameters of now
     counted: str = "outer step"
+    digests: tuple[str, ...] = ()  # of each share or part, in their order
 
     def origin(self) -> dict[str, str]:
         """Return what the export says of its origin."""
         averaged = {"average": self.average} if self.average else {}
-        return {"run_id": self.run_id, self.counted.replace(" ", "_"): self.shown, "digest": self.digest, **averaged}
+        shares = {"digests": ", ".join(self.digests)} if len(self.digests) > 1 else {}
+        return {"run_id": self.run_id, self.counted.replace(" ", "_"): self.shown, "digest": self.digest, **shares, **averaged}
 
     @property
     def told(self) -> str:
@@ -124,7 +126,8 @@ def _named_of(run: Committed, *, averaged: bool) -> tuple[dict[str, Tensor], Exp
     named = {name: tensor for outer in run.outers for name, tensor in _named(outer, averaged=averaged).items()}
     digest = combine(one for outer in run.outers for one in outer.fragment_hashes)
     average = run.config.average.shown if averaged else ""
-    return named, Exported(run.run_id, tuple(outer.outer_step for outer in run.outers), digest, average, run.counted)
+    steps, digests = zip(*((outer.outer_step, outer.digest) for outer in run.outers), strict=True)
+    return named, Exported(run.run_id, steps, digest, average, run.counted, digests)
 
 
 def _of_one_run(folders: Sequence[StateFolder]) -> list[StateFolder]:

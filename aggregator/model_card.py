@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from aggregator.provenance import Past, read_past, utc
+from aggregator.provenance import Past, read_past, share_of, utc
 from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.checkpoints import NoteKey
@@ -38,6 +38,7 @@ def model_card(lines: Iterable[bytes], key: NoteKey, head: str) -> str:
     header = [f"model_name: {json.dumps(log.run_id)}", f"tags: {json.dumps(tags)}"]
     header += ["library_name: transformers"] if model.startswith("hf:") else []
     merged = sum(one.tokens for one in log.usage.values())
+    whose = _text(log.run_id + share_of(past))
     continued = ", ".join(map(str, log.continued))
     return "\n".join(
         [
@@ -47,7 +48,7 @@ def model_card(lines: Iterable[bytes], key: NoteKey, head: str) -> str:
             "",
             f"# {_text(log.run_id)}",
             "",
-            f"The outer parameters of outer step {log.outer_step} of the run {_text(log.run_id)}, model {_text(model)}.",
+            f"The outer parameters of outer step {log.outer_step} of the run {whose}, model {_text(model)}.",
             f"Each participant trained on data of its own, from {utc(past.begun)} to {utc(past.ended)}. Written from the audit",
             "log of the run by `edit-coordinator audit card`. Tokens, and what is said of data, each participant says itself.",
             *([f"The log lacks commits before it goes on at outer steps {continued}."] if continued else []),

@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 import edit
 from edit.errors import ConfigError
 from edit.trust.checkpoints import NoteKey
-from editpb.audit_log import LogVerifier
+from editpb.audit_log import LogVerifier, log_origin
 from editpb.messages import Consent
 
-__all__ = ["PAYLOAD_TYPE", "Past", "provenance_of", "read_past", "utc"]
+__all__ = ["PAYLOAD_TYPE", "Past", "provenance_of", "read_past", "share_of", "utc"]
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _STATEMENT, _PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
@@ -66,6 +66,14 @@ def read_past(lines: Iterable[bytes], key: NoteKey) -> Past:
     return past
 
 
+def share_of(past: Past) -> str:
+    """Return which share of the model a log is of, as `, fragments of aggregator 1`; '' where there is one aggregator."""
+    further = past.configurations[-1].values.get("aggregators", {}).get("addresses", ())
+    key = past.log.key
+    number = key.name.removeprefix(log_origin(past.log.run_id)).lstrip("/") if key is not None else ""
+    return f", fragments of aggregator {number or 0}" if further else ""
+
+
 def provenance_of(lines: Iterable[bytes], key: NoteKey, head: bytes, files: Sequence[Path]) -> dict[str, Any]:
     """Return the statement.
 
@@ -81,7 +89,7 @@ def provenance_of(lines: Iterable[bytes], key: NoteKey, head: bytes, files: Sequ
     log = past.log
     if not log.commits:
         raise ConfigError("--provenance: the log has no commit yet")
-    name = f"{log.run_id} at outer step {log.outer_step}"
+    name = f"{log.run_id}{share_of(past)} at outer step {log.outer_step}"
     return {
         "_type": _STATEMENT,
         "subject": [{"name": name, "digest": {_DIGEST: log.digest}}, *(_file(path, log) for path in files)],
@@ -133,9 +141,11 @@ def _file(path: Path, log: LogVerifier) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--of {path}: cannot be read ({error.strerror})") from error
     origin = _origin(path)
-    for name, wanted in (("run_id", log.run_id), ("digest", log.digest)):
-        if origin.get(name, wanted) != wanted:
-            raise ConfigError(f"--of {path}: says {name} {origin[name][:12]}, the log ends with {wanted[:12]}; export it anew")
+    if (said := origin.get("run_id", log.run_id)) != log.run_id:
+        raise ConfigError(f"--of {path}: says run_id {said[:12]}, the log is of {log.run_id[:12]}")
+    digests = origin.get("digests", origin.get("digest", log.digest))  # of each share of the model; each has a log
+    if log.digest not in digests.split(", "):
+        raise ConfigError(f"--of {path}: says digest {digests[:12]}, the log ends with {log.digest[:12]}; export it anew")
     return {"name": path.name, "digest": {"sha256": digest}}
 
 

@@ -141,7 +141,9 @@ class Coordinator:
             feed.subscribe(subscriber)
         mark = HighWaterMark(folder.high_water, files, accept_rollback=accept_rollback)
         feed.subscribe(mark.on_event)
-        audit = AuditLog.open(folder.path, folder.run_id, config, clock.unix, disk) if config.audit.enabled else None
+        audit: AuditLog | None = None
+        if config.audit.enabled:
+            audit = AuditLog.open(folder.path, folder.run_id, config, clock.unix, disk, aggregator=folder.aggregator)
         steps = max(config.audit.keep_contributions, KEPT_FOR_SCORERS if config.robust.scored else 0)
         kept = KeptContributions(folder.contributions, steps) if steps else None
         resources = Resources(
@@ -184,10 +186,10 @@ class Coordinator:
         add_data_servicer(DataService(run, authorizer), coordinator._main)
         if config.secagg.enabled:
             masking_pb2_grpc.add_MaskingServicer_to_server(MaskingService(run, authorizer), coordinator._main)
+        audit_pb2_grpc.add_AuditServicer_to_server(AuditService(run, authorizer, folder), coordinator._main)
         if authority:
             service_of_changes = GovernanceService(run, authorizer)
             governance_pb2_grpc.add_GovernanceServicer_to_server(service_of_changes, coordinator._main)
-            audit_pb2_grpc.add_AuditServicer_to_server(AuditService(run, authorizer, folder), coordinator._main)
         if authority and enrol:
             service = EnrolmentService(authority, clock.unix, coordinator.endpoints, feed)
             enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)
@@ -265,6 +267,14 @@ class Coordinator:
             began = loop.time()
             await loop.run_in_executor(files, self._silent.cut, most)
             took_s = loop.time() - began
+
+    def compute_with(self, threads: int) -> None:
+        """Compute in so many threads, a fragment in each; before `start`. Plug-ins are called from one thread only."""
+        if self.config.plugins:
+            return
+        pool = ThreadPoolExecutor(threads, "compute", torch.set_num_threads, (1,))
+        self._threads = (pool, *self._threads)
+        self.background.compute_with(pool)
 
     async def end_with_the_run(self, stop: asyncio.Event) -> None:
         """Set `stop` once the run has finished and nobody needs its last outer step from here any more."""
@@ -375,8 +385,7 @@ async def serve_run(
     """Serve the run until it has finished, SIGINT or SIGTERM. Raises EditError, also when a background task failed.
 
     Args:
-        threads: that torch computes with. Each one more waits actively for the others, and on a busy machine that is time which
-            the event loop and the peers do not get.
+        threads: that merge, a fragment in each. More than one take time from peers on the same machine.
         accept_rollback: go on also below an outer step that was committed.
         keep_serving: serve on when the run has finished.
         dht_peers: libp2p nodes of a DHT in which it says where it is; none: nowhere.
@@ -437,6 +446,8 @@ async def _serve(
         coordinator.background.spawn(pass_on())
         coordinator.background.spawn(coordinator.end_with_the_approvals(stop))
         await coordinator.background.in_worker(torch.set_num_threads, threads)  # OpenMP counts for each thread that computes
+        if threads > 1:
+            coordinator.compute_with(threads)
         await coordinator.start()
         if dht_peers:
             said = _say_where(coordinator, dht_peers)

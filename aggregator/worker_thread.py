@@ -1,10 +1,10 @@
-"""What runs beside the event loop's callers: the one worker thread for torch and the disk, and background tasks."""
+"""What runs beside the event loop's callers: the one worker thread for torch and the disk, threads that only compute, tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ __all__ = ["Background"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Item = TypeVar("_Item")
 
 
 class Background:
@@ -31,6 +32,8 @@ class Background:
     def __init__(self, worker: Executor, failed: Callable[[BaseException], None] = lambda _: None) -> None:
         self.failure: BaseException | None = None
         self._worker, self._told = worker, failed
+        self._pool: Executor | None = None
+        self._computing: set[asyncio.Future[Any]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
         self._stopped = False
@@ -38,6 +41,28 @@ class Background:
     async def in_worker(self, call: Callable[..., _T], *arguments: object) -> _T:
         """Run the call in the worker thread; return its result or raise its exception."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, call, *arguments)
+
+    def compute_with(self, pool: Executor) -> None:
+        """Compute in these threads, too; else the worker thread computes everything."""
+        self._pool = pool
+
+    async def compute(self, call: Callable[..., _T], *arguments: object) -> _T:
+        """As `in_worker`, of a call that others may run beside: with more threads several do, and the worker thread too."""
+        if self._pool is None:
+            return await self.in_worker(call, *arguments)
+        running = asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+        self._computing.add(running)
+        running.add_done_callback(self._computing.discard)
+        return await running
+
+    async def computed(self) -> None:
+        """Wait until no call of `compute` runs that has begun before."""
+        if self._computing:
+            await asyncio.wait(tuple(self._computing))
+
+    def each(self, call: Callable[[_Item], _T], items: Iterable[_Item]) -> Iterator[_T]:
+        """Return the results in order, for the worker thread: with more threads several are computed at a time."""
+        return map(call, items) if self._pool is None else self._pool.map(call, items)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine as a background task on the event loop; after `stop` never."""

@@ -10,7 +10,8 @@
 - training: a GPT of 1.0e9 parameters, bf16, outer parameters (fp32) in pinned memory; one peer in this process, a coordinator
   in another, gRPC over loopback. Tokens per second with an exchange every `--every` steps, blocking, delayed and streaming,
   beside the same steps without, before and after; seconds of a round that the loop spends in the worker's hooks, where nothing
-  new is queued for the GPU, and in the parts of them that take longest (progress is within apply); the GPU's memory at its
+  new is queued for the GPU, and in the parts of them that take longest (encode and local are within contribute, progress is
+  within apply; outcome and update: until they are there); CPU seconds of a round at the coordinator; the GPU's memory at its
   peak, and pinned memory.
 - profile: the calls that make the host wait for the GPU, in steps outside of exchanges, with a worker and without. The part
   fails when a worker adds one.
@@ -45,6 +46,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from edit.codecs import Codec, codec, codec_names
 from edit.codecs.base import parts as pieces_of
+from edit.codecs.error_feedback import ErrorFeedback
 from edit.config.algorithm import SyncConfig
 from edit.config.codec import CodecConfig
 from edit.config.run import ModelConfig, RunConfig
@@ -56,7 +58,9 @@ from edit.lab.processes import terminated_as_interrupt
 from edit.local import LocalRun
 from edit.replica.device_copies import Transfers
 from edit.replica.replica import Replica
+from edit.worker.apply import ShareExchange
 from edit.worker.contribution import ContributionMaker
+from edit.worker.updates import Updates
 from edit.worker.worker import EditWorker, WorkerConfig
 from peers.connection import connect
 from peers.models.gpt import GPT
@@ -75,6 +79,10 @@ STEPS, HOOK, COPIES = "measured steps", "hook of the worker", "copies of an exch
 HOOKS = ("_before_forward", "_before_any_step", "_before_step", "_after_step")
 STAGES: dict[str, tuple[type, str]] = {  # what most of the time in hooks goes to
     "contribute": (ContributionMaker, "contribute"),
+    "encode": (ErrorFeedback, "stage"),
+    "local": (Replica, "local_fragment"),
+    "outcome": (ShareExchange, "_ask"),
+    "update": (Updates, "wait"),
     "hash": (Replica, "hashes_after"),
     "apply": (Replica, "apply_fragment"),
     "progress": (Replica, "progress_since"),
@@ -83,7 +91,7 @@ STAGES: dict[str, tuple[type, str]] = {  # what most of the time in hooks goes t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """numel: of the vector that codecs encode; every: H; rounds: counted ones of each mode."""
+    """numel: of the vector that codecs encode; every: H; rounds: counted ones of each mode; threads: of the coordinator."""
 
     numel: int = 1 << 27
     repeat: int = 10
@@ -96,6 +104,7 @@ class Sizes:
     every: int = 100
     rounds: int = 2
     codec: str = "int8"
+    threads: int = 1
 
     def model(self) -> ModelConfig:
         """The built-in GPT."""
@@ -280,16 +289,16 @@ def timed_stages() -> Iterator[dict[str, Stopwatch]]:
 
 
 @contextmanager
-def exchanging(sizes: Sizes, mode: str, device: torch.device) -> Iterator[tuple[Loop, EditWorker]]:
-    """A loop with a worker that is connected to a coordinator in another process."""
+def exchanging(sizes: Sizes, mode: str, device: torch.device) -> Iterator[tuple[Loop, EditWorker, MeasuredRun]]:
+    """A loop with a worker that is connected to a coordinator in another process, and that run."""
     with tempfile.TemporaryDirectory(prefix="edit-gpu-") as scratch:
         home = Path(scratch) / "peer"
-        with MeasuredRun(Path(scratch) / "run", settings(sizes, mode), Path(os.devnull)) as run:
+        with MeasuredRun(Path(scratch) / "run", settings(sizes, mode), Path(os.devnull), threads=sizes.threads) as run:
             enrol(run.state, "gpu", home)
             with connect(home) as (collective, config):
                 loop = Loop(sizes, device)
                 with EditWorker(loop.model, loop.optimizer, collective, WorkerConfig.of(config)) as worker:
-                    yield loop, worker
+                    yield loop, worker, run
 
 
 def peaks(device: torch.device, *, reset: bool = False) -> dict[str, float]:
@@ -314,22 +323,25 @@ def training(sizes: Sizes, device: torch.device, modes: Sequence[str]) -> list[R
     for mode in modes:
         peaks(device, reset=True)
         hooks = Stopwatch()
-        with around_hooks(hooks.running), timed_stages() as stages, exchanging(sizes, mode, device) as (loop, worker):
+        with around_hooks(hooks.running), timed_stages() as stages, exchanging(sizes, mode, device) as (loop, worker, run):
             # The first exchange pays for new memory. A contribution is under way when the time begins, and one when it ends.
             loop.steps(2 * sizes.every)
             began, before, then = worker.outer_step, hooks.seconds, {name: one.seconds for name, one in stages.items()}
+            cpu = run.cpu_s()
             speed = loop.tokens_per_s(sizes.rounds * sizes.every)
             row: Row = {
                 "mode": mode,
                 "tokens_per_s": speed,
                 "hooks_s_per_round": (hooks.seconds - before) / sizes.rounds,
                 **{f"{name}_s": (one.seconds - then[name]) / sizes.rounds for name, one in stages.items()},
+                "coordinator_cpu_s": (run.cpu_s() - cpu) / sizes.rounds,
+                "coordinator_threads": sizes.threads,
                 "commits": worker.outer_step - began,
                 "parameters": loop.parameters,
                 **peaks(device),
             }
             rows.append(said(row))
-        del loop, worker
+        del loop, worker, run
     rows.append(said(without_exchange(sizes, device)))
     alone = (rows[0]["tokens_per_s"] + rows[-1]["tokens_per_s"]) / 2
     return [{**row, "of_alone": row["tokens_per_s"] / alone, "every": sizes.every, "codec": sizes.codec} for row in rows]
@@ -413,7 +425,7 @@ def profiled(sizes: Sizes, device: torch.device, mode: str = "delayed") -> Row:
     loop.steps(3)
     alone = host_waits(partial(loop.steps, sizes.every), device)
     del loop
-    with marked(), exchanging(sizes, mode, device) as (own, _):
+    with marked(), exchanging(sizes, mode, device) as (own, _, _):
         own.steps(2 * sizes.every)
         beside = host_waits(partial(own.steps, sizes.every), device)
     return {
@@ -531,13 +543,14 @@ def main() -> int:
     arguments.add_argument("--every", type=int, default=0, help=f"inner steps between exchanges; default: {Sizes().every}")
     arguments.add_argument("--batch", type=int, default=0, help=f"rows of {Sizes().context} tokens; default: {Sizes().batch}")
     arguments.add_argument("--rounds", type=int, default=0, help=f"counted ones of each mode; default: {Sizes().rounds}")
+    arguments.add_argument("--threads", type=int, default=0, help="that the coordinator merges with; default: 1")
     arguments.add_argument("--codec", default="int8", help="of contributions and updates, in the part training")
     arguments.add_argument("--cpu-sizes", action="store_true", help="tiny sizes on the CPU; nothing is recorded")
     arguments.add_argument("--label", default="", help="written beside the figures")
     given = arguments.parse_args()
     device = torch.device("cpu" if given.cpu_sizes else "cuda")
     sizes = replace(TINY if given.cpu_sizes else Sizes(), codec=given.codec)
-    chosen = {name: getattr(given, name) for name in ("every", "batch", "rounds") if getattr(given, name)}
+    chosen = {name: getattr(given, name) for name in ("every", "batch", "rounds", "threads") if getattr(given, name)}
     sizes = replace(sizes, **chosen)
     worst = 0
     for part in given.parts:

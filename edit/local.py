@@ -24,7 +24,7 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Box, Shard, partition_fault
 from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle, settling
 from edit.merging.injection import Injection, check_content, check_order, check_run
-from edit.merging.masked import JudgedClaims, sum_of
+from edit.merging.masked import JudgedClaims, merge_nothing, sum_of
 from edit.merging.merge import Measured, Merged, ShardPayload, decoded, measure
 from edit.merging.mergers import Admission, admission, screen
 from edit.merging.norms import whole_norm
@@ -50,6 +50,7 @@ from edit.rounds import events, swap
 from edit.rounds.events import Phase
 from edit.rounds.machine import RoundMachine
 from edit.trust.mask_plan import FragmentPlan
+from edit.trust.mask_roster import threshold_of
 from edit.trust.masking import Opening
 
 __all__ = ["LocalCollective", "LocalGossip", "LocalRun", "Scorer"]
@@ -408,12 +409,16 @@ class LocalRun:
         if self._round.judged is None:
             self._round.judged = state.judge_claims({j: self._claims(effect.peers, j) for j in state.due})
         judged, plan = self._round.judged, state.plan(i)
-        if len(judged.survivors) < (least := self._config.secagg.min_peers):
-            raise RefusedError(f"{len(judged.survivors)} contributions are sound, at least {least} are summed up")
+        if judged.shortage(self._least_sum(len(effect.peers))):
+            return merge_nothing(i, measured, judged)
         inside = [one for one in measured if one.peer_id in judged.survivors]
         total = sum_of(state.schema.fragments[i], plan, inside)
         Opening.check(total.words, total.lanes, i)
         return state.reduce_sum(plan, total, measured, judged, judged.survivors)
+
+    def _least_sum(self, peers: int) -> int:
+        """Return how many of these peers a masked sum has at least, as if they were all who shared keys."""
+        return max(self._config.secagg.min_peers, self._config.rounds.quorum, threshold_of(peers))
 
     def _choose(self, peers: Sequence[str]) -> Chosen:
         """Weigh what these peers have contributed, as a whole; once in a round."""
@@ -769,7 +774,11 @@ class LocalCollective:
         return self._run.plan(outer_step)
 
     def contribute(self, contribution: Contribution) -> None:
-        """Hand over one fragment or part of it; the last missing one commits the round."""
+        """Hand over one fragment or part of it; the last missing one commits the round.
+
+        Raises LocalProtocolError, besides what the run does, for numbers that an aggregator would refuse.
+        """
+        _check_numbers(contribution)
         losses = self._run.losses
         if self._run.contribute(self._peer_id, contribution):
             self._told = losses
@@ -802,6 +811,13 @@ class LocalCollective:
         if self._shards is None:
             return commit
         return replace(commit, fragments=tuple(_cut(part, self._shards[part.fragment_id]) for part in commit.fragments))
+
+
+def _check_numbers(contribution: Contribution) -> None:
+    inner_steps, tokens, norm = contribution.inner_steps, contribution.tokens, contribution.norm
+    if inner_steps < 1 or tokens < 0 or not (norm is None or norm >= 0):
+        said = f"{inner_steps} inner steps, {tokens} tokens and a norm of {norm}"
+        raise LocalProtocolError(f"fragment {contribution.fragment_id}: a contribution of {said}")
 
 
 def _cut(fragment: FragmentCommit, shard: Shard) -> FragmentCommit:

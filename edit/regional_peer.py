@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from edit.merging.injection import Injected, Injection, check_run
 from edit.records import Committed, Contribution, Outcome, Progress, Snapshot
 from edit.replica.flat import flatten, load_fragment
 from edit.replica.ranks import ALONE
+from edit.trust.mask_plan import FragmentPlan
+from edit.worker.masked import PlansRounds
 from edit.worker.worker import EditWorker, WorkerConfig
 
 __all__ = ["Below", "Memory", "OuterModule", "RegionalPeer", "Sent"]
@@ -346,6 +348,9 @@ class _Noting:
     def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
         return self._collective.join(schema, found, shards)
 
+    def plan(self, outer_step: int) -> tuple[FragmentPlan, ...] | None:
+        return cast("PlansRounds", self._collective).plan(outer_step)
+
     def contribute(self, contribution: Contribution) -> None:
         key = contribution.outer_step, contribution.fragment_id
         if key in self._given or all(outer_step != key[0] for outer_step, _ in self._given):
@@ -369,10 +374,6 @@ def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
     if upper.privacy.of_examples and not lower.privacy.of_examples:
         raise ConfigError(
             'privacy.level: the run above asks for "example", and the peers of the run below add no noise; set it there'
-        )
-    if upper.secagg.enabled:
-        raise ConfigError(
-            "secagg.enabled: the run above masks contributions, which a region cannot do; let its peers join above"
         )
     for which, run in (("above", upper), ("below", lower)):
         if run.sync.milestones:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import grpc
 from edit.errors import ConfigError, RemoteProtocolError, TransportError
 from editpb import audit_pb2 as pb
 from editpb import audit_pb2_grpc
+from editpb.invitation import is_endpoint
 from editpb.limits import MAX_AUDIT_FILES, MAX_BYTES, at_most, fail, within
 from editpb.transport.channel_options import channel_options
 from editpb.transport.status import from_rpc
@@ -22,7 +24,7 @@ from peers.carriers.hub.channels import Channels
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
 
-__all__ = ["fetch"]
+__all__ = ["aggregators_in_log", "fetch"]
 
 _STALL_S = 60.0  # without a message
 _NAME = re.compile(
@@ -31,8 +33,10 @@ _NAME = re.compile(
 )
 
 
-def fetch(home: Path, out: Path, step: int, now: float) -> tuple[int, int]:
+def fetch(home: Path, out: Path, step: int, now: float, aggregator: str = "") -> tuple[int, int]:
     """Fetch to a new folder; return how many files, and bytes. step: see `AuditRequest`. now: unix seconds.
+
+    aggregator: HOST:PORT of a further aggregator, whose log is asked for; empty: the coordinator's.
 
     A certificate that ends soon is renewed first: nothing else of an auditor runs that would. The folder appears once it is
     whole. Raises ConfigError, RefusedError (another role, a step that is not kept), RemoteProtocolError, TransportError.
@@ -40,6 +44,8 @@ def fetch(home: Path, out: Path, step: int, now: float) -> tuple[int, int]:
     enrolled = PeerFolder(home).load(now)
     if enrolled.identity.role != "auditor":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; fetching needs an invitation with role auditor")
+    if aggregator and not is_endpoint(aggregator):
+        raise ConfigError(f"--aggregator {aggregator}: is not HOST:PORT")
     if out.exists():
         raise ConfigError(f"{out}: exists; name a new folder")
     if enrolled.validity.renewal_due(now):
@@ -49,11 +55,24 @@ def fetch(home: Path, out: Path, step: int, now: float) -> tuple[int, int]:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
             whole = Path(folder) / "whole"
             whole.mkdir(mode=0o700)
-            found = _from_any(enrolled, whole, step)
+            found = _from_any(enrolled, (aggregator,) if aggregator else enrolled.endpoints, whole, step)
             whole.rename(out)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
     return found
+
+
+def aggregators_in_log(out: Path) -> list[str]:
+    """Return HOST:PORT of the run's further aggregators by a fetched log, which was not verified; [] where it says none."""
+    found: list[str] = []
+    try:
+        with (out / "audit-log.jsonl").open("rb") as file:
+            for line in file:
+                if b'"config":' in line:
+                    found = list(json.loads(json.loads(line)["config"])["aggregators"]["addresses"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [each for each in found if isinstance(each, str) and is_endpoint(each)]
 
 
 async def _renewed(folder: PeerFolder, enrolled: Enrolment, now: float) -> Enrolment:
@@ -66,13 +85,13 @@ async def _renewed(folder: PeerFolder, enrolled: Enrolment, now: float) -> Enrol
     return folder.load(now)
 
 
-def _from_any(enrolled: Enrolment, out: Path, step: int) -> tuple[int, int]:
+def _from_any(enrolled: Enrolment, endpoints: Sequence[str], out: Path, step: int) -> tuple[int, int]:
     failures = list[str]()
-    for endpoint in enrolled.endpoints:
+    for endpoint in endpoints:
         try:
             return asyncio.run(_from_one(enrolled, endpoint, out, step))
         except TransportError as error:
-            failures.append(f"the coordinator at {endpoint}: {error}")
+            failures.append(f"the {'coordinator' if endpoint in enrolled.endpoints else 'aggregator'} at {endpoint}: {error}")
             shutil.rmtree(out)
             out.mkdir(mode=0o700)
     raise TransportError("; ".join(failures))

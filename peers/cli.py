@@ -34,6 +34,7 @@ from peers.command_options import (
     HomeOption,
     HoursOption,
     MaxMbitOption,
+    MembersOption,
     ThreadsOption,
     in_hours,
     log_lines,
@@ -118,13 +119,7 @@ def run(
         str | None, typer.Option(help="Host by which members reach --serve-snapshots. Default: its HOST.")
     ] = None,
     dht_peers: DhtPeersOption = None,
-    members: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file with the line of each member's `edit-peer fingerprint`: in a run with secagg.enabled, share keys with "
-            "these members only; with audit.enabled, stop when the log names another key of one."
-        ),
-    ] = None,
+    members: MembersOption = None,
 ) -> None:
     """Train in the run until it finishes.
 
@@ -231,18 +226,30 @@ def fetch(
     step: Annotated[
         int, typer.Option(help="Also fetch what is needed to merge this outer step once more; 0: only the log.", min=0)
     ] = 0,
+    aggregator: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Fetch the log of this further aggregator of the run.", show_default="the coordinator"
+        ),
+    ] = "",
 ) -> None:
     """Fetch the run's audit log from its coordinator, as an auditor (`edit-coordinator invite NAME --role auditor`).
+
+    In a run with several aggregators each keeps a log of its own fragments; this command names the others.
 
     `edit-coordinator audit verify --state OUT` then verifies it, and `audit replay --step N --state OUT` merges the outer step
     once more. With --step the copy has the contributions of that outer step: keep it as you would keep the data.
 
     Example: edit-peer audit fetch my-audit --step 12 --home auditor
     """
+    from peers.audit_fetch import aggregators_in_log
     from peers.audit_fetch import fetch as fetch_to
 
-    files, total = fetch_to(home, out, step, time.time())
+    files, total = fetch_to(home, out, step, time.time(), aggregator)
     typer.echo(f"{out}: {files} files, {total:,} bytes")
+    for number, address in enumerate(aggregators_in_log(out) if not aggregator else (), start=1):
+        words = f"edit-peer audit fetch {out}-{number} --aggregator {address} --home {home}{f' --step {step}' if step else ''}"
+        typer.echo(f"aggregator {number} keeps a log, too: {words}")
     typer.echo(f"next: edit-coordinator audit {f'replay --step {step}' if step else 'verify'} --state {out}")
 
 
@@ -250,30 +257,37 @@ def fetch(
 def verify(
     home: HomeOption = Path("edit-peer"),
     key: Annotated[
-        str, typer.Option(help="The log's public key, as the operator gave it to you. Without it: the one in --home.")
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            help="A log's public key, as the operator gave it to you; may be repeated. Without it: the one in --home."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Verify the receipts in --home, with no connection: each head is signed, and its log begins with the one before.
+
+    In a run with several aggregators each keeps a log, and those of all are verified.
 
     Another member has seen the same log if this command prints the same line `head` there, or if `edit-coordinator audit
     verify` finds both heads in one log. Exit code 3: a receipt does not fit, or the peer has stopped because one did not.
 
     Example: edit-peer audit verify --home my-peer
     """
-    from peers.carriers.hub.kept_receipts import verify_kept
+    from peers.carriers.hub.kept_receipts import verify_all
     from peers.identity.peer_folder import PeerFolder
 
     if PeerFolder(home).of_swarm():
         raise ConfigError(f"{home}: its run is a swarm, whose logs lie there: edit-peer swarm audit verify --home {home}")
-    found = verify_kept(home, key)
+    logs = verify_all(home, key or ())
     if as_json:
-        typer.echo(json_text(found.as_json(), indent=2))
+        first, *further = (found.as_json() for found in logs)
+        typer.echo(json_text({**first, "further": further} if further else first, indent=2))
         return
-    steps = f"outer steps {found.first_step} to {found.last_step}"
-    typer.echo(f"{found.key.name}: {found.receipts} receipts, {steps}: verified")
-    typer.echo(f"head        {found.head.size} entries, root {found.head.root.hex()}")
-    typer.echo(f"key         {found.key.text()}{'' if key else ' (kept in --home)'}")
+    for found in logs:
+        steps = f"outer steps {found.first_step} to {found.last_step}"
+        typer.echo(f"{found.key.name}: {found.receipts} receipts, {steps}: verified")
+        typer.echo(f"head        {found.head.size} entries, root {found.head.root.hex()}")
+        typer.echo(f"key         {found.key.text()}{'' if found.key.text() in (key or ()) else ' (kept in --home)'}")
 
 
 @app.command()
@@ -283,6 +297,7 @@ def region(
     max_mbit: MaxMbitOption = None,
     hours: HoursOption = None,
     allow: AllowOption = None,
+    members: MembersOption = None,
 ) -> None:
     """Make the run of a site one peer of another run, the run above.
 
@@ -294,10 +309,12 @@ def region(
     Example: edit-peer region --home europe-above --below europe-below
     """
     with loading():
+        from peers.identity.known_members import read_members
         from peers.regions.daemon import run_region
 
     log_lines()
-    in_hours(hours, lambda: run_region(home, below, max_mbit, frozenset(allow or ())))
+    known = read_members(members) if members is not None else None
+    in_hours(hours, lambda: run_region(home, below, max_mbit, frozenset(allow or ()), known))
 
 
 @app.command()
@@ -319,9 +336,9 @@ def web(
     Example: edit-peer web --home observer
     """
     check_installed()
-    from peers.beside import runs_beside
     from peers.identity.peer_folder import PeerFolder
     from peers.page import serve_members_page
+    from peers.swarm.beside import runs_beside
 
     if PeerFolder(home).of_swarm():
         tls = [word for name, path in (("--certificate", certificate), ("--key", key)) if path for word in (name, path)]
@@ -391,8 +408,8 @@ def report(
     check_installed()
     from edit.view.overlaid import overlaid
     from edit.web.page import render_page
-    from peers.beside import runs_beside
     from peers.identity.peer_folder import PeerFolder
+    from peers.swarm.beside import runs_beside
     from peers.watching import read_status
 
     folder = PeerFolder(home)

@@ -64,6 +64,13 @@ MaxMbitOption = Annotated[
         help="Send at most this many megabits per second, of contributions, updates and parameters. Default: no bound.", min=0.1
     ),
 ]
+MembersOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file with the line of each member's `edit-peer fingerprint`: in a run with secagg.enabled, share keys with "
+        "these members only; with audit.enabled, stop when the log names another key of one."
+    ),
+]
 DhtPeersOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -215,6 +215,13 @@ class MaskedRounds:
             raise StaleError(self._last)
         return self._round.plans[fragment_id]
 
+    @property
+    def least(self) -> int:
+        """How many peers the sum of the open round has at least. Raises StaleError when the round is over."""
+        if self._round is None or self._round.server is None:
+            raise StaleError(self._last)
+        return self._round.server.least
+
     async def close_with(self, complete: Collection[str]) -> Opening:
         """Return what opens the sum of these peers' vectors, once enough of them have helped.
 

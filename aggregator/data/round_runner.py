@@ -11,7 +11,8 @@
     effect RoundClosed  _close    contributions that are not carried over are dropped, the round is reported
 
 The journal comes before memory, and memory before publishing. Everything runs on the event loop, except what is given to
-`Background.in_worker`: that touches the outer state and the disk, one call after the other.
+`Background.in_worker`: that touches the outer state and the disk, one call after the other. What only reads the outer state is
+given to `Background.compute`: with `serve --threads` several such calls run at a time, and a commit waits for them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -278,7 +279,7 @@ class RoundRunner:
             return
         came_at = self._clock.monotonic()  # how long it waits to be hashed and measured says nothing of its link
         try:
-            norm = await self._background.in_worker(_measured, shard)
+            norm = await self._background.compute(_measured, shard)
         except StorageError:
             self._contributions.fragment_of(shard)  # StaleError when it was dropped meanwhile
             raise
@@ -390,6 +391,7 @@ class RoundRunner:
             signed = self._headers(fragment_id, measured) if self._store.entries is not None else ()
             if not current.injection_fixed:
                 current.injection, current.injection_fixed = self._store.injections.pending, True
+            run: Callable[..., Awaitable[tuple[MergeRecord, Future[None]]]] = self._background.in_worker
             if self._budget is not None:
                 if current.private is None:
                     current.private = asyncio.ensure_future(self._begin_private(effect, self._budget))
@@ -399,12 +401,12 @@ class RoundRunner:
                     current.chosen = asyncio.ensure_future(self._choose(effect))
                 merge = partial(self._merge_chosen, effect, measured, current.injection, await current.chosen)
             elif self.masked is None:
-                merge = partial(self._merge, effect, measured, current.injection)
+                merge, run = partial(self._merge, effect, measured, current.injection), self._background.compute
             else:
                 if current.unmasked is None:
                     current.unmasked = asyncio.ensure_future(self._unmask(effect.peers))
                 merge = partial(self._merge_sum, effect, measured, current.injection, *await current.unmasked)
-            record, written = await self._background.in_worker(merge)
+            record, written = await run(merge)
             if kept is not None:
                 await self._background.in_worker(_keep, kept, effect.round_id, fragment_id, sources)
             await self._stage(current, record)
@@ -434,7 +436,7 @@ class RoundRunner:
         if self._bytes_per_s > _FAST_BYTES_PER_S or not self._uploads.reserve(size := self.outer.update_bytes(i)):
             return
         current.reserved_bytes += size
-        staged = current.staged[i] = await self._background.in_worker(self.outer.stage, record, current.injection)
+        staged = current.staged[i] = await self._background.compute(self.outer.stage, record, current.injection)
         if staged.payload is not None:
             self.published.stage(current.round_id, i, staged.payload)
 
@@ -588,22 +590,27 @@ class RoundRunner:
     async def _unmask(self, peers: Sequence[str]) -> tuple[JudgedClaims, Opening | None]:
         """Judge what the complete peers say, and let the others open the sum of those who are sound.
 
-        None: it was tried often enough for this outer step. Peers that helped to open a sum of it do not open one that differs
-        by few, so where that sum came to no commit, and one of its peers is gone, none of the others ever opens another.
-        Raises as `MaskedRounds.close_with`.
+        None: nothing is merged. Either so many are not sound that the sum of the others is not opened: tried again, they would
+        have trained on and be further off. Or it was tried often enough for this outer step: peers that helped to open a sum of
+        it do not open one that differs by few, so where that sum came to no commit, and one of its peers is gone, none of the
+        others ever opens another. Raises as `MaskedRounds.close_with`.
         """
         assert self.masked is not None
+        step = self.machine.outer_step
         judged = await self._background.in_worker(self.outer.judge_claims, self._complete(peers))
+        if shortage := judged.shortage(self.masked.least):
+            _log.warning("outer step %d: %s; nothing is merged in it", step + 1, shortage)
+            return judged, None
         try:
             return judged, await self.masked.close_with(judged.survivors)
         except SumNotOpened as error:
-            outer_step, tries = self._not_opened
-            tries = tries + 1 if outer_step == self.machine.outer_step else 1
-            self._not_opened = (self.machine.outer_step, tries)
+            failed_step, tries = self._not_opened
+            tries = tries + 1 if failed_step == step else 1
+            self._not_opened = (step, tries)
             if tries < _MASKED_TRIES or error.blamed:
                 raise
             said = "outer step %d: its sum failed to be opened %d times (%s); nothing is merged in it"
-            _log.warning(said, self.machine.outer_step + 1, tries, error)
+            _log.warning(said, step + 1, tries, error)
             return judged, None
 
     def _merge_sum(
@@ -660,7 +667,7 @@ class RoundRunner:
             inner_steps, brings = facts.trained[0], facts.injected
             self._store.append_commit(effect.round_id, step, reason, tokens, brings, outer.digest, entry, inner_steps, trust)
             on_disk = True
-            commit = outer.commit(effect.round_id, reason, records, injection, ready, trust)
+            commit = outer.commit(effect.round_id, reason, records, injection, ready, trust, each=self._background.each)
             self._store.applied(commit)
             return commit, CommittedState.of(outer)
 
@@ -681,6 +688,7 @@ class RoundRunner:
                 trained=self._trained(current),
                 scorers=scorers,
             )
+            await self._background.computed()  # what reads the outer state, for a round that has failed
             self.published.begin()
             commit, committed = await self._background.in_worker(commit_and_apply)
         except Exception as error:

@@ -55,6 +55,7 @@ from editpb.audit_log import (
     continued_entry,
     entry_line,
     genesis_entry,
+    log_origin,
     score_entry,
 )
 from editpb.limits import MAX_SEEN_PROOFS
@@ -108,9 +109,18 @@ class AuditLog:
         self.cosignatures = Cosignatures(folder / AUDIT_COSIGNED, signer.key)
 
     @classmethod
-    def open(cls, folder: Path, run_id: str, config: RunConfig, now: Callable[[], float], disk: Disk | None = None) -> AuditLog:
+    def open(
+        cls,
+        folder: Path,
+        run_id: str,
+        config: RunConfig,
+        now: Callable[[], float],
+        disk: Disk | None = None,
+        *,
+        aggregator: int = 0,
+    ) -> AuditLog:
         """Open the log of a state folder; make its key before the first entry. Raises ConfigError, StorageError."""
-        signer = open_log_key(folder, run_id)
+        signer = open_log_key(folder, log_origin(run_id, aggregator))
         return cls(folder, run_id, config, signer, now, disk or Disk())
 
     @property

@@ -1,4 +1,4 @@
-"""The private key of a run's audit log, in the run's folder; made when it is asked for first."""
+"""The private key of an audit log, in the folder of its aggregator; made when it is asked for first."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ __all__ = ["open_log_key"]
 _PRIVATE = "log.key"
 
 
-def open_log_key(folder: Path, run_id: str) -> LogSigner:
-    """Return what signs the heads of a run's log. Raises ConfigError where the log has entries and no key, StorageError."""
+def open_log_key(folder: Path, origin: str) -> LogSigner:
+    """Return what signs the heads of a log. origin: `editpb.audit_log.log_origin`.
+
+    Raises ConfigError where the log has entries and no key, StorageError.
+    """
     path = folder / _PRIVATE
     if not path.exists():
         if (folder / AUDIT_LOG).exists():
             raise ConfigError(f"{path}: is missing, and the log has entries that are signed with it; restore it from a copy")
         write_atomic(path, LogSigner.new_key(), mode=0o600)
     try:
-        return LogSigner(f"edit/{run_id}", read_private(path))
+        return LogSigner(origin, read_private(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except ConfigError as error:

@@ -4,14 +4,15 @@ Files are written in an order in which a SIGKILL between any two writes loses no
 written before each checkpoint and belong to it: after a restart a peer that missed commits can still take them one by one, and
 a peer that does not know whether its contribution was merged when the process died learns that it was.
 
-Runs in the worker thread; only published updates are looked up and published on the event loop, too. The journal is written by
-a thread of its own, beside the computation.
+Runs in the worker thread; published updates are looked up and published on the event loop, too, and merged fragments come from
+several threads where there are more. The journal is written by a thread of its own, beside the computation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -113,6 +114,7 @@ class Store:
         self._written: dict[Path, Mapping[int, Span]] = {}  # where the rounds of the segments before it are, as far as is known
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # all that is done to it, in order
         self._writing: Future[None] | None = None
+        self._beginning = threading.Lock()  # held while it changes
         self._noting: Future[None] | None = None
         self._updates: dict[int, Commit] = {}  # replaced, never changed: the event loop reads it, too
 
@@ -154,15 +156,16 @@ class Store:
             raise
 
     def begin_fragment(self, round_id: int, record: MergeRecord, injection: Injection | None = None) -> Future[None]:
-        """Begin to write one merged fragment of a round.
+        """Begin to write one merged fragment of a round. From any thread.
 
         Waits until the fragment before is written, so that no more than one is kept in memory for it. A commit must wait for
         the futures of all its fragments, which may raise StorageError.
         """
-        if self._writing is not None:
-            wait([self._writing])
-        self._writing = self._writer.submit(lambda: self._open_journal().append_fragment(round_id, record, injection))
-        return self._writing
+        with self._beginning:
+            if self._writing is not None:
+                wait([self._writing])
+            self._writing = self._writer.submit(lambda: self._open_journal().append_fragment(round_id, record, injection))
+            return self._writing
 
     def append_commit(
         self,

@@ -9,7 +9,8 @@ from aggregator import past
 from aggregator.storage.state_folder import StateFolder
 from aggregator.swarm import watching
 from edit.errors import ConfigError
-from edit.view.overlaid import read_beside
+from edit.plain_text import parse_json
+from edit.view.overlaid import HANDED_ON, read_beside
 from editpb.run_status import RunStatus
 
 __all__ = ["kept_status", "runs_beside"]
@@ -21,7 +22,15 @@ def runs_beside(paths: Sequence[Path]) -> dict[str, RunStatus]:
 
 
 def kept_status(path: Path) -> RunStatus:
-    """Return how the run stands of a coordinator's folder, or of that of a member of a swarm. Raises likewise."""
+    """Return how the run stands of a coordinator's folder, or of that of a member of a swarm, or as it was handed on.
+
+    Raises likewise.
+    """
+    if path.parent == HANDED_ON:
+        try:
+            return RunStatus.from_json(parse_json(path.read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: does not say how a run stands ({error})") from error
     if (path / "peer.pem").exists():
         if not (path / "run.toml").exists():
             raise ConfigError(

@@ -54,7 +54,7 @@ class SyncConfig:
     # Inner steps from a contribution to its update, with mode `delayed` or `eager`.
     delay: Annotated[int, Between(1, 1 << 32)] = 1
     # With `delayed`, what becomes of the progress made meanwhile. `replay`: it is added to the new outer parameters; `replace`:
-    # it is dropped; `lerp`: the local parameters become alpha * local + (1 - alpha) * outer.
+    # it is dropped, so delay must be below H; `lerp`: the local parameters become alpha * local + (1 - alpha) * outer.
     mix: Annotated[str, OneOf("replay", "replace", "lerp")] = "replay"
     # The share of the local parameters that is kept with mix = "lerp".
     alpha: Annotated[float, Between(0, 1)] = 0.5
@@ -83,8 +83,19 @@ class SyncConfig:
                 self.delay,
                 f"must not exceed sync.every / sync.groups ({self.interval}): one contribution is on its way at a time",
             )
+            self._check_dropped(self.every, "sync.delay", self.delay)
         if self.milestones:
             self._check_milestones()
+
+    def _check_dropped(self, every: int, key: str, said: object) -> None:
+        """Raise ConfigError where all that a peer has done is dropped just before it contributes, with that H."""
+        if self.mode != "delayed" or self.groups > 1 or not (self.mix == "replace" or (self.mix == "lerp" and self.alpha == 0)):
+            return
+        drops = 'sync.mix = "replace"' if self.mix == "replace" else 'sync.mix = "lerp" and sync.alpha = 0'
+        rule = f"H ({every}) must be above sync.delay ({self.delay}) with {drops}, or nothing is left to contribute"
+        require(self.delay < every, key, said, rule)
+        rule = f"must be false with {drops}: a slow peer's H may fall to sync.delay, and nothing is left to contribute"
+        require(not self.dylu, "sync.dylu", True, rule)
 
     def _check_milestones(self) -> None:
         """Raise ConfigError where H cannot change as `milestones` says, or not with the other settings."""
@@ -102,6 +113,7 @@ class SyncConfig:
             require(every % self.groups == 0 and outer_step % self.groups == 0, key, said, rule)
             rule = f"sync.delay ({self.delay}) must not exceed H / sync.groups ({every // self.groups})"
             require(self.mode != "delayed" or self.delay <= every // self.groups, key, said, rule)
+            self._check_dropped(every, key, said)
             before, now = outer_step, every
         of_time = 'with sync.schedule = "time", where no H says when peers exchange'
         require(self.schedule == "steps", key, self.milestones, f"must be absent {of_time}")

@@ -25,7 +25,7 @@ def choose_outer(*, outer_steps: int, groups: int, every: int, peers: int) -> Ou
 
     A large momentum needs many outer steps to pay: Nesterov with 0.7 / 0.6 below 100, then EDiT's 0.8 / 0.85, but 0.7 / 0.6
     where H is at most 16. It is Nesterov's momentum always, so that a run whose length is changed keeps its state. `peers` is
-    only named: no measurement tells the choice by it.
+    only named: more may join.
     """
     steps = outer_steps // groups
     run = f"{steps} outer steps of each fragment, H {every}, {peers} {'peer' if peers == 1 else 'peers'}"

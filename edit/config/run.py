@@ -372,8 +372,6 @@ class RunConfig:
             require(self.outer.algorithm == "mean", "audit.enabled", True, rule)
             rule = "must be 0 with audit.enabled in a swarm: a signature is of one round"
             require(self.rounds.max_staleness == 0, "rounds.max_staleness", self.rounds.max_staleness, rule)
-        rule = "must be false with aggregators.addresses: one log is kept, of one aggregator"
-        require(not self.aggregators.addresses, "audit.enabled", True, rule)
         if kept := self.audit.keep_contributions:
             rule = "must be 0 with secagg.enabled: a masked contribution is nothing that can be merged once more"
             require(not self.secagg.enabled, "audit.keep_contributions", kept, rule)
@@ -393,9 +391,7 @@ class RunConfig:
         who = self.governance.approvers
         rule = "must be empty with [swarm]: its configuration is fixed when it is founded"
         require(self.swarm is None, "governance.approvers", who, rule)
-        rule = (
-            "must be empty with aggregators.addresses: there is no audit log of several aggregators, in which approvals stand"
-        )
+        rule = "must be empty with aggregators.addresses: each aggregator keeps a log, and approvals stand in one"
         require(not self.aggregators.addresses, "governance.approvers", who, rule)
         rule = "needs audit.enabled = true: approvals are entries of the audit log"
         require(self.audit.enabled, "governance.approvers", who, rule)

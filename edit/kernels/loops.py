@@ -194,7 +194,7 @@ def sdd_encode(blocks: Array, bits: Array, steps: Array, factors: Array, xs: Arr
         if largest < _TINY or largest >= _INFINITE:
             steps[b] = _ZERO if largest < _TINY else _NAN
         else:
-            exponent = (largest >> 23) - 126 - 13  # of the step
+            exponent = (int(largest) >> 23) - 126 - 13  # of the step
             steps[b] = np.float32(2.0**exponent)
             factor = np.float32(2.0**-exponent)
             for i in range(block.shape[0]):

@@ -76,6 +76,19 @@ class JudgedClaims:
     # Who is OK in every fragment.
     survivors: frozenset[str]
 
+    def shortage(self, least: int) -> str:
+        """Return why the sound are too few for a sum although the complete are not, or ''. least: how many a sum has."""
+        bad = {
+            peer: verdict
+            for judged in self.verdicts.values()
+            for peer, verdict in sorted(judged.items())
+            if verdict is not Verdict.OK
+        }
+        if len(self.survivors) >= least or len(self.survivors) + len(bad) < least:
+            return ""
+        named = ", ".join(f"{peer} is {verdict.name}" for peer, verdict in sorted(bad.items()))
+        return f"{named}: {len(self.survivors)} sound contributions are left, and a sum has at least {least}"
+
 
 def judge_claims(
     claims: Mapping[int, Sequence[Measured]], before: Mapping[int, Mapping[str, NormStatistics]], config: PenaltyConfig

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Self
@@ -51,7 +51,7 @@ from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict
 from edit.trust.mask_grid import BLOCK, first_exponent, grid_exponents, largest
 from edit.trust.mask_plan import FragmentPlan
 
-__all__ = ["MergeRecord", "OuterState", "Staged"]
+__all__ = ["Each", "MergeRecord", "OuterState", "Staged"]
 
 # With lr at most _MAX_LR, eps at least _MIN_EPS and no magnitude above _SAFE, a step stays below 1e16, and its square, which
 # some codecs take, within fp32.
@@ -123,6 +123,10 @@ class _Fragment:
     average: Average | None = None
     # Neither theta nor a slot nor the residual has a larger magnitude; infinity: it was not measured.
     largest: float = math.inf
+
+
+Each = Callable[[Callable[[MergeRecord], FragmentCommit], Iterable[MergeRecord]], Iterable[FragmentCommit]]
+"""`map`, or what calls for several records at a time; the results come in order."""
 
 
 class OuterState:
@@ -446,38 +450,42 @@ class OuterState:
         injection: Injection | None = None,
         staged: Mapping[int, Staged] | None = None,
         trust: Mapping[str, Trust] | None = None,
+        each: Each = map,
     ) -> Commit:
         """Apply the records of the fragments that are due, all of them, and advance; return what is to be published.
 
         records: emptied on the way, so that their memory is free. staged: what `stage` returned for some of them at this outer
         step and with this injection, by fragment. trust: what scorers have said of peers until then, which the outer steps
-        after it are merged with; None: what they had said before.
+        after it are merged with; None: what they had said before. each: calls what applies one record with each of
+        them.
 
         Raises LocalProtocolError unless there is one record for each of `due`, made at this outer step, RemoteProtocolError for
         a payload that cannot be decoded; then nothing has changed. Any later error is a bug that leaves the state half changed.
         """
         records[:] = sorted(self.check(records), key=lambda record: record.fragment_id)
-        known, fragments = staged or {}, []
-        while records:
-            record = records.pop(0)
+        known = staged or {}
+
+        def taken() -> Iterator[MergeRecord]:
+            while records:
+                yield records.pop(0)
+
+        def advanced(record: MergeRecord) -> FragmentCommit:
             step = self._advance(record, injection, known.get(record.fragment_id))
-            fragments.append(
-                FragmentCommit(
-                    fragment_id=record.fragment_id,
-                    payload=step.payload,
-                    verdicts=record.verdicts,
-                    merged_norm=record.merged_norm,
-                    clip=record.clip,
-                )
+            return FragmentCommit(
+                fragment_id=record.fragment_id,
+                payload=step.payload,
+                verdicts=record.verdicts,
+                merged_norm=record.merged_norm,
+                clip=record.clip,
             )
+
+        fragments = tuple(each(advanced, taken()))
         self._turn_to(self._outer_step + 1)
         if injection is not None:
             self._injected = injection.brings
         if trust is not None:
             self._trust = trust
-        return Commit(
-            outer_step=self._outer_step, round_id=round_id, digest=self.digest, reason=reason, fragments=tuple(fragments)
-        )
+        return Commit(outer_step=self._outer_step, round_id=round_id, digest=self.digest, reason=reason, fragments=fragments)
 
     def stage_plugins(
         self, records: Sequence[MergeRecord], injection: Injection | None, staged: Mapping[int, Staged]
@@ -588,7 +596,8 @@ class OuterState:
         """Leave theta of fragment i to those who hold it, if anybody does, and go on with a copy."""
         lent, self._lent[i] = self._lent[i], None
         if lent is not None and lent() is not None:
-            self._fragments[i].theta = self._fragments[i].theta.clone()
+            theta = self._fragments[i].theta
+            self._fragments[i].theta = new_vector(theta.numel()).copy_(theta)
 
     def _steps(
         self, i: int, mean: EncodedTensor | None, injected: Tensor | None, owed: Residual | None, *, replaces: bool

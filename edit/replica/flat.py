@@ -95,7 +95,39 @@ def load_fragment(outer: Tensor, parameters: Sequence[Tensor]) -> None:
     _wait(parameters)
 
 
-class LocalVector:
+class _Joined:
+    """Contiguous parameters on one device as one flat vector that shares their memory."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._flat = [parameter.detach().view(-1) for parameter in parameters]
+        self._starts = list(itertools.accumulate((flat.numel() for flat in self._flat), initial=0))
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._flat[0].device
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self._starts[-1]
+
+    def pieces(self, part: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Yield what each parameter has of a part of the vector: where it stands in the part, and its memory."""
+        starts, flat = self._starts, self._flat
+        i = bisect.bisect_right(starts, part.start) - 1
+        while i < len(flat) and starts[i] < part.stop:
+            begin, end = max(starts[i], part.start), min(starts[i + 1], part.stop)
+            if begin < end:
+                yield slice(begin - part.start, end - part.start), flat[i][begin - starts[i] : end - starts[i]]
+            i += 1
+
+    def check(self, outer: Tensor, earlier: Tensor | None) -> None:
+        """Raise LocalProtocolError unless the vectors of a pseudo-gradient are as long."""
+        if any(vector.numel() != self.numel() for vector in (outer, *(() if earlier is None else (earlier,)))):
+            raise LocalProtocolError(f"a fragment of {self.numel()} elements was given a vector of {outer.numel()}")
+
+
+class LocalVector(_Joined):
     """The parameters of a fragment as one flat vector that shares their memory. Does not take gradients along.
 
     Raises LocalProtocolError unless `readable`.
@@ -104,21 +136,12 @@ class LocalVector:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         if not self.readable(parameters):
             raise LocalProtocolError("only contiguous parameters on the CPU are one vector")
-        self._flat = [parameter.detach().view(-1) for parameter in parameters]
-        self._starts = list(itertools.accumulate((flat.numel() for flat in self._flat), initial=0))
+        super().__init__(parameters)
 
     @staticmethod
     def readable(parameters: Sequence[Tensor]) -> bool:
         """Return whether all are contiguous and on the CPU."""
         return all(parameter.device.type == "cpu" and parameter.is_contiguous() for parameter in parameters)
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self._starts[-1]
-
-    def pieces(self, part: slice) -> Iterator[tuple[slice, Tensor]]:
-        """Yield what each parameter has of a part of the vector: where it stands in the part, and its memory."""
-        return _pieces(self._flat, self._starts, part)
 
     def write(self, part: slice, values: Tensor) -> None:
         """Write flat fp32 `values` into a part of the vector, rounding to the parameters' dtypes."""
@@ -134,8 +157,7 @@ class PseudoGradient:
     """
 
     def __init__(self, outer: Tensor, local: LocalVector, earlier: Tensor | None = None) -> None:
-        if any(vector.numel() != local.numel() for vector in (outer, *(() if earlier is None else (earlier,)))):
-            raise LocalProtocolError(f"a fragment of {local.numel()} elements was given a vector of {outer.numel()}")
+        local.check(outer, earlier)
         self._outer, self._local, self._earlier = outer, local, earlier
         self._scratch = torch.empty(min(PIECE, outer.numel()))
 
@@ -165,27 +187,25 @@ class DevicePseudoGradient:
     """
 
     def __init__(self, outer: Tensor, parameters: Sequence[Tensor], earlier: Tensor | None = None) -> None:
-        self._flat = [parameter.detach().view(-1) for parameter in parameters]
-        self._starts = list(itertools.accumulate((flat.numel() for flat in self._flat), initial=0))
-        if any(vector.numel() != self.numel() for vector in (outer, *(() if earlier is None else (earlier,)))):
-            raise LocalProtocolError(f"a fragment of {self.numel()} elements was given a vector of {outer.numel()}")
+        self._local = _Joined(parameters)
+        self._local.check(outer, earlier)
         self._outer, self._earlier = outer, earlier
 
     @property
     def device(self) -> torch.device:
         """Of the parameters."""
-        return self._flat[0].device
+        return self._local.device
 
     def numel(self) -> int:
         """Return the number of elements."""
-        return self._starts[-1]
+        return self._local.numel()
 
     def __getitem__(self, part: slice) -> Tensor:
         delta = torch.empty(part.stop - part.start, device=self.device).copy_(self._outer[part], non_blocking=True)
         before = None
         if self._earlier is not None:
             before = self._earlier[part].to(self.device, non_blocking=True)
-        for here, now in _pieces(self._flat, self._starts, part):
+        for here, now in self._local.pieces(part):
             held = delta[here]
             if now.dtype != torch.float32:
                 held.copy_(held.to(now.dtype))
@@ -196,16 +216,6 @@ class DevicePseudoGradient:
 def is_finite(vector: Tensor) -> bool:
     """Return whether no element is NaN or infinite; one pass, which torch.isfinite(...).all() is not."""
     return not vector.numel() or all(math.isfinite(value.item()) for value in torch.aminmax(vector))
-
-
-def _pieces(flat: Sequence[Tensor], starts: Sequence[int], part: slice) -> Iterator[tuple[slice, Tensor]]:
-    """Yield what each of the tensors, one after the other, has of a part of the whole; see `LocalVector.pieces`."""
-    i = bisect.bisect_right(starts, part.start) - 1
-    while i < len(flat) and starts[i] < part.stop:
-        begin, end = max(starts[i], part.start), min(starts[i + 1], part.stop)
-        if begin < end:
-            yield slice(begin - part.start, end - part.start), flat[i][begin - starts[i] : end - starts[i]]
-        i += 1
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -53,7 +53,7 @@ _RAW = serialization.Encoding.Raw, serialization.PublicFormat.Raw
 class Checkpoint:
     """What a log says of itself: so many leaves, under this root."""
 
-    origin: str  # of the log, `edit/RUN_ID`: it is the name of its key, too
+    origin: str  # of the log, as `edit/RUN_ID`: it is the name of its key, too
     size: int
     root: bytes  # 32 bytes
 

@@ -641,6 +641,11 @@ class MaskServer:
         self._shares, self._reveals = {}, {}
         return [Aborted(reason=reason, blamed=blamed)]
 
+    @property
+    def least(self) -> int:
+        """How many peers the sum has at least. Raises StaleError while the roster is not complete."""
+        return max(self._threshold(), self._quorum, self._min_peers)
+
     def _threshold(self) -> int:
         return self._known_roster().threshold
 
@@ -730,9 +735,8 @@ class MaskServer:
         if self.step is not ServerStep.COLLECTING:
             raise StaleError(f"a masked round that is {self.step.name} is not closed")
         self.survivors = complete.intersection(self._shares)
-        least = max(self._threshold(), self._quorum, self._min_peers)
-        if len(self.survivors) < least:
-            return self._abort(f"{len(self.survivors)} masked vectors are complete, at least {least} are needed")
+        if len(self.survivors) < self.least:
+            return self._abort(f"{len(self.survivors)} masked vectors are complete, at least {self.least} are needed")
         self._go(ServerStep.CONFIRMING, now + self._answer_s)
         return [AskConfirm(survivors=self.survivors)]
 

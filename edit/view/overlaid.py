@@ -10,9 +10,10 @@ from pathlib import Path
 from edit.errors import ConfigError, TransportError
 from editpb.run_status import SHARES, Curve, RunStatus
 
-__all__ = ["MOST_BESIDE", "mean", "overlaid", "read_beside"]
+__all__ = ["HANDED_ON", "MOST_BESIDE", "mean", "overlaid", "read_beside"]
 
 MOST_BESIDE = 8  # runs
+HANDED_ON = Path("/dev/fd")  # below it: how a run stands, as JSON, in a file that another process has opened
 _SEVERAL = {"bytes_in": " received", "bytes_out": " sent", **{kind: f" {kind}" for kind in SHARES}}  # drawn together
 
 

@@ -5,6 +5,7 @@ The plan of a round follows from theta's outer step, so a contribution that is m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -72,12 +73,13 @@ class GridStaging:
     def stage(self, i: int, own: Vector) -> tuple[EncodedTensor, float]:
         """Encode fragment i; return it and the norm of u over the whole replica. All ranks call it, also with nothing of it.
 
-        A vector that is not finite is sent as zeros; its norm says so.
+        A vector that is not finite is sent as zeros, and its norm as inf: NaN would equal no other rank's.
         """
         ranks, shard, plan = self._layout.ranks, self._layout.owned[i], self.plans[i]
         if i not in self.norms:
             found = norm_of_pieces(shard.numel, self._feedback.owed(i, own)) if shard.numel else 0.0
-            self.norms[i] = whole_norm(ranks.collect(found))
+            whole = whole_norm(ranks.collect(found))
+            self.norms[i] = whole if math.isfinite(whole) else math.inf
         norm = self.norms[i]
         exponents, block = _exponents(plan, shard)
         weight = weight_of(norm, plan.reference, self._penalty)

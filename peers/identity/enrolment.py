@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
+from editpb.audit_log import log_origin
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, VERSION, Invitation, guest_key, is_endpoint
 from editpb.transport.status import from_rpc, handshake_refusal
@@ -92,7 +93,7 @@ def join(
     authority = _authority(invited)
     key = folder.make_key()
     if invited.log_key:
-        pinned_key(home, invited.log_key, invited.identity.run_id)
+        pinned_key(home, invited.log_key, log_origin(invited.identity.run_id))
     request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
     reply = _first_answer(invited, lambda door: _call(door, authority, request, timeout_s))
     _check_reply(reply, invited, authority, key)

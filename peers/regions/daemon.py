@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from editpb.transport.send_limit import UNLIMITED, SendLimit, send_limit
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective, Siblings, read_configuration
 from peers.carriers.hub.control_stream import ConfigParser
+from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.hub.site import NOWHERE, Site
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted, leaving
@@ -39,18 +40,24 @@ LOOK_S = 0.5  # between two looks at the run below
 _log = logging.getLogger("peers")
 
 
-def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: frozenset[str] = frozenset()) -> None:
+def run_region(
+    home: Path,
+    below: Path,
+    max_mbit: float | None = None,
+    allowed: frozenset[str] = frozenset(),
+    members: Mapping[str, str] | None = None,
+) -> None:
     """Be the peer that `home` is enrolled as, on behalf of the run that `below` is enrolled in.
 
     Returns when one of the runs has finished, or at the first SIGINT or SIGTERM. max_mbit: what is sent to the run above, per
-    second. allowed: codecs that are plug-ins, which this operator trusts. Raises ConfigError, RefusedError, EvictedError.
+    second. allowed: codecs that are plug-ins, which this operator trusts. members: of the run above, as
+    `SitePolicy.members` takes them. Raises ConfigError, RefusedError, EvictedError.
     """
     upper, lower = _enrolled(home, "peer", "the run above"), _enrolled(below, "region", "the run below")
     if upper.run_id == lower.run_id:
         raise ConfigError(f"--home {home} and --below {below} are of the same run {upper.run_id}")
-    policy = SitePolicy.load(home, upper.identity, PeerFolder(home).key)
-    if policy.require.secagg:
-        raise ConfigError(f"{home / 'policy.toml'}: require.secagg = true: a region cannot be part of a masked run")
+    folder = PeerFolder(home)
+    policy = SitePolicy.load(home, upper.identity, folder.key)
     if policy.protect.clip:
         clip = f"protect.clip = {policy.protect.clip:g}"
         raise ConfigError(f"{home / 'policy.toml'}: {clip}: the progress of a whole run is not shortened; remove it")
@@ -64,7 +71,7 @@ def run_region(home: Path, below: Path, max_mbit: float | None = None, allowed: 
                 SentFile(home / "sent.safetensors", upper.run_id),
                 send_limit(max_mbit, home, policy.limits.max_gb_per_day),
                 allowed,
-                site=site_of(policy, PeerFolder(home)),
+                site=site_of(policy, folder, MaskFolder(folder.revealed, policy.members(members, "--members"))),
             )
             for path, enrolled, channels in ((home, upper, regional.above), (below, lower, regional.below)):
                 io.spawn(Renewal(PeerFolder(path), enrolled, channels).keep())

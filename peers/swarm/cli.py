@@ -15,6 +15,7 @@ from edit.errors import ConfigError
 from edit.view.again import WatchOption
 from peers.command_options import (
     AllowOption,
+    BesideOption,
     DhtPeersOption,
     HomeOption,
     HoursOption,
@@ -61,15 +62,6 @@ MetricsListenOption = Annotated[
         metavar="HOST:PORT",
         help="Serve /metrics (for Prometheus), /healthz and /readyz of this member's host there: plain HTTP without a "
         "password. Losses are included only with membership.share_losses. Default: none.",
-    ),
-]
-BesideOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--beside",
-        metavar="FOLDER",
-        help="Draw the curves of another run, too: the folder of a member or an observer of a swarm, or of a coordinator. "
-        "Repeatable.",
     ),
 ]
 InvitationArgument = Annotated[
@@ -563,8 +555,14 @@ def rejoin(home: HomeOption = Path("edit-peer")) -> None:
 
 
 def beside_words(paths: list[Path] | None) -> list[object]:
-    """Return --beside as `operate` takes it."""
-    return [word for path in paths or () for word in ("--beside", path)]
+    """Return --beside as `operate` takes it: how a run with a coordinator stands is asked here, with its member's certificate,
+    and handed on as an open file.
+
+    Raises ConfigError, TransportError, and what that run answers.
+    """
+    from peers.swarm.beside import handed_on
+
+    return [word for path in paths or () for word in ("--beside", handed_on(path) or path)]
 
 
 def operate(*words: object) -> NoReturn:

@@ -64,7 +64,7 @@ class Tokens:
         count = -(-len(self) // piece)
         for number in range(count) if count <= pieces else np.linspace(0, count - 1, pieces, dtype=np.int64):
             ids = self.array[int(number) * piece : (int(number) + 1) * piece]
-            if int(ids.max()) >= self.vocabulary:
+            if int(np.max(ids)) >= self.vocabulary:
                 self._refuse(int(number) * piece + int(np.argmax(ids >= self.vocabulary)))
 
     def _refuse(self, place: int) -> NoReturn:

@@ -83,6 +83,7 @@ __all__ = [
     "genesis_entry",
     "is_masked",
     "is_signed_part",
+    "log_origin",
     "score_entry",
     "seen_heads",
     "verify_signatures",
@@ -122,6 +123,11 @@ class LogFault(EditError):
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------------------
+
+
+def log_origin(run_id: str, aggregator: int = 0) -> str:
+    """Return the name of a log and of its key: each aggregator of a run keeps a log of its fragments; 0: the coordinator."""
+    return f"edit/{run_id}/{aggregator}" if aggregator else f"edit/{run_id}"
 
 
 def entry_line(tree: MerkleTree, time: float, entry: Mapping[str, object]) -> bytes:
@@ -849,17 +855,22 @@ class LogVerifier:
                 raise LogFault(f"{where} with the root {head.root.hex()}")
 
     def _count(self, entry: _Entry) -> None:
-        fragments = entry["fragments"]
+        fragments, tokens = entry["fragments"], PART.index("tokens")
         for peer in entry["missing"]:
-            self.usage.setdefault(peer, Usage()).missing += 1
+            self._usage_of(peer).missing += 1
         shares = dict.fromkeys(entry["contributions"], 0.0)
         for fragment in fragments:
             for peer, (verdict, _, weight, *_) in fragment["verdicts"].items():
-                self.usage.setdefault(peer, Usage()).verdicts[verdict] += 1
+                self._usage_of(peer).verdicts[verdict] += 1
                 shares[peer] += float.fromhex(weight)
         for peer, share in shares.items():
             if share > 0:
                 usage = self.usage[peer]
                 usage.outer_steps += 1
                 usage.share += share / len(fragments)
-                usage.tokens += max(part[PART.index("tokens")] for part in entry["contributions"][peer]["parts"])
+                usage.tokens += max(part[tokens] for part in entry["contributions"][peer]["parts"])
+
+    def _usage_of(self, peer: str) -> Usage:
+        if (known := self.usage.get(peer)) is None:
+            known = self.usage[peer] = Usage()
+        return known

@@ -215,8 +215,10 @@ class TestExport:
         named = load_file(out)
         assert list(named) == [f"l{i}.weight" for i in range(5)]
         assert all(torch.equal(named[f"l{i}.weight"].view(-1), value) for i, value in enumerate(values))
+        shares = [digest([values[i] for i in share]) for share in assign(self.schema, 3)]
         with safe_open(out, "pt") as file:
-            assert file.metadata() == {"run_id": coordinator.run_id, "outer_step": "0", "digest": digest(values)}
+            said = {"run_id": coordinator.run_id, "outer_step": "0", "digest": digest(values), "digests": ", ".join(shares)}
+            assert file.metadata() == said
 
     def test_folders_that_are_not_those_of_one_run_are_refused(self, coordinator: StateFolder, tmp_path: Path) -> None:
         folders, _ = self.parts(coordinator)

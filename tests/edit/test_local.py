@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, StorageConfig, SyncConfig
-from edit.errors import LocalProtocolError, RefusedError
+from edit.errors import LocalProtocolError, RefusedError, RemoteProtocolError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, plan_fragments
 from edit.local import LocalCollective, LocalRun
@@ -17,6 +18,8 @@ from edit.merging.merge import Measured
 from edit.merging.mergers import Admitted, Rejected
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Verdict
 from edit.worker.worker import EditWorker, WorkerConfig
+from editpb.data_messages import contribution_header_from_pb, contribution_header_to_pb
+from editpb.messages import ContributionHeader
 from tests.support.encoded import LOSSY, encode
 from tests.support.models import regression_batches, small_mlp
 from tests.support.scripted_peer import flat
@@ -223,6 +226,37 @@ def founded(names: Sequence[str], **sections: object) -> tuple[LocalRun, list[Lo
     for side in sides:
         side.join(plan_fragments(small_mlp().named_parameters()), lambda: flat(small_mlp()))
     return run, sides
+
+
+@pytest.mark.parametrize("inner_steps", [0, 1, 7])
+@pytest.mark.parametrize("tokens", [-1, 0, 5])
+@pytest.mark.parametrize("norm", [None, 0.0, 2.5, math.inf, -1.0, math.nan])
+def test_it_takes_the_numbers_that_an_aggregator_takes(inner_steps: int, tokens: int, norm: float | None) -> None:
+    _, (a,) = founded(["a"])
+    schema = plan_fragments(small_mlp().named_parameters())
+    payload = encode("fp32", torch.ones(schema.fragments[0].numel))
+    said = Contribution(outer_step=0, fragment_id=0, inner_steps=inner_steps, tokens=tokens, payload=payload, norm=norm)
+    header = ContributionHeader(
+        run_id="run",
+        round_id=1,
+        outer_step=0,
+        peer_id="a",
+        fragment_id=0,
+        schema_hash=schema.schema_hash,
+        inner_steps=inner_steps,
+        tokens=tokens,
+        codec="fp32",
+        numel=payload.numel,
+        total_bytes=memoryview(payload.data).nbytes,
+        norm=norm,
+    )
+    try:
+        contribution_header_from_pb(contribution_header_to_pb(header), schema)
+    except (RemoteProtocolError, ValueError):  # protobuf's, for what is negative
+        with pytest.raises(LocalProtocolError, match="fragment 0: a contribution of"):
+            a.contribute(said)
+    else:
+        a.contribute(said)
 
 
 def test_a_round_commits_with_the_last_fragment_of_the_last_peer() -> None:

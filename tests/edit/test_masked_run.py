@@ -20,7 +20,7 @@ from edit.config.run import (
     SecaggConfig,
     SyncConfig,
 )
-from edit.errors import ConfigError, RefusedError, RemoteProtocolError
+from edit.errors import ConfigError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.local import LocalCollective, LocalRun
 from edit.merging.masked import weight_of
@@ -170,9 +170,17 @@ def test_too_few_sound_contributions_are_never_summed_up() -> None:
         peer.step(gradient)
     for i, peer in enumerate(peers[:3]):
         peer.step(gradients(1)[i] * (math.nan if i < 2 else 1))
-    with pytest.raises(RefusedError, match="2 contributions are sound, at least 3 are summed up"):
-        peers[3].step(gradients(1)[3])
-    assert run.state.outer_step == 1
+    theta = run.state.theta[0].clone()
+    peers[3].step(gradients(1)[3])
+    for peer in peers:
+        peer.worker.synchronize()
+        assert torch.equal(peer.weight, theta)
+    assert run.state.outer_step == 2 and torch.equal(run.state.theta[0], theta)
+    verdicts = [each.verdict for each in run._commits[-1].fragments[0].verdicts]
+    assert verdicts == [Verdict.NONFINITE, Verdict.NONFINITE, Verdict.REJECTED, Verdict.REJECTED]
+    for peer, gradient in zip(peers, gradients(2), strict=True):
+        peer.step(gradient)
+    assert run.state.outer_step == 3 and not torch.equal(run.state.theta[0], theta)
 
 
 class Lying(LocalCollective):

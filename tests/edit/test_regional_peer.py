@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from edit.config.run import CodecConfig, OuterConfig, PrivacyConfig, RoundsConfig, RunConfig, StorageConfig, SyncConfig
+from edit.config.run import (
+    CodecConfig,
+    OuterConfig,
+    PrivacyConfig,
+    RoundsConfig,
+    RunConfig,
+    SecaggConfig,
+    StorageConfig,
+    SyncConfig,
+)
 from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 from edit.local import LocalRun
@@ -20,7 +29,7 @@ from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.regions import ABOVE, EVERY, Inner, Site, upper_config
 from tests.support.scripted_peer import flat
-from tests.support.trainee import config
+from tests.support.trainee import EXACT, config
 
 
 def close(a: list[Tensor], b: list[Tensor], tolerance: float = 1e-5) -> bool:
@@ -106,6 +115,47 @@ def test_what_is_in_below_leaves_nothing_and_p_is_then_the_same_bits(up: str, do
         assert all(torch.equal(a, b) for a, b in zip(ours, east.run.state.theta, strict=True))
         for site in (east, west):
             site.hand_down()
+
+
+@pytest.mark.parametrize("below_too", [False, True])
+def test_regions_mask_their_contributions_above_and_their_peers_below(below_too: bool) -> None:
+    """The sums are those without masks, but for the 32-bit grid."""
+    masks: dict[str, object] = {
+        "secagg": SecaggConfig(enabled=True, bits=32, max_peers=4),
+        "rounds": RoundsConfig(start_peers=3, quorum=3),
+        "codec": CodecConfig(down="fp32"),
+    }
+    above = upper_config(**masks)
+    seeds = {"east": [1, 2, 7], "west": [3, 4, 8], "north": [5, 6, 9]}
+    upper, naive = LocalRun(above, list(seeds)), Naive(seeds)
+    sites = tuple(Site(upper, above, name, of, **masks if below_too else {"codec": EXACT}) for name, of in seeds.items())
+    for turn in range(1, 6):
+        turns(sites, 1)
+        naive.turn()
+        assert upper.state.outer_step == turn
+        assert close(upper.state.theta, naive.theta)
+        assert all(close(site.run.state.theta, naive.below[site.name]) for site in sites)
+    site = sites[0]
+    turns(sites, 1)
+    site.turn()
+    assert all(torch.equal(a, b) for a, b in zip(site.region._whole(), site.run.state.theta, strict=True))
+
+
+def test_a_region_in_a_masked_run_goes_on_where_it_was_and_sends_what_is_new_once() -> None:
+    masks = {"secagg": SecaggConfig(enabled=True, bits=32, max_peers=4), "rounds": RoundsConfig(start_peers=3, quorum=3)}
+    above = upper_config(codec=CodecConfig(down="fp32"), sync=SyncConfig(every=2 * EVERY, outer_steps=1000), **masks)
+    upper = LocalRun(above, ["east", "west", "north"])
+    sites = tuple(Site(upper, above, name, [i, i + 5]) for i, name in enumerate(("east", "west", "north")))
+    turns(sites, 3)
+    east = sites[0]
+    progress = [a - b for a, b in zip(east.run.state.theta, upper.state.theta, strict=True)]
+    east.crash()
+    east.join()
+    assert close([a - b for a, b in zip(east.region._whole(), upper.state.theta, strict=True)], progress, 0.0)
+    turns(sites, 1)
+    assert upper.state.outer_step == 2
+    mean = [sum(parts) / 3 for parts in zip(*(site.run.state.theta for site in sites), strict=True)]
+    assert close(upper.state.theta, mean)
 
 
 def test_the_run_above_may_exchange_less_often() -> None:
@@ -417,7 +467,7 @@ def test_momentum_below_does_not_see_what_is_injected() -> None:
 
 
 def test_a_rolled_back_round_still_takes_what_is_injected() -> None:
-    run = LocalRun(config(rounds=RoundsConfig()), ["a"])
+    run = LocalRun(config(rounds=RoundsConfig(), sync=SyncConfig(every=EVERY, outer_steps=1000)), ["a"])
     peer = Inner(run, "a", 1, 0)
     before = [part.clone() for part in run.state.theta]
     run.inject(injection(run))

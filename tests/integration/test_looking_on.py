@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import shlex
+import subprocess
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,12 @@ from typer.testing import CliRunner
 from aggregator.storage.state_folder import StateFolder
 from aggregator.swarm.beside import kept_status
 from edit.errors import ConfigError, EditError, EvictedError, TransportError
+from edit.view.overlaid import HANDED_ON
 from editpb.run_status import RunStatus
-from peers.beside import runs_beside
 from peers.cli import app
 from peers.identity.peer_folder import PeerFolder
+from peers.swarm.beside import runs_beside
+from peers.swarm.cli import beside_words
 from peers.watching import reached
 from tests.integration.test_readme import run
 from tests.support.loops import on_a_loop, until
@@ -94,6 +99,18 @@ async def test_an_observer_compares_a_run_with_others(tmp_path: Path) -> None:
         await joined(folder, home, "observer")
         others = [word for path in (home, ended.path) for word in ("--beside", str(path))]
         said = await asyncio.to_thread(run, ["edit-peer", "report", "--home", str(home), "--out", str(out), *others])
+        # The report of a swarm is another program, which is given how the run stands.
+        beside = await asyncio.to_thread(beside_words, [home, ended.path])
+    assert beside[::2] == ["--beside", "--beside"] and beside[3] == ended.path
+    told = beside[1]
+    assert isinstance(told, Path) and told.parent == HANDED_ON and kept_status(told).run_id == folder.run_id
+    heard = await asyncio.to_thread(partial(subprocess.check_output, ["cat", told], close_fds=False))
+    assert RunStatus.from_json(json.loads(heard)).run_id == folder.run_id
+    os.close(int(told.name))
+    with pytest.raises(ConfigError, match="does not say how a run stands"):
+        kept_status(told)
+    with pytest.raises(TransportError, match=f"--beside {home}: the coordinator at"):
+        await asyncio.to_thread(beside_words, [home])
     assert said.startswith(f"{out}: ") and f'"run {ended.run_id}"' in out.read_text(encoding="utf-8")
     nobody = tmp_path / "nobody"
     with pytest.raises(ConfigError, match="nobody"):

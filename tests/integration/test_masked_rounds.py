@@ -304,6 +304,37 @@ def test_where_an_opened_sum_came_to_no_commit_and_a_peer_is_gone_the_outer_step
         assert not torch.equal(here.run.rounds.outer.theta[0], before)
 
 
+def test_where_too_few_are_sound_nothing_is_opened_or_merged_and_all_go_back_to_the_outer_parameters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tried again with what they have trained since, they would be no nearer."""
+    folder = new_folder(tmp_path / "run", toml=toml(more="[audit]\nenabled = true"))
+    with running(folder) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, NAMES)
+        before = here.run.rounds.outer.theta[0].clone()
+        for name in "ac":
+            with torch.no_grad():
+                next(peers[name].model.parameters()).fill_(torch.nan)
+        exchange(peers, NAMES)
+        assert (
+            "outer step 2: a is NONFINITE, c is NONFINITE: 2 sound contributions are left, and a sum has at least 3"
+            in caplog.text
+        )
+        rejected, lost = Verdict.REJECTED, Verdict.NONFINITE
+        verdicts = [each.verdict for each in here.run.recent_rounds[-1].fragments[0].verdicts]
+        assert verdicts == [lost, rejected, lost, rejected]
+        assert torch.equal(here.run.rounds.outer.theta[0], before)
+        assert all(torch.isfinite(each).all() for name in NAMES for each in peers[name].model.parameters())
+        exchange(peers, NAMES)
+        assert {(peer.worker.outer_step, peer.worker.digest) for peer in peers.values()} == {(3, here.run.rounds.outer.digest)}
+        assert not torch.equal(here.run.rounds.outer.theta[0], before)
+    log = LogVerifier()
+    for line in (folder.path / "audit-log.jsonl").read_bytes().splitlines():
+        log.take(line)
+    assert (log.commits, log.confirmed, log.unconfirmed) == (3, 2, 0)
+
+
 def test_who_is_shown_another_plan_shares_no_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, now = new_folder(tmp_path / "run", toml=toml()), [100.0]
     clock = Clock(monotonic=lambda: now[0])

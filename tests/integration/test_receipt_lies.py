@@ -18,6 +18,7 @@ from edit.trust.checkpoints import Cosigner, LogSigner, NoteKey, signature_of
 from edit.trust.merkle import MerkleTree, leaf_hash
 from edit.trust.signatures import key_hash
 from editpb import data_pb2
+from editpb.audit_log import log_origin
 from editpb.data_messages import receipt_from_pb, receipt_to_pb, update_manifest_from_pb, update_request_to_pb
 from editpb.limits import MAX_ENTRY_BYTES, MAX_PROOF_HASHES, MAX_SEEN_PROOFS
 from editpb.messages import ContributionHeader, LogReceipt, SeenHead, UpdateManifest, UpdateRequest, Welcome
@@ -458,20 +459,21 @@ def test_an_update_without_a_receipt_is_refused_and_one_that_came_late_is_asked_
 
 
 def test_the_first_key_that_is_said_counts(told: Told, tmp_path: Path) -> None:
-    key, run_id = told.signer.key.text(), told.expected.run_id
-    assert pinned_key(tmp_path, key, run_id).text() == key == (tmp_path / "log.vkey").read_text().strip()
+    key, origin = told.signer.key.text(), log_origin(told.expected.run_id)
+    assert pinned_key(tmp_path, key, origin).text() == key == (tmp_path / "log.vkey").read_text().strip()
     other = LogSigner(told.signer.key.name, LogSigner.new_key()).key.text()
     for said, why in ((other, "knows another key of the run's audit log"), ("", "does not say the log's key")):
         with pytest.raises(Exception, match=why):
-            pinned_key(tmp_path, said, run_id)
+            pinned_key(tmp_path, said, origin)
     new = tmp_path / "new"
     new.mkdir()
     for said, why in (
         ("x", "not the public key of a log"),
         (LogSigner("edit/b", LogSigner.new_key()).key.text(), "the log edit/b"),
+        (LogSigner(f"{origin}/1", LogSigner.new_key()).key.text(), f"the log {origin}/1, this one's is {origin}"),
     ):
         with pytest.raises(Exception, match=why):
-            pinned_key(new, said, run_id)
+            pinned_key(new, said, origin)
     assert not (new / "log.vkey").exists()
 
 

@@ -22,6 +22,7 @@ from edit.records import Verdict
 from edit.worker.worker import EditWorker
 from editpb.identity import Identity
 from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
+from peers.carriers.hub.all_aggregators import AllAggregators
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.run_connection import Interrupted
@@ -73,6 +74,18 @@ def train(fake: FakeCoordinator, folder: Path, **rest: object) -> None:
     attend(options, Channels([f"127.0.0.1:{fake.port}"]), Identity(RUN_ID, "peer", "a"), CPU)
 
 
+def hear_every_step(fake: FakeCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A throttled peer does not pause by the clock, but until the coordinator has heard of its step, or it of the run's end."""
+
+    def pause(self: AllAggregators, seconds: float) -> None:
+        heard, seen = len(fake.heartbeats), self._connections[0]
+        fake.await_(lambda f: len(f.heartbeats) >= heard + 2 or f.view.phase is RunPhase.FINISHED)  # the first may be older
+        if fake.view.phase is RunPhase.FINISHED:
+            self._io.wait(lambda: ((view := seen.last_view) and view.phase is RunPhase.FINISHED) or None, timeout=10)
+
+    monkeypatch.setattr(AllAggregators, "pause", pause)
+
+
 def test_a_peer_trains_until_the_run_has_finished_and_says_goodbye(tmp_path: Path) -> None:
     with coordinator() as fake:
         train(fake, tmp_path, metrics=tmp_path / "metrics.jsonl")
@@ -90,7 +103,9 @@ def test_a_peer_trains_until_the_run_has_finished_and_says_goodbye(tmp_path: Pat
     assert [line["step"] for line in lines if line["kind"] == "step"] == [10]
 
 
-def test_a_run_that_has_used_up_its_privacy_ends_the_peer_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_has_used_up_its_privacy_ends_the_peer_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     why = "privacy.epsilon_max = 4: one more outer step would exceed it"
 
     def end(fake: FakeCoordinator, beat: Heartbeat) -> None:
@@ -104,13 +119,14 @@ def test_a_run_that_has_used_up_its_privacy_ends_the_peer_and_says_so(tmp_path: 
         fake.config = RunConfig.from_json(json.dumps({**run, "privacy": privacy}))
         fake.script = FakeCoordinator.commit
         fake.on_heartbeat = end
-        train(fake, tmp_path, throttle=200.0)
+        hear_every_step(fake, monkeypatch)
+        train(fake, tmp_path, throttle=2.0)
     (said,) = [message for message in caplog.messages if message.startswith("the run has finished")]
     assert said.endswith(why)
 
 
 def test_a_run_that_is_drained_ends_the_peer_at_its_outer_step_and_the_last_state_is_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a phase, with nothing on its way: it does not train to the end of that phase."""
 
@@ -121,7 +137,8 @@ def test_a_run_that_is_drained_ends_the_peer_at_its_outer_step_and_the_last_stat
     with coordinator(100) as fake, caplog.at_level(logging.INFO):
         fake.script = FakeCoordinator.commit
         fake.on_heartbeat = drain
-        train(fake, tmp_path, throttle=200.0)  # so that every step has its heartbeat
+        hear_every_step(fake, monkeypatch)
+        train(fake, tmp_path, throttle=2.0)
         assert fake.goodbyes[-1:] in ([], ["the run has finished"])
         assert "the run has finished at outer step 1" in caplog.text and "its operator drained it" in caplog.text
         fake.on_heartbeat = lambda fake, beat: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -89,6 +90,45 @@ def test_two_sites_train_one_model_and_go_on_after_kills_at_both_levels(tmp_path
         assert top.finish() == 0
 
 
+@pytest.mark.timeout(240)
+def test_a_region_masks_what_it_sends_above_and_its_peers_what_they_send_to_it(tmp_path: Path) -> None:
+    masks: Settings = {
+        "secagg": {"enabled": True},
+        "rounds": {"start_peers": 3, "quorum": 3},
+        "audit": {"enabled": True},
+        "penalty": {"enabled": False},  # no round has too few sound ones for a sum
+    }
+    above = Site(tmp_path / "above", settings("above", 16, 3, 6) | masks)
+    below = Site(tmp_path / "below", settings("below", 8, 3, 100_000) | masks)
+    with above, below:
+        top = above.serve()
+        above.enrol("east", "x", "y")
+        lines = [call(peers.cli.app, "fingerprint", "--home", above.folder / name) for name in ("east", "x", "y")]
+        members = tmp_path / "members.txt"
+        members.write_text("".join(lines))
+        open_site(below, ["p", "q", "r"])
+        command = ["peers", "region", "--home", above.folder / "east", "--below", below.folder / "region"]
+        region = above.start(*command, "--members", members)
+        for name in ("x", "y"):
+            above.peer(name, "--members", members)
+        region.until("masks with east, x, y; roster ")
+        region.until("outer step 2 above")
+        region.kill()
+        again = above.start(*command, "--members", members)
+        top.until("finished at outer step 6")
+        assert again.finish() == 0
+        log = json.loads(call(aggregator.cli.app, "audit", "verify", "--state", above.state, "--json"))
+        assert log["masked"] == {"confirmed": 6, "unconfirmed": 0}
+        status = above.status()
+        contributed = {row["peer_id"]: row["contributions"] for row in status["members"] if row["role"] == "peer"}
+        assert all(count >= 5 for count in contributed.values()), contributed
+        assert injected(below) >= 2
+        below.operate("drain")
+        assert [daemon.finish() for daemon in below.daemons if "run" in daemon.process.args] == [0] * 3
+        log = json.loads(call(aggregator.cli.app, "audit", "verify", "--state", below.state, "--json"))
+        assert log["masked"]["confirmed"] > 6 and not log["masked"]["unconfirmed"]
+
+
 @pytest.mark.timeout(120)
 def test_a_region_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
     above = Site(tmp_path / "above", settings("above", 12, 1))
@@ -103,6 +143,10 @@ def test_a_region_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
         uneven = above.start("peers", "region", "--home", above.folder / "east", "--below", below.folder / "region")
         assert uneven.finish() == 2
         assert "exchanges every 12 inner steps, the run below every 8" in uneven.lines[-1]
+        (above.folder / "east" / "policy.toml").write_text("[require]\nsecagg = true\n")
+        unmasked = above.start("peers", "region", "--home", above.folder / "east", "--below", below.folder / "region")
+        assert unmasked.finish() == 2
+        assert "require.secagg = true: the run has secagg.enabled = false" in unmasked.lines[-1]
         trainer = below.start("peers", "run", "--home", below.folder / "region", "--data", below.folder / "text.py")
         assert trainer.finish() == 2
         assert "enrolled as region" in trainer.lines[-1]

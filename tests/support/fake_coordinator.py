@@ -33,9 +33,9 @@ from editpb.messages import (
 )
 from peers.carriers.io_thread import IoThread
 from tests.support.fake_control import RUN_ID, FakeControl
-from tests.support.fake_data import FakeData, Slot
+from tests.support.fake_data import AHEAD, FakeData, Slot
 
-__all__ = ["FIRST_ROUND", "RUN_ID", "FakeCoordinator", "Slot"]
+__all__ = ["AHEAD", "FIRST_ROUND", "RUN_ID", "FakeCoordinator", "Slot"]
 
 FIRST_ROUND = 1_000_001
 OTHERS = 1  # what the contributions of other peers name
@@ -117,7 +117,9 @@ class FakeCoordinator:
         assert self.io.wait(lambda: look(self) or None, timeout=10) is not None, "the fake coordinator waited in vain"
 
     def hold_update(self, fragment_id: int) -> None:
-        """Updates stop before this fragment until it is released; `await_held` waits for the first that has."""
+        """Updates stop before this fragment (AHEAD: what is asked ahead of a commit is not answered) until it is released;
+        `await_held` waits for the first that has.
+        """
         self._gates[fragment_id] = asyncio.Event()
 
     def await_held(self) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tests.support.fake_coordinator import FakeCoordinator
 
 Slot = tuple[int, int, int]  # round_id, fragment_id, rank
+AHEAD = -1  # the gate of a call that asks ahead of the commit
 
 
 class FakeData(data_pb2_grpc.DataServicer):
@@ -96,6 +97,7 @@ class FakeData(data_pb2_grpc.DataServicer):
         commit, shards = fake.updates.get(request.outer_step), update_request_from_pb(request, fake.schema).shards
         if commit is None and request.round_id:
             fake.io.change(lambda: fake.calls.update(ahead=fake.calls["ahead"] + 1))
+            await fake.gate(AHEAD)
             await context.abort(grpc.StatusCode.NOT_FOUND, "no longer kept")
         fake.calls["FetchUpdate"] += 1
         if commit is None:

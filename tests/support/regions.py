@@ -7,9 +7,8 @@ import torch
 from edit.config.run import RunConfig, SyncConfig
 from edit.local import LocalRun
 from edit.regional_peer import Below, RegionalPeer, Sent
-from edit.worker.worker import EditWorker
+from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
-from tests.support.settings import worker_config
 from tests.support.trainee import config
 
 __all__ = ["ABOVE", "EVERY", "Inner", "Kept", "Site", "upper_config"]
@@ -24,9 +23,7 @@ class Inner:
     def __init__(self, run: LocalRun, name: str, seed: int, model_seed: int) -> None:
         self.model = small_mlp(seed=model_seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.worker = EditWorker(
-            self.model, self.optimizer, run.collective(name), worker_config(every=EVERY, codec=run._config.codec.up)
-        )
+        self.worker = EditWorker(self.model, self.optimizer, run.collective(name), WorkerConfig.of(run._config))
         self.batches = regression_batches(seed)
         self.worker.__enter__()
 
@@ -49,9 +46,17 @@ class Kept:
 class Site:
     """A run below with its peers, and the region's peer of the run above."""
 
-    def __init__(self, upper: LocalRun, upper_config: RunConfig, name: str, seeds: list[int], model_seed: int = 0) -> None:
+    def __init__(
+        self,
+        upper: LocalRun,
+        upper_config: RunConfig,
+        name: str,
+        seeds: list[int],
+        model_seed: int = 0,
+        **sections: object,
+    ) -> None:
         self.upper, self.upper_config, self.name = upper, upper_config, name
-        self.config = config(codec=upper_config.codec, sync=SyncConfig(every=EVERY, outer_steps=1000))
+        self.config = config(**{"codec": upper_config.codec, "sync": SyncConfig(every=EVERY, outer_steps=1000)} | sections)
         self.run = LocalRun(self.config, [f"{name}{seed}" for seed in seeds])
         self.peers = [Inner(self.run, f"{name}{seed}", seed, model_seed) for seed in seeds]
         self.memory = Kept()

@@ -25,7 +25,7 @@ from edit.fragments.schema import Schema
 from edit.merging.gossip import GossipState, Judged, Offer, Staged
 from edit.merging.injection import Injected, Injection
 from edit.merging.merge import Measured, Merged
-from edit.merging.outer_state import MergeRecord, OuterState
+from edit.merging.outer_state import Each, MergeRecord, OuterState
 from edit.merging.outer_state import Staged as StagedUpdate
 from edit.merging.trust import Trust
 from edit.records import Commit, EncodedTensor, FragmentCommit, PeerVerdict, Verdict
@@ -229,6 +229,7 @@ class Phi(OuterState):
         injection: Injection | None = None,
         staged: Mapping[int, StagedUpdate] | None = None,
         trust: Mapping[str, Trust] | None = None,
+        each: Each = map,
     ) -> Commit:
         """Take what was decided; at a restart, what the records say."""
         decided, self._decided, self._own = self._decided, None, {}

@@ -17,6 +17,7 @@ from edit.lab.joining import join_behind_a_link
 from edit.lab.link import Link, LinkShape
 from edit.lab.observer import open_observer
 from edit.lab.processes import COORDINATOR, ChildDied, Programs, Supervisor
+from edit.lab.procfs import cpu_s
 from edit.lab.run_toml import Settings, to_toml
 from edit.lab.tail import JsonLines
 
@@ -52,11 +53,15 @@ def _seconds_per_step(metrics: Path) -> float:
 class MeasuredRun:
     """Context manager: inside it the coordinator serves a run with these settings; on exit every process and link is ended.
 
-    folder: empty, or not there yet; settings: of run.toml, without [server]; data: what every peer trains on.
+    folder: empty, or not there yet; settings: of run.toml, without [server]; data: what every peer trains on; threads: that the
+    coordinator merges with.
     """
 
-    def __init__(self, folder: Path, settings: Settings, data: Path, programs: Programs | None = None) -> None:
+    def __init__(
+        self, folder: Path, settings: Settings, data: Path, programs: Programs | None = None, *, threads: int = 1
+    ) -> None:
         self.folder, self.state = folder, folder / "coordinator"
+        self._threads = threads
         self._settings, self._data, self._programs = settings, data, programs or Programs()
         self._supervisor = Supervisor(folder / "logs")
         self._open = contextlib.ExitStack()
@@ -72,9 +77,8 @@ class MeasuredRun:
             opened.enter_context(self._supervisor)
             init = ("init", "--state", str(self.state), "--config", str(toml))
             self._supervisor.call({"init": (*self._programs.coordinator, *init)})
-            self._supervisor.start(
-                COORDINATOR, (*self._programs.coordinator, "serve", "--keep-serving", "--state", str(self.state))
-            )
+            serve = ("serve", "--keep-serving", "--threads", str(self._threads), "--state", str(self.state))
+            self._supervisor.start(COORDINATOR, (*self._programs.coordinator, *serve))
             self.until("the coordinator serves", (self.state / "addresses.json").exists, _SERVE_WITHIN_S)
             self._open = opened.pop_all()
         return self
@@ -107,6 +111,10 @@ class MeasuredRun:
         """Return all lines of this process's metrics file."""
         folder = self.state if name == COORDINATOR else self.folder / name
         return JsonLines(folder / "metrics.jsonl").read()
+
+    def cpu_s(self, name: str = COORDINATOR) -> float:
+        """Return the CPU seconds, user and system, that a process has used so far."""
+        return cpu_s(self._supervisor.pid(name))
 
     def tokens(self) -> int:
         """Return the tokens merged so far, from the coordinator's status. Raises TransportError when it does not answer."""

@@ -146,8 +146,8 @@ class AllAggregators(CompositeCollective):
         siblings = Siblings(len(channels), parser, server)
         following: Sequence[Follower | None] = followers or [None] * len(channels)
         self._connections = tuple(
-            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, site=site, follower=follower)
-            for each, follower in zip(channels, following, strict=True)
+            HubCollective(io, each, identity, ranks=ranks, siblings=siblings, site=site, follower=follower, aggregator=number)
+            for number, (each, follower) in enumerate(zip(channels, following, strict=True))
         )
         super().__init__(self._connections, site.clip)
 

@@ -142,6 +142,7 @@ class HubCollective:
         site: this peer's.
         follower: at rank 0; None: nobody follows.
         draw: random numbers in [0, 1).
+        aggregator: its number in the run; 0: the coordinator.
     """
 
     def __init__(
@@ -156,9 +157,11 @@ class HubCollective:
         site: Site = NOWHERE,
         follower: Follower | None = None,
         draw: Callable[[], float] = random.random,
+        aggregator: int = 0,
     ) -> None:
         self._io = io
         self._channels = channels
+        self._aggregator = aggregator
         self._identity = identity
         self._ranks = ranks
         self._siblings = siblings or Siblings()
@@ -314,6 +317,7 @@ class HubCollective:
             self._refuse,
             self._site.masks.members if self._site.masks is not None else None,
             Cosigner(self._site.key) if config.audit.cosign else None,
+            aggregator=self._aggregator,
             masked=config.secagg.enabled,
             lazily=config.sync.mode == "forward",
         )

@@ -46,6 +46,7 @@ class _Download:
         self._start = start
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()  # pulsed at each piece of news
+        self._there = False  # whether the update is known to be there
         self._error: EditError | None = None
 
     @property
@@ -59,29 +60,31 @@ class _Download:
         if self._task is not None:
             self._task.cancel()
 
-    def begin(self) -> None:
-        """Fetch it, or resume where the stream broke."""
+    def begin(self, *, ahead: bool = False) -> None:
+        """Fetch it, or resume where the stream broke. ahead: it need not be there yet."""
+        self._there = self._there or not ahead
         if self._task is None or self._task.done():
             self._error = None
             self._task = None if self.assembly.complete else self._start(self._run())
 
     async def until(self, look: Callable[[UpdateAssembly], _T | None]) -> _T:
         """Begin or resume; return what `look` finds once it finds something. Raises what ended the transfer."""
-        early = self._task is not None and not self._task.done()
         self.begin()
         while (found := look(self.assembly)) is None:
             if self._task is None or self._task.done():
-                if early and isinstance(self._error, OutdatedError):
-                    early = False  # it had asked before the update was there
-                    self.begin()
-                    continue
                 raise self._error or TransportError(f"update {self.assembly.outer_step} is no longer fetched")
             await self._news.wait()
         return found
 
     async def _run(self) -> None:
+        early = not self._there
         try:
-            await self._transfer(self._tell)
+            try:
+                await self._transfer(self._tell)
+            except OutdatedError:
+                if not (early and self._there):
+                    raise
+                await self._transfer(self._tell)  # the first had asked before the update was there
         except EditError as error:
             self._error = error
         finally:
@@ -200,7 +203,7 @@ class Downlink:
             del self._downloads[outer_step]
             known = None
         if known is None or known.broke_ahead:
-            self._download(outer_step, round_id).begin()
+            self._download(outer_step, round_id).begin(ahead=True)
 
     def forget(self, *, taken: bool) -> None:
         """Forget all updates: all ranks have their answer. taken: whoever took one holds it; else it is no longer fetched."""

@@ -4,12 +4,13 @@ log.vkey              the log's public key: from the invitation, or from the fir
 receipts.jsonl        the head of each receipt that was accepted, with the proof that its log begins with the head before
 receipt-fault.json    a receipt that did not fit: what was seen before, and what came. While it is there the peer does not
                       take part
+aggregator-N          a folder with the same files, for the log of a further aggregator
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,43 @@ from editpb.messages import LogReceipt
 from editpb.receipts import NOTHING_SEEN, Head, ReceiptFault
 from peers.carriers.kept_lines import KeptLines
 
-__all__ = ["FAULT", "FORMAT", "KEY", "RECEIPTS", "KeptReceipts", "Verified", "base64_text", "pinned_key", "verify_kept"]
+__all__ = [
+    "FAULT",
+    "FORMAT",
+    "KEY",
+    "RECEIPTS",
+    "KeptReceipts",
+    "Verified",
+    "base64_text",
+    "kept_of",
+    "kept_places",
+    "pinned_key",
+    "verify_all",
+    "verify_kept",
+]
 
 KEY, RECEIPTS, FAULT = "log.vkey", "receipts.jsonl", "receipt-fault.json"
+_FURTHER = "aggregator-"  # and its number: the folder of a further aggregator's log
 FORMAT = 1  # of receipts.jsonl, in each line, and of receipt-fault.json
 _MOST_KEPT = 10_000  # lines; then the older half goes
 
 
-def pinned_key(home: Path, said: str, run_id: str) -> NoteKey:
-    """Return the key of the run's log; keep the first one that is said. Raises ConfigError, RefusedError, StorageError."""
+def kept_of(home: Path, aggregator: int) -> Path:
+    """Return where the receipts of an aggregator's log lie; 0: the coordinator's, in the peer's folder itself."""
+    return home / f"{_FURTHER}{aggregator}" if aggregator else home
+
+
+def kept_places(home: Path) -> list[Path]:
+    """Return where receipts lie in a peer's folder: in itself, then those of further aggregators, in order."""
+    numbers = (path.name.removeprefix(_FURTHER) for path in home.glob(f"{_FURTHER}*"))
+    return [home, *(kept_of(home, each) for each in sorted(int(name) for name in numbers if name.isascii() and name.isdigit()))]
+
+
+def pinned_key(home: Path, said: str, origin: str) -> NoteKey:
+    """Return the key of a log; keep the first one that is said. Raises ConfigError, RefusedError, StorageError.
+
+    origin: `editpb.audit_log.log_origin`.
+    """
     path = home / KEY
     try:
         known = path.read_text().strip() if path.exists() else ""
@@ -46,8 +75,8 @@ def pinned_key(home: Path, said: str, run_id: str) -> NoteKey:
         key = NoteKey.parse(said)
     except ValueError as error:
         raise RefusedError(f"the coordinator says a key of its audit log that is {error}") from error
-    if key.name != f"edit/{run_id}":
-        raise RefusedError(f"the coordinator says the key of the log {key.name}, this run's is edit/{run_id}")
+    if key.name != origin:
+        raise RefusedError(f"the coordinator says the key of the log {key.name}, this one's is {origin}")
     if not known:
         write_atomic(path, said.encode() + b"\n")
     return key
@@ -152,6 +181,32 @@ def verify_kept(home: Path, key: str = "") -> Verified:
             raise ReceiptFault(f"{path}: line {number}: {one_line(str(error))}") from error
     assert before is not None
     return Verified(len(lines), steps[0], steps[-1], before, log)
+
+
+def verify_all(home: Path, keys: Sequence[str] = ()) -> list[Verified]:
+    """Verify the receipts of every aggregator's log in a peer's folder, the coordinator's first.
+
+    keys: public keys of logs, from somebody who is trusted with them; a log whose key is not among them: the one in the folder.
+    Raises as `verify_kept`, and ConfigError for a key of no log that is here.
+    """
+    places = kept_places(home)
+    if len(places) == 1 and len(keys) == 1:
+        return [verify_kept(home, keys[0])]
+    given = {text.partition("+")[0]: text for text in keys}
+    found = [verify_kept(place, given.pop(_name_of_log(place), "")) for place in places]
+    if given:
+        raise ConfigError(
+            f"--key: of the log {next(iter(given))}; here are receipts of {', '.join(one.key.name for one in found)}"
+        )
+    return found
+
+
+def _name_of_log(home: Path) -> str:
+    """Return the name that the kept key has; '' where there is none, which `verify_kept` says."""
+    try:
+        return (home / KEY).read_text().partition("+")[0]
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _follows(said: Mapping[str, Any], key: NoteKey, before: Head | None) -> Head:

@@ -15,11 +15,12 @@ from edit.durable_files import write_json
 from edit.errors import RefusedError, RemoteProtocolError, StorageError, TransportError
 from edit.trust.checkpoints import Cosigner, NoteKey, open_note
 from editpb import data_pb2
+from editpb.audit_log import log_origin
 from editpb.data_messages import receipt_from_pb
 from editpb.limits import one_line
 from editpb.messages import ContributionHeader, Cosignature, LogReceipt, SeenHead, SnapshotManifest, UpdateManifest
 from editpb.receipts import Expected, Head, Mine, ReceiptFault, SeenMasks, check_receipt
-from peers.carriers.hub.kept_receipts import FAULT, FORMAT, RECEIPTS, KeptReceipts, base64_text, pinned_key
+from peers.carriers.hub.kept_receipts import FAULT, FORMAT, RECEIPTS, KeptReceipts, base64_text, kept_of, pinned_key
 
 __all__ = ["Receipts"]
 
@@ -56,19 +57,27 @@ class Receipts:
         members: Mapping[str, str] | None = None,
         cosigner: Cosigner | None = None,
         *,
+        aggregator: int = 0,
         masked: bool = False,
         lazily: bool = False,
     ) -> Receipts:
-        """Go on from what is kept in a peer's folder. log_key: as the coordinator says it. masked, lazily: see the fields.
+        """Go on from what is kept in a peer's folder.
+
+        log_key: as the aggregator says it. aggregator: whose log it is. masked, lazily: see the fields.
 
         Raises ConfigError (damaged files), RefusedError (another key; an earlier receipt did not fit), StorageError.
         """
+        home = kept_of(home, aggregator)
         if (path := home / FAULT).exists():
             raise RefusedError(
                 f"{path}: a receipt of the audit log did not fit, so this peer does not take part. Show that file to the other "
                 f"members; to take part all the same, move it and {home / RECEIPTS} away"
             )
-        key = pinned_key(home, log_key, run_id)
+        try:
+            home.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{home}: cannot be created ({error.strerror})") from error
+        key = pinned_key(home, log_key, log_origin(run_id, aggregator))
         kept = KeptReceipts.open(home, key)
         return cls(home, key, run_id, schema_hash, mine, members, failed, kept, cosigner, masked, lazily)
 

@@ -233,12 +233,18 @@ def add_council_servicer(servicer: Any, server: grpc.aio.Server) -> None:
     handlers["Swap"] = grpc.stream_stream_rpc_method_handler(
         servicer.Swap, request_deserializer=partial(_part, kind=cpb.SwapPart), response_serializer=serialize
     )
-    server.add_registered_method_handlers(_COUNCIL, handlers)
+    _add(server, _COUNCIL, handlers)
 
 
 def add_data_servicer(servicer: Any, server: grpc.aio.Server) -> None:
     """Add the Data service: Contribute receives ReceivedChunk for chunks, FetchUpdate may yield frames."""
-    server.add_registered_method_handlers(_SERVICE, data_handlers(servicer))
+    _add(server, _SERVICE, data_handlers(servicer))
+
+
+def _add(server: grpc.aio.Server, service: str, handlers: dict[str, Any]) -> None:
+    """As the generated code does: an asyncio server of grpcio below 1.84 ignores the second call."""
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_registered_method_handlers(service, handlers)
 
 
 def data_handlers(servicer: Any) -> dict[str, Any]:

@@ -79,7 +79,9 @@ _PROXY_WORDS = {
     "407": "it asks for a user and a password: https_proxy=http://USER:PASSWORD@HOST:PORT",
 }
 
-_UNREACHED = re.compile(r"failed to connect to all addresses; .*\bFailed to connect to remote host: (.+)")  # likewise
+_UNREACHED = re.compile(  # likewise; older ones name the call and the number
+    r"failed to connect to all addresses; .*\bFailed to connect to remote host: (?:connect: )?(.+?)(?: \(\d+\))?"
+)
 
 HANDSHAKE_WORDS = {  # the first that fits
     "certificate has expired": "its certificate has expired, or this machine's clock is ahead",

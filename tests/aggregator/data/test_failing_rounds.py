@@ -36,9 +36,9 @@ class Failing:
     def __init__(self, error: Exception, really: Callable[..., Any]) -> None:
         self._error, self._really, self.failed = error, really, False
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self.failed:
-            return self._really(*arguments)
+            return self._really(*arguments, **named)
         self.failed = True
         raise self._error
 

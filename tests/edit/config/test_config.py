@@ -545,7 +545,6 @@ def test_a_peer_that_is_silent_is_lost_sooner_in_a_swarm() -> None:
             r"audit\.enabled = True: must be false with outer\.algorithm = \"gossip\"",
         ),
         ({"swarm": {}, "rounds": {"max_staleness": 1}}, r"rounds\.max_staleness = 1: must be 0 with audit\.enabled in a swarm"),
-        ({"aggregators": {"addresses": ["b:1"]}}, r"audit\.enabled = True: must be false with aggregators\.addresses"),
     ],
 )
 def test_an_audit_log_is_refused_where_nobody_would_keep_it(other: dict[str, object], why: str) -> None:

@@ -57,7 +57,7 @@ def test_approvers_are_names_with_or_without_the_hash_of_a_key() -> None:
         ({"swarm": {}, "governance": BOTH}, "must be empty with [swarm]: its configuration is fixed"),
         (
             {"aggregators": {"addresses": ["b.example:7710"]}, "governance": BOTH},
-            "must be empty with aggregators.addresses: there is no audit log of several aggregators",
+            "must be empty with aggregators.addresses: each aggregator keeps a log, and approvals stand in one",
         ),
     ],
 )

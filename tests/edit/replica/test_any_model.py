@@ -285,7 +285,7 @@ def storages(root: object, without: list[Any]) -> dict[int, int]:
         elif isinstance(one, (bytes, bytearray, memoryview)) and len(one) > 64:
             found[id(one)] = memoryview(one).nbytes
         else:
-            stack.extend(gc.get_referents(one))
+            stack.extend(one.values() if isinstance(one, dict) else gc.get_referents(one))
     return found
 
 

@@ -97,6 +97,12 @@ def test_forward_gives_the_same_bits_as_blocking(groups: int) -> None:
 @pytest.mark.parametrize(("groups", "delay"), [(1, 1), (1, 4), (1, EVERY), (3, 1), (3, 2)])
 def test_delayed_is_the_oracles(mix: str, alpha: float, groups: int, delay: int) -> None:
     settings: dict[str, Any] = {"groups": groups, "delay": delay, "mix": mix, "alpha": alpha}
+    if delay == EVERY and (mix, alpha) in (("replace", 0.5), ("lerp", 0.0)):
+        with pytest.raises(
+            ConfigError, match=r"^sync\.delay = 6: H \(6\) must be above sync\.delay \(6\) with sync\.mix = .*contribute$"
+        ):
+            run_of(mode="delayed", **settings)
+        return
     actual, _ = ours(run_of(mode="delayed", **settings))
     close(actual, expected(lr=0.7, mu=0.5, **settings))
 
@@ -123,6 +129,11 @@ def test_more_groups_than_fragments_is_refused_on_entering() -> None:
         ({"mode": "delayed", "delay": 7}, "sync.delay = 7: must not exceed sync.every / sync.groups"),
         ({"mode": "delayed", "groups": 2, "delay": 4}, "sync.delay = 4: must not exceed"),
         ({"delay": 0}, "sync.delay = 0: must be between 1"),
+        ({"mode": "delayed", "delay": 2, "mix": "replace", "dylu": True}, "sync.dylu = True: must be false with sync.mix = "),
+        (
+            {"mode": "delayed", "delay": 2, "mix": "replace", "milestones": ((4, 2),)},
+            r"sync.milestones = '\[4, 2\]': H \(2\) must be above sync.delay \(2\) with sync.mix = \"replace\"",
+        ),
         ({"mix": "most"}, "sync.mix = 'most'"),
         ({"alpha": 1.5}, "sync.alpha = 1.5: must be between 0 and 1"),
         ({"pattern": "random"}, "sync.pattern = 'random'"),

@@ -12,6 +12,7 @@ import pytest
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.local import LocalRun
+from peers.training import metrics as metrics_file
 from peers.training.metrics import Metrics
 from peers.training.private import LEDGER
 from tests.peers.training.test_loop import LocalConnection, training
@@ -36,9 +37,10 @@ def counted(folder: Path) -> int:
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_it_trains_to_the_end_and_says_epsilon_and_no_loss(
-    tmp_path: Path, sampling: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, sampling: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(metrics_file, "EVERY", 1)  # one of 55 batches that Poisson sampling draws is empty, and has no loss
     config = configuration(sampling=sampling)
     run = LocalRun(config, ["a"])
     connection = LocalConnection(run, "a")
@@ -51,7 +53,10 @@ def test_it_trains_to_the_end_and_says_epsilon_and_no_loss(
     assert counted(tmp_path) == (H * ROUNDS if sampling == "poisson" else 1)  # 49 examples, 4 in a step
     assert "example-level, unit sequence, eps " in caplog.text
     own = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert any(line["loss"] > 0 for line in own if line["kind"] == "step")
+    losses = [line["loss"] for line in own if line["kind"] == "step"]
+    drawn = [loss for loss in losses if loss is not None]
+    assert len(losses) == H * ROUNDS and drawn and all(loss > 0 for loss in drawn)
+    assert len(drawn) == len(losses) or sampling == "poisson"
 
 
 def test_it_stops_before_the_budget_is_exceeded_and_does_not_begin_again(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from edit.records import Aborted, Committed, Contribution, Evicted, Finished, Ne
 from editpb.messages import Expel, PeerState, RunPhase
 from peers.carriers.run_connection import Interrupted
 from tests.support.encoded import encode
-from tests.support.fake_coordinator import FIRST_ROUND, FakeCoordinator
+from tests.support.fake_coordinator import AHEAD, FIRST_ROUND, FakeCoordinator
 from tests.support.fake_run import HEARTBEAT_S, LARGE, SMALL, config, open_when_ready, run_of, schema_of, vectors
 
 
@@ -137,6 +137,20 @@ def test_an_update_is_fetched_while_training_goes_on_and_only_once() -> None:
     with run_of() as (fake, peer):
         fake.script = FakeCoordinator.commit
         peer.contribute(vectors(SMALL, 1))
+        fake.await_(lambda f: f.calls["FetchUpdate"] == 1)  # nobody has asked for the outcome
+        assert isinstance(peer.ask(), Committed)
+        assert fake.calls["FetchUpdate"] == 1
+
+
+def test_an_update_is_fetched_while_training_goes_on_when_its_commit_is_heard_before_the_answer_that_it_is_not_there() -> None:
+    with run_of() as (fake, peer):
+        fake.hold_update(AHEAD)
+        peer.contribute(vectors(SMALL, 1))
+        fake.await_held()
+        fake.await_(lambda f: f.complete(FIRST_ROUND))
+        fake.io.change(fake.commit)
+        assert peer.io.wait(lambda: ((view := peer.collective.last_view) and view.outer_step == 1) or None, timeout=10)
+        fake.release_update(AHEAD)
         fake.await_(lambda f: f.calls["FetchUpdate"] == 1)  # nobody has asked for the outcome
         assert isinstance(peer.ask(), Committed)
         assert fake.calls["FetchUpdate"] == 1
