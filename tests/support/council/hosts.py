@@ -51,6 +51,7 @@ from tests.support.served import LIFETIME_S, TOML, WAIT_S, BarePeer, theta
 TIMING = Timing(heartbeat_s=0.25, lease_s=1.0, forget_s=60.0, stall_s=8.0)
 SIZES = (5, 300)
 STEP_S = 0.02  # of time that passes at once
+SILENT_S = 1.0  # outside: no message takes so long, so who is silent for longer is meant to be
 
 
 def schema_of(part: int) -> Schema:
@@ -81,6 +82,7 @@ class Hosts:
     keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # of members, as their folders keep them
     subscribers: Callable[[int], Sequence[Subscriber]] = lambda part: ()  # to the rounds of members, from their next start on
     taken: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # digests that members came to, by part and step
+    touched: float = field(default_factory=time.monotonic)  # outside: when members were last heard in time
 
     @property
     def schemas(self) -> Sequence[Schema]:
@@ -203,31 +205,29 @@ class Hosts:
 
         They pass in small steps: where the machine stands still for a while, no bound is met by that.
         """
-        begun = looked = time.monotonic()
-        while not condition():
-            for host in self.running.values():
-                assert host.failure is None, host.failure
-            assert time.monotonic() - begun < WAIT_S, self.describe()
-            await outside(0.001)
-            before, looked = looked, time.monotonic()
-            if passes:
-                pass_time(passes * min(looked - before, STEP_S))
+        await self._until(condition, passes, None)
 
     async def until_said(self, say: Callable[[], Awaitable[object]], condition: Callable[[], object]) -> None:
-        """Say something again and again while time passes, until the condition is true.
+        """Say something again and again while time passes, ten times as fast as outside, until the condition is true."""
+        await self._until(condition, 10.0, say)
 
-        It passes ten times as fast as outside, but never so that a message between members takes half a lease.
+    async def _until(self, condition: Callable[[], object], passes: float, say: Callable[[], Awaitable[object]] | None) -> None:
+        """Where members are slower than usual, because the machine is busy, time waits for them: else a message between them
+        would take a lease. It does not wait for who is silent for long outside.
         """
         begun = looked = time.monotonic()
         while not condition():
             for host in self.running.values():
                 assert host.failure is None, host.failure
             assert time.monotonic() - begun < WAIT_S, self.describe()
-            await say()
+            if say is not None:
+                await say()
             await outside(0.001)
             before, looked = looked, time.monotonic()
             if self.in_touch():
-                pass_time(10 * min(looked - before, STEP_S))
+                self.touched = looked
+            if passes and (self.touched == looked or looked - self.touched > SILENT_S):
+                pass_time(passes * min(looked - before, STEP_S))
 
     def in_touch(self) -> bool:
         """Whether the leader, if there is one, has heard all others within half a lease."""
