@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated
@@ -150,13 +150,18 @@ class SyncConfig:
         return any(milestone <= outer_step < milestone + self.groups for milestone, _ in self.milestones)
 
     @property
-    def usual_every(self) -> int:
-        """H of most outer steps; of two that have as many, the smaller one."""
+    def stretches(self) -> Sequence[tuple[int, int]]:
+        """(outer steps, H) of each stretch of the run in which H stays as it is; the first stretch comes first."""
         begins = (0, *(outer_step for outer_step, _ in self.milestones))
         ends = (*begins[1:], self.outer_steps)
+        return [(end - begin, self.every_at(begin)) for begin, end in zip(begins, ends, strict=True)]
+
+    @property
+    def usual_every(self) -> int:
+        """H of most outer steps; of two that have as many, the smaller one."""
         lengths = Counter[int]()
-        for begin, end in zip(begins, ends, strict=True):
-            lengths[self.every_at(begin)] += end - begin
+        for outer_steps, every in self.stretches:
+            lengths[every] += outer_steps
         return min(lengths, key=lambda every: (-lengths[every], every))
 
     @property

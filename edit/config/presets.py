@@ -17,7 +17,7 @@ from edit.config.run import RunConfig, ineffective
 from edit.config.validation import build
 from edit.errors import ConfigError
 
-__all__ = ["PRESETS", "Preset", "dropped", "founding_text", "preset", "with_preset", "without_ineffective"]
+__all__ = ["PRESETS", "Preset", "dropped", "founding_text", "preset", "warmup", "with_preset", "without_ineffective"]
 
 Plain = str | int | float | bool
 
@@ -35,7 +35,9 @@ class Preset:
     # How `edit-lab compare` trains it: `exchange`, `data-parallel`, `one-replica` (one peer, which has all peers' batches),
     # `gpa` or `demo`.
     trains: str = "exchange"
-    # Settings of the harness alone, see `edit.lab.compare.method`.
+    # The share of a run's inner steps that comes first, in which peers average their parameters after every inner step.
+    warmup: float = 0.0
+    # Settings of the harness alone, see `edit.lab.compare.method`. Its `warmup` is data-parallel, in place of the one above.
     harness: Mapping[str, float] = field(default_factory=dict)
     # Why a run cannot be created with it; "": it can.
     only_harness: str = ""
@@ -48,6 +50,7 @@ def _outer(optimizer: str, lr: float, momentum: float | None = None, **more: Pla
 
 
 _MEAN: Mapping[str, Plain] = {"enabled": False}
+_OF_WARMUP = {"sync.milestones", "outer.mean_steps"}  # who sets these has a warm-up of her own, or none
 _EACH_STEP = "it needs every peer's gradient at every step, which no carrier of this project transports"
 
 _CO2_OUTER = _outer("co2", 1.0, 0.5, momentum_clip=1.0)
@@ -64,9 +67,10 @@ PRESETS: Mapping[str, Preset] = {
         summary="data-parallel at first, then the plain mean of the peers' parameters every H steps",
         source="Lin et al. 2018, arXiv 1808.07217",
         settings={"sync": {"every": 128}, "outer": _outer("sgd", 1.0), "penalty": _MEAN},
+        warmup=0.1,
         harness={"warmup": 0.1},
-        note="the harness has the data-parallel phase (a tenth of the steps); a run has it with sync.every = 1 and "
-        "sync.milestones = [[STEPS, 128]]",
+        note="in the first tenth of the inner steps the peers of a run average their parameters after each, in the harness "
+        "their gradients",
     ),
     "diloco": Preset(
         summary="the mean pseudo-gradient through Nesterov momentum",
@@ -136,6 +140,19 @@ PRESETS: Mapping[str, Preset] = {
             "penalty": _MEAN,
         },
         note="Muon's step is scaled to AdamW's size, so that one learning rate fits both",
+    ),
+    "muloco-warmup": Preset(
+        summary="MuLoCo, after a first tenth in which the peers average their parameters at every inner step",
+        source="this project (docs/compare.md), of arXiv 2505.23725 and of arXiv 1808.07217",
+        settings={
+            "inner": {"optimizer": "muon"},
+            "sync": {"every": 30},
+            "outer": _outer("nesterov", 0.9, 0.4),
+            "penalty": _MEAN,
+            "average": {"kind": "last", "last": 2},
+        },
+        warmup=0.1,
+        note="export with --averaged: the mean of the last two outer parameters; measured with inner.lr = 4.5e-3",
     ),
     "sparseloco": Preset(
         summary="top 64 of 4096 elements in 2 bits with error feedback, no outer momentum",
@@ -216,7 +233,29 @@ def with_preset(text: str, name: str, settings: Sequence[str] = ()) -> str:
     if chosen.only_harness:
         raise ConfigError(f"preset {name}: edit-lab compare has it, a coordinator's run cannot: {chosen.only_harness}")
     own = [f"{section}.{key}={_toml(value)}" for section, keys in chosen.settings.items() for key, value in keys.items()]
-    return without_ineffective(with_settings(text, [*own, *settings]), settings)
+    text = with_settings(text, [*own, *settings])
+    asked = {setting.partition("=")[0].strip() for setting in settings}
+    if chosen.warmup and asked.isdisjoint(_OF_WARMUP):
+        text = with_settings(text, [f"{key}={_toml(value)}" for key, value in _warmed_up(chosen, text)])
+    return without_ineffective(text, settings)
+
+
+def warmup(outer_steps: int, every: int) -> Sequence[tuple[str, Any]]:
+    """Return (SECTION.KEY, value) of a run whose first outer steps average parameters after one inner step, and whose others
+    have H = `every`.
+    """
+    return ("sync.every", 1), ("sync.milestones", [[outer_steps, every]]), ("outer.mean_steps", outer_steps)
+
+
+def _warmed_up(chosen: Preset, text: str) -> Sequence[tuple[str, Any]]:
+    """Return what `warmup` does for as many outer steps as the text says in all: of their inner steps, the preset's share."""
+    sync = tomllib.loads(text)["sync"]
+    every, outer_steps = sync["every"], sync["outer_steps"]
+    if not all(isinstance(value, int) and value > 1 for value in (every, outer_steps)):
+        raise ConfigError(f"sync.every = {every!r}, sync.outer_steps = {outer_steps!r}: must be whole numbers above 1 here")
+    # of n outer steps, the first w and (n - w) H inner steps behind them: w = share (w + (n - w) H)
+    first = chosen.warmup * outer_steps * every / (1 - chosen.warmup + chosen.warmup * every)
+    return warmup(min(max(1, round(first)), outer_steps - 1), every)
 
 
 def without_ineffective(text: str, settings: Sequence[str]) -> str:
@@ -263,5 +302,5 @@ def dropped(mapping: Mapping[str, Any], settings: Sequence[str]) -> list[tuple[s
     return [(section, key) for section, key in found if f"{section}.{key}" not in asked]
 
 
-def _toml(value: Plain) -> str:
+def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)

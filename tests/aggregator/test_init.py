@@ -29,6 +29,12 @@ def test_the_first_round_waits_for_so_many_peers_and_every_round_for_half(tmp_pa
         assert waits_for(path) == expected
 
 
+def test_where_h_changes_it_says_how_many_inner_steps_the_run_has(tmp_path: Path) -> None:
+    said = init(tmp_path / "a", "--preset", "muloco-warmup", "--set", "sync.outer_steps=156").output
+    assert "steps       156 outer steps: 120 with H 1, 36 with H 30; 1200 inner steps\n" in said
+    assert "inner steps" not in init(tmp_path / "b", "--preset", "muloco").output
+
+
 def test_on_a_terminal_it_asks_and_elsewhere_it_never_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "How many" not in init(tmp_path / "piped", answer="7\n").output
     assert waits_for(tmp_path / "piped") == (1, 1)

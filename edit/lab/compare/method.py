@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edit.config.overrides import set_key
-from edit.config.presets import PRESETS, dropped, preset
+from edit.config.presets import PRESETS, dropped, preset, warmup
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 
@@ -80,6 +80,8 @@ def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Meth
             raise ConfigError(f"{text}: {key} follows from --peers, --steps and --seeds; leave it out")
         set_key(tables, setting)
     harness |= _harness(text, tables.pop("compare", {}))
+    if chosen is not None and chosen.warmup and "warmup" not in harness:
+        _warm_up(tables, chosen.warmup, length.steps)
     tables = _sized(tables, length)
     if chosen is not None:
         try:
@@ -113,6 +115,18 @@ def _of_preset(name: str, length: Length) -> dict[str, Any]:
     if sync.get("schedule") == "time":
         sync["time_s"] = float(length.every)  # a step of a peer that is not slowed down takes a virtual second
     return tables
+
+
+def _warm_up(tables: dict[str, Any], share: float, steps: int) -> None:
+    """Let peers average parameters after each inner step of the first share of them, whole H; not where H changes already."""
+    sync, outer = tables["sync"], tables["outer"]
+    every = sync["every"]
+    if "milestones" in sync or "mean_steps" in outer or not isinstance(every, int) or every < 2:
+        return
+    if first := round(share * steps / every) * every:
+        for key, value in warmup(first, every):
+            section, _, name = key.partition(".")
+            tables[section][name] = value
 
 
 def _harness(text: str, section: object) -> dict[str, float]:

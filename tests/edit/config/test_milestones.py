@@ -28,6 +28,7 @@ def test_each_outer_step_has_the_h_of_the_last_milestone() -> None:
         for last in range(first, 10):
             assert sync.least_interval(first, last) == min(sync.every_at(step) for step in range(first, last + 1))
     assert sync.usual_every == 4
+    assert sum(outer_steps for outer_steps, _ in sync.stretches) == sync.outer_steps
     assert SyncConfig(every=6, outer_steps=8, milestones=((4, 2),)).usual_every == 2, "the smaller of two"
 
 

@@ -18,7 +18,10 @@ def test_a_new_run_has_the_presets_settings_and_no_key_without_effect(name: str)
     config = RunConfig.from_text(text.encode(), "run.toml")
     for section, keys in PRESETS[name].settings.items():
         for key, value in keys.items():
-            assert getattr(getattr(config, section), key) == value
+            found = (
+                config.sync.stretches[-1][1] if (section, key) == ("sync", "every") else getattr(getattr(config, section), key)
+            )
+            assert found == value
     assert config.rounds.start_peers == 2
     assert "# Outer learning rate" in text, "comments stay"
 
@@ -56,6 +59,36 @@ def test_settings_beside_a_preset_win_and_its_own_keys_give_way() -> None:
         RunConfig.from_text(
             with_preset(template(), "diloco", ["outer.optimizer=sgd", "outer.momentum=0.5"]).encode(), "run.toml"
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "stretches"),
+    [
+        ("muloco-warmup", ["sync.outer_steps=156"], [(120, 1), (36, 30)]),
+        ("muloco-warmup", ["sync.outer_steps=111", "sync.every=100"], [(102, 1), (9, 100)]),
+        ("muloco-warmup", ["sync.outer_steps=2"], [(1, 1), (1, 30)]),
+        ("post-local-sgd", [], [(934, 1), (66, 128)]),
+    ],
+)
+def test_a_warm_up_is_a_tenth_of_the_inner_steps_one_after_each_outer_step(
+    name: str, settings: list[str], stretches: list[tuple[int, int]]
+) -> None:
+    config = RunConfig.from_text(with_preset(template(), name, settings).encode(), "run.toml")
+    assert config.sync.stretches == stretches and config.outer.mean_steps == stretches[0][0]
+
+
+def test_who_changes_h_herself_has_no_other_warm_up() -> None:
+    text = with_preset(template(), "muloco-warmup", ["sync.milestones=[[10, 60]]"])
+    config = RunConfig.from_text(text.encode(), "run.toml")
+    assert (config.sync.every, config.sync.milestones, config.outer.mean_steps) == (30, ((10, 60),), 0)
+    text = with_preset(template(), "muloco-warmup", ["outer.mean_steps=5"])
+    assert RunConfig.from_text(text.encode(), "run.toml").sync.stretches == [(1000, 30)]
+
+
+@pytest.mark.parametrize("setting", ["sync.every=1", "sync.every=true", "sync.outer_steps=1", "sync.outer_steps=x"])
+def test_where_no_warm_up_fits_is_an_error(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"sync\.every = .*, sync\.outer_steps = .*: must be whole numbers above 1 here"):
+        with_preset(template(), "muloco-warmup", [setting])
 
 
 def test_co2_star_has_the_outer_step_of_co2_without_its_delay() -> None:

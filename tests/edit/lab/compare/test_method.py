@@ -21,8 +21,8 @@ LENGTH = Length(peers=4, steps=120, every=30)
 def test_every_preset_can_be_compared(name: str) -> None:
     method = read_method(name, LENGTH)
     config = method.config(7)
-    assert (config.seed, config.sync.every) == (7, 30)
-    assert config.sync.outer_steps == 4 * config.sync.groups
+    assert (config.seed, config.sync.stretches[-1][1]) == (7, 30)
+    assert config.sync.inner_steps_before(config.sync.outer_steps) == 120
 
 
 def test_settings_behind_a_name_win_over_those_for_all() -> None:
@@ -38,6 +38,19 @@ def test_h_may_change_within_the_steps_of_the_comparison() -> None:
     assert (sync.every, sync.outer_steps) == (30, 4) and sync.inner_steps_before(4) == 120
     sync = read_method("diloco sync.groups=2 'sync.milestones=[[2, 60]]'", LENGTH).config(0).sync
     assert (sync.outer_steps, sync.inner_steps_before(5)) == (5, 120)
+
+
+def test_a_presets_warm_up_is_whole_h_and_gives_way_to_settings() -> None:
+    def stretches(text: str, steps: int = 1200) -> object:
+        config = read_method(text, Length(peers=4, steps=steps, every=30)).config(0)
+        return config.sync.stretches, config.outer.mean_steps
+
+    assert stretches("muloco-warmup") == ([(120, 1), (36, 30)], 120)
+    assert stretches("muloco-warmup", 90) == ([(3, 30)], 0), "a tenth is less than half an H"
+    assert stretches("muloco-warmup sync.milestones=[[10,60]]") == ([(10, 30), (15, 60)], 0)
+    assert stretches("muloco-warmup sync.every=60") == ([(120, 1), (18, 60)], 120)
+    assert stretches("muloco-warmup compare.warmup=0.1") == ([(40, 30)], 0), "data-parallel instead"
+    assert stretches("post-local-sgd") == ([(40, 30)], 0)
 
 
 def test_a_run_toml_keeps_its_own_h(tmp_path: Path) -> None:
