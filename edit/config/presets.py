@@ -252,7 +252,9 @@ def _warmed_up(chosen: Preset, text: str) -> Sequence[tuple[str, Any]]:
     sync = tomllib.loads(text)["sync"]
     every, outer_steps = sync["every"], sync["outer_steps"]
     if not all(isinstance(value, int) and value > 1 for value in (every, outer_steps)):
-        raise ConfigError(f"sync.every = {every!r}, sync.outer_steps = {outer_steps!r}: must be whole numbers above 1 here")
+        raise ConfigError(
+            f"sync.every = {every!r}, sync.outer_steps = {outer_steps!r}: must be whole numbers above 1 with this preset"
+        )
     # of n outer steps, the first w and (n - w) H inner steps behind them: w = share (w + (n - w) H)
     first = chosen.warmup * outer_steps * every / (1 - chosen.warmup + chosen.warmup * every)
     return warmup(min(max(1, round(first)), outer_steps - 1), every)

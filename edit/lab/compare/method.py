@@ -80,6 +80,9 @@ def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Meth
             raise ConfigError(f"{text}: {key} follows from --peers, --steps and --seeds; leave it out")
         set_key(tables, setting)
     harness |= _harness(text, tables.pop("compare", {}))
+    for section in ("sync", "outer", "rounds"):
+        if not isinstance(tables.get(section, {}), dict):
+            raise ConfigError(f"{section}: must be a table ([{section}])")
     if chosen is not None and chosen.warmup and "warmup" not in harness:
         _warm_up(tables, chosen.warmup, length.steps)
     tables = _sized(tables, length)
@@ -143,8 +146,6 @@ def _harness(text: str, section: object) -> dict[str, float]:
 def _sized(tables: dict[str, Any], length: Length) -> dict[str, Any]:
     """Write the run's length into the tables."""
     sync = tables.setdefault("sync", {})
-    if not isinstance(sync, dict):
-        raise ConfigError("sync: must be a table ([sync])")
     every, groups = sync.get("every", length.every), sync.get("groups", 1)
     if not all(isinstance(value, int) and value > 0 for value in (every, groups)):
         raise ConfigError(f"sync.every = {every!r}, sync.groups = {groups!r}: must be whole numbers above 0")

@@ -87,7 +87,9 @@ def test_who_changes_h_herself_has_no_other_warm_up() -> None:
 
 @pytest.mark.parametrize("setting", ["sync.every=1", "sync.every=true", "sync.outer_steps=1", "sync.outer_steps=x"])
 def test_where_no_warm_up_fits_is_an_error(setting: str) -> None:
-    with pytest.raises(ConfigError, match=r"sync\.every = .*, sync\.outer_steps = .*: must be whole numbers above 1 here"):
+    with pytest.raises(
+        ConfigError, match=r"sync\.every = .*, sync\.outer_steps = .*: must be whole numbers above 1 with this preset"
+    ):
         with_preset(template(), "muloco-warmup", [setting])
 
 
