@@ -7,6 +7,7 @@ loop                 the training loop of one rank
 trainer              inner steps: learning rate, clipping, accumulation
 batch_growth         a batch that grows by a local norm test
 inner_optimizers     AdamW, Muon and others by name
+muon                 Muon, also of matrices that are sharded over ranks
 data                 text or tokens to batches
 sharding             FSDP2 and tensor parallelism over the ranks of a replica
 private              gradients with noise, of examples that are drawn

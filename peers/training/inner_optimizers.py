@@ -19,6 +19,7 @@ from edit.config.plugins import is_entry
 from edit.config.run import TORCH_OPTIMIZERS, InnerConfig
 from edit.errors import ConfigError, PluginError
 from peers.training import quantized_state
+from peers.training.muon import Muon
 
 __all__ = ["inner_optimizers", "is_state", "loaded_state", "matrices", "optimizers_of", "saved_state", "state_names"]
 
@@ -30,8 +31,8 @@ def inner_optimizers(
 ) -> tuple[Optimizer, ...]:
     """Return what trains the model's trainable parameters, each in one of them. Matrices have weight decay, others none.
 
-    Raises ConfigError for a model without trainable parameters, for Muon where it has no matrices or a replica shards them, for
-    options that torch.optim's class does not have, for a plug-in that is not allowed, and as
+    Raises ConfigError for a model without trainable parameters, for Muon where it has no matrices, for options that
+    torch.optim's class does not have, for a plug-in that is not allowed, and as
     `peers.training.quantized_state.quantized_adamw`. Raises PluginError.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -78,17 +79,24 @@ def _of_torch(
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return what Muon trains: the weights of the linear layers, but not the head, which also ends in the vocabulary.
 
-    Each matrix that a module holds itself as `weight` and multiplies by; an embedding's rows are none, nor is a head, which is
-    as long as some embedding (or tied to it).
+    Each matrix that a module holds itself and multiplies by; an embedding's rows are none, nor is what is tied to them. Outside
+    the model's blocks (elements of an nn.ModuleList that hold modules), one that is as long as some embedding is taken for a
+    head. In a block none is: there, as many rows mean that the model is as wide as its vocabulary, or as its longest context.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     rows, tied = {module.num_embeddings for module in embeddings}, {id(module.weight) for module in embeddings}
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    blocks = [block for each in lists for block in each if any(True for _ in block.children())]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     found = {
         id(parameter): parameter
         for module in model.modules()
         if not isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
-        if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in tied and parameter.shape[0] not in rows
+        if parameter.requires_grad
+        and parameter.ndim == 2
+        and id(parameter) not in tied
+        and (id(parameter) in inside or parameter.shape[0] not in rows)
     }
     return list(found.values())
 
@@ -101,11 +109,7 @@ def _muon(
     found = matrices(model)
     if not found:
         raise ConfigError('inner.optimizer = "muon": the model has no matrices beside embeddings and head; choose adamw')
-    if any(isinstance(parameter, DTensor) for parameter in found):
-        raise ConfigError('inner.optimizer = "muon": a sharded replica has no whole matrices; choose adamw, or do not shard')
-    muon = torch.optim.Muon(
-        found, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = Muon(found, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum)
     of_muon = set(map(id, found))
     rest = [parameter for parameter in trainable if id(parameter) not in of_muon]
     return (muon, _adamw(_groups(rest, config), config, device)) if rest else (muon,)
@@ -172,7 +176,7 @@ def state_names(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[str, ...
     match optimizer:
         case torch.optim.AdamW():
             return ("exp_avg", "exp_avg_sq", "step")
-        case torch.optim.Muon():
+        case Muon():
             return ("momentum_buffer",)
         case _:
             return ()

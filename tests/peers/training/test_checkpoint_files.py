@@ -442,18 +442,23 @@ COUNT = itertools.count()
 SPLIT = ModelConfig(layers=1, heads=2, width=8, context=8, vocabulary=16)
 
 
-def save_and_load_split(rank: int, folder: str, expected: str) -> None:
+def split_peer(folder: Path, optimizer: str, seed: int, ranks: Ranks = ALONE) -> Peer:
+    return Peer(folder, model=GPT(SPLIT, seed=seed), optimizer=optimizer, ranks=ranks)
+
+
+def save_and_load_split(rank: int, folder: str, expected: str, optimizer: str) -> None:
     ranks = Ranks.world()
-    peer = Peer(Path(folder), ranks=ranks, model=GPT(SPLIT, seed=0)).train(2).save().wait()
+    peer = split_peer(Path(folder), optimizer, 0, ranks).train(2).save().wait()
     ranks.all([True])  # rank 0 has made it whole
     state = peer.state()
     if rank == 0:
         torch.save(state, expected)
-    Peer(Path(folder), ranks=ranks, model=GPT(SPLIT, seed=1)).resume().check_state(state)
+    split_peer(Path(folder), optimizer, 1, ranks).resume().check_state(state)
 
 
 @pytest.mark.timeout(120)
-def test_tensor_parallel_ranks_go_on_and_one_rank_can_take_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_tensor_parallel_ranks_go_on_and_one_rank_can_take_over(tmp_path: Path, optimizer: str) -> None:
     folder, expected = tmp_path / "checkpoints", tmp_path / "expected"
-    spawn(save_and_load_split, 4, tmp_path, str(folder), str(expected))
-    Peer(folder, model=GPT(SPLIT, seed=1)).resume().check_state(torch.load(expected))
+    spawn(save_and_load_split, 4, tmp_path, str(folder), str(expected), optimizer)
+    split_peer(folder, optimizer, 1).resume().check_state(torch.load(expected))

@@ -41,6 +41,25 @@ def test_a_head_of_its_own_is_no_matrix_of_muon() -> None:
     assert len(matrices(model)) == 1
 
 
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_a_block_as_wide_as_the_vocabulary_or_the_context_is_all_muons(width: int) -> None:
+    class Learned(nn.Module):
+        """Learned positions and a head of its own, both beside the blocks."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(32, width), nn.Embedding(64, width)
+            self.blocks = nn.ModuleList(
+                [nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in range(2)]
+            )
+            self.heads = nn.ModuleList([nn.Linear(width, 32)])
+
+    model = Learned()
+    assert {id(each) for each in matrices(model)} == {id(each) for each in model.blocks.parameters() if each.ndim == 2}
+    small = GPT(ModelConfig(layers=2, heads=2, width=width, context=8, vocabulary=width), 0)
+    assert {id(each) for each in matrices(small)} == {id(each) for each in small.blocks.parameters() if each.ndim == 2}
+
+
 def test_muon_without_matrices_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no matrices"):
         inner_optimizers(nn.LayerNorm(4), InnerConfig(optimizer="muon"), CPU)
