@@ -17,6 +17,7 @@ STEPS = 16
 def settings(start_peers: int, outer_steps: int = STEPS) -> Settings:
     return small(
         "sharded",
+        inner={"optimizer": "muon"},  # with AdamW for the embedding and norms
         sync={"every": 4, "outer_steps": outer_steps},
         outer={"optimizer": "sgd", "lr": 0.8},
         rounds={"start_peers": start_peers, "floor_s": 60.0, "ceiling_s": 60.0},
