@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edit.config.overrides import commented_out, with_settings
-from edit.config.run import RunConfig, ineffective
+from edit.config.run import RunConfig, SyncConfig, ineffective
 from edit.config.validation import build
 from edit.errors import ConfigError
 
@@ -41,6 +41,8 @@ class Preset:
     harness: Mapping[str, float] = field(default_factory=dict)
     # Why a run cannot be created with it; "": it can.
     only_harness: str = ""
+    # Whether only a swarm can be founded with it, and no run with a coordinator be created.
+    only_swarm: bool = False
     # What is not as in the source.
     note: str = ""
 
@@ -169,7 +171,8 @@ PRESETS: Mapping[str, Preset] = {
         summary="gossip: an outer step of two peers, with no parameters that all share",
         source="Kolehmainen et al. 2025, arXiv 2506.10911",
         settings={"sync": {"every": 50}, "outer": {"algorithm": "gossip"}, "penalty": _MEAN},
-        only_harness="a swarm runs it: `edit-peer swarm start --set outer.algorithm=gossip`, see docs/swarm.md",
+        only_swarm=True,
+        note="edit-coordinator cannot run it, a swarm can: edit-peer swarm start RUN_TOML --preset noloco",
     ),
     "snoo": Preset(
         summary="Nesterov momentum on the pseudo-gradients of one replica that trains on all batches",
@@ -226,13 +229,19 @@ def preset(name: str) -> Preset:
 def with_preset(text: str, name: str, settings: Sequence[str] = ()) -> str:
     """Return run.toml's text with a preset's settings written into it, then these, `SECTION.KEY=VALUE`.
 
-    Keys that become ineffective, and are not among `settings`, become comments. Raises ConfigError for an unknown preset, one
-    that no run can have, and wrong settings.
+    Keys that become ineffective, and are not among `settings`, become comments. To write a preset again changes nothing. Raises
+    ConfigError for an unknown preset, one that this run cannot have, and wrong settings, and tomllib.TOMLDecodeError.
     """
     chosen = preset(name)
     if chosen.only_harness:
-        raise ConfigError(f"preset {name}: edit-lab compare has it, a coordinator's run cannot: {chosen.only_harness}")
+        raise ConfigError(f"preset {name}: edit-lab compare has it, a run cannot: {chosen.only_harness}")
+    if chosen.only_swarm and "swarm" not in tomllib.loads(text):
+        raise ConfigError(f"preset {name}: {chosen.note}")
     own = [f"{section}.{key}={_toml(value)}" for section, keys in chosen.settings.items() for key, value in keys.items()]
+    if "lr" in chosen.settings.get("outer", {}) and tomllib.loads(text).get("outer", {}).get("preset", "manual") != "manual":
+        own.append('outer.preset="manual"')
+    if chosen.only_swarm:
+        own.append("swarm.parts=1")  # a swap is of the whole model
     text = with_settings(text, [*own, *settings])
     asked = {setting.partition("=")[0].strip() for setting in settings}
     if chosen.warmup and asked.isdisjoint(_OF_WARMUP):
@@ -250,7 +259,7 @@ def warmup(outer_steps: int, every: int) -> Sequence[tuple[str, Any]]:
 def _warmed_up(chosen: Preset, text: str) -> Sequence[tuple[str, Any]]:
     """Return what `warmup` does for as many outer steps as the text says in all: of their inner steps, the preset's share."""
     sync = tomllib.loads(text)["sync"]
-    every, outer_steps = sync["every"], sync["outer_steps"]
+    every, outer_steps = sync["every"], sync.get("outer_steps", SyncConfig().outer_steps)
     if not all(isinstance(value, int) and value > 1 for value in (every, outer_steps)):
         raise ConfigError(
             f"sync.every = {every!r}, sync.outer_steps = {outer_steps!r}: must be whole numbers above 1 with this preset"

@@ -93,6 +93,13 @@ def start(
         list[str] | None,
         typer.Option("--set", help="SECTION.KEY=VALUE: found the swarm with this setting instead of RUN_TOML's. Repeatable."),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Found the swarm with a published method's settings instead of RUN_TOML's: diloco, noloco, ...; "
+            "`edit-lab compare --list` has them all. --set wins over them."
+        ),
+    ] = None,
 ) -> None:
     """Found a swarm, print an invitation for a second member, and train. After a stop or a crash, the same command continues.
 
@@ -120,13 +127,14 @@ def start(
             founding = Founding(
                 run_toml=run_toml,
                 name=name,
+                preset=preset,
                 settings=tuple(settings or ()),
                 allowed=options.allowed,
                 model_folder=options.model_folder,
             )
             found(home, founding)
             return arguments
-        _check_same(home, run_toml, settings or ())
+        _check_same(home, run_toml, preset, settings or ())
         return place.arguments(home)
 
     def serving() -> None:
@@ -158,10 +166,10 @@ def _place(
     )
 
 
-def _check_same(home: Path, run_toml: Path | None, settings: Sequence[str]) -> None:
+def _check_same(home: Path, run_toml: Path | None, preset: str | None, settings: Sequence[str]) -> None:
     from peers.swarm.membership import same_run
 
-    if not same_run(home, run_toml, settings):
+    if not same_run(home, run_toml, preset, settings):
         raise ConfigError(
             f"{home}: this swarm has another run.toml, which cannot be changed; leave it out, or choose another --home"
         )

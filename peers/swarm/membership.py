@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from edit import plugins
-from edit.config.presets import founding_text
+from edit.config.presets import founding_text, with_preset
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
 from edit.errors import ConfigError, RefusedError
@@ -44,7 +44,8 @@ class Founding:
 
     run_toml: Path
     name: str  # of the founder
-    settings: tuple[str, ...] = ()  # SECTION.KEY=VALUE, written into its copy of run.toml
+    preset: str | None = None  # whose settings are written into its copy of run.toml
+    settings: tuple[str, ...] = ()  # SECTION.KEY=VALUE, written into it after the preset's
     allowed: frozenset[str] = frozenset()
     model_folder: Path | None = None
 
@@ -122,7 +123,8 @@ def found(home: Path, founding: Founding) -> None:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{founding.run_toml}: is not UTF-8 text") from error
     folder, kept = PeerFolder(home), home / "run.toml"
-    text = _settled(text, founding.run_toml, founding.settings, new=founding.run_toml.resolve() != kept.resolve())
+    new = founding.run_toml.resolve() != kept.resolve()
+    text = _settled(text, founding.run_toml, founding.preset, founding.settings, new=new)
     config = RunConfig.from_text(text.encode(), founding.run_toml)
     if config.swarm is None:
         raise ConfigError(f"{founding.run_toml}: has no section [swarm]; add one (it may be empty), and remove [server]")
@@ -145,30 +147,33 @@ def found(home: Path, founding: Founding) -> None:
     folder.store(from_certificate(own), (), own.public_bytes(der), authority.public_bytes(der))
 
 
-def same_run(home: Path, run_toml: Path | None, settings: Sequence[str]) -> bool:
+def same_run(home: Path, run_toml: Path | None, preset: str | None, settings: Sequence[str]) -> bool:
     """Return whether `found` would found the same again. run_toml: None, or none there: the folder's own.
 
-    Raises ConfigError for settings that cannot be.
+    Raises ConfigError for a preset or settings that cannot be.
     """
     kept = home / "run.toml"
     given = run_toml if run_toml is not None and run_toml.exists() else kept
     texts = [plugins.without_pins(each.read_text(encoding="utf-8", errors="replace")).strip() for each in (given, kept)]
-    if texts[0] == texts[1] and not settings:
+    if texts[0] == texts[1] and not settings and preset is None:
         return True
-    settled = _settled(texts[0], given, settings)
-    if not settings:
+    settled = _settled(texts[0], given, preset, settings)
+    if not settings and preset is None:
         return settled.strip() == texts[1]
     configs = (RunConfig.from_text(settled.encode(), given), RunConfig.from_toml(kept))
     return len({replace(each, plugins={}).to_json() for each in configs}) == 1
 
 
-def _settled(text: str, run_toml: Path, settings: Sequence[str], *, new: bool = False) -> str:
-    """As `founding_text`. new: it must not say what `auto` chose for another swarm. Raises ConfigError that names the file."""
+def _settled(text: str, run_toml: Path, preset: str | None, settings: Sequence[str], *, new: bool = False) -> str:
+    """As `founding_text`, of the text with this preset. new: it must not say what `auto` chose for another swarm.
+
+    Raises ConfigError that names the file.
+    """
     try:
         if new and "chosen" in tomllib.loads(text).get("outer", {}):
             rule = "remove it, outer.optimizer, outer.lr and outer.momentum, and auto chooses again"
             raise ConfigError(f"outer.chosen was written when another swarm was founded; {rule}")
-        return founding_text(text, settings)
+        return founding_text(text if preset is None else with_preset(text, preset, settings), settings)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{run_toml}: is not TOML: {error}") from error
     except RecursionError:

@@ -9,7 +9,7 @@ from edit.config.presets import PRESETS, preset, with_preset
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 
-OF_A_RUN = [name for name, one in PRESETS.items() if not one.only_harness]
+OF_A_RUN = [name for name, one in PRESETS.items() if not one.only_harness and not one.only_swarm]
 
 
 @pytest.mark.parametrize("name", OF_A_RUN)
@@ -32,10 +32,28 @@ def test_keys_that_a_preset_makes_ineffective_become_comments() -> None:
     assert "\n#momentum = 0.85" in text
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in OF_A_RUN])
+@pytest.mark.parametrize("name", [name for name, one in PRESETS.items() if one.only_harness])
 def test_what_no_run_can_have_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ConfigError, match=f"preset {name}: edit-lab compare has it"):
         with_preset(template(), name)
+
+
+def test_what_only_a_swarm_can_have_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"preset noloco: edit-coordinator cannot run it, a swarm can: edit-peer swarm start"):
+        with_preset(template(), "noloco")
+
+
+@pytest.mark.parametrize("name", OF_A_RUN)
+def test_a_preset_written_again_changes_nothing(name: str) -> None:
+    text = with_preset(template(2), name, ["sync.outer_steps=156"])
+    assert with_preset(text, name, ["sync.outer_steps=156"]) == text
+
+
+def test_a_preset_with_outer_settings_takes_the_place_of_auto() -> None:
+    text = with_preset("[outer]\npreset = 'auto'\n", "diloco")
+    outer = RunConfig.from_text(text.encode(), "run.toml").outer
+    assert (outer.preset, outer.lr, outer.momentum) == ("manual", 0.7, 0.9)
+    assert RunConfig.from_text(with_preset("", "diloco", ["outer.preset=auto"]).encode(), "run.toml").outer.preset == "auto"
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

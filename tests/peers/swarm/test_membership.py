@@ -19,6 +19,7 @@ from aggregator.swarm.member_folder import MemberFolder
 from edit import durable_files
 from edit.config import run
 from edit.config.auto import OuterChoice
+from edit.config.presets import PRESETS
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb.invitation import Invitation, guest_key
@@ -128,11 +129,43 @@ def test_a_swarm_is_founded_with_the_settings_of_the_command_line(tmp_path: Path
     found(home, given)
     assert RunConfig.from_toml(home / "run.toml").sync.every == 7
     assert RunConfig.from_toml(founding.run_toml).sync.every != 7
-    _check_same(home, founding.run_toml, ["sync.every=7"])
-    _check_same(home, None, ["sync.every=7"])
+    _check_same(home, founding.run_toml, None, ["sync.every=7"])
+    _check_same(home, None, None, ["sync.every=7"])
     for run_toml, settings in ((founding.run_toml, []), (None, ["sync.every=8"])):
         with pytest.raises(ConfigError, match=r"has another run\.toml"):
-            _check_same(home, run_toml, settings)
+            _check_same(home, run_toml, None, settings)
+
+
+@pytest.mark.parametrize("also", ["", "[sync]\nouter_steps = 156\n[outer]\npreset = 'auto'\n"])
+@pytest.mark.parametrize("name", [name for name, one in PRESETS.items() if not one.only_harness])
+def test_a_swarm_is_founded_with_a_preset(tmp_path: Path, founding: Founding, name: str, also: str) -> None:
+    founding.run_toml.write_text(RUN.replace("layers = 1", "layers = 4") + also)
+    home, given = tmp_path / "a", replace(founding, preset=name, settings=("inner.lr=4.5e-3",))
+    found(home, given)
+    found(home, given)
+    config = RunConfig.from_toml(home / "run.toml")
+    for section, keys in PRESETS[name].settings.items():
+        for key, value in keys.items():
+            if (section, key) == ("sync", "every"):
+                assert config.sync.stretches[-1][1] == value
+            else:
+                assert getattr(getattr(config, section), key) == value, (section, key)
+    assert config.inner.lr == 4.5e-3
+    if name == "muloco-warmup" and also:
+        assert config.sync.milestones == ((120, 30),)
+    for run_toml in (founding.run_toml, None):
+        _check_same(home, run_toml, name, given.settings)
+        for preset, settings in ((name, ["inner.lr=1e-3"]), ("muloco" if name == "diloco" else "diloco", given.settings)):
+            with pytest.raises(ConfigError, match=r"has another run\.toml"):
+                _check_same(home, run_toml, preset, settings)
+
+
+def test_a_preset_that_no_swarm_can_have_is_refused(tmp_path: Path, founding: Founding) -> None:
+    with pytest.raises(ConfigError, match=r"run\.toml: preset gpa: edit-lab compare has it, a run cannot"):
+        found(tmp_path / "a", replace(founding, preset="gpa"))
+    with pytest.raises(ConfigError, match=r"run\.toml: preset mulco: there is none; did you mean muloco\?"):
+        found(tmp_path / "a", replace(founding, preset="mulco"))
+    assert not (tmp_path / "a" / "run.toml").exists()
 
 
 def test_what_auto_chooses_is_in_the_bytes_that_all_members_get(
@@ -148,15 +181,15 @@ def test_what_auto_chooses_is_in_the_bytes_that_all_members_get(
     assert (config.outer.optimizer, config.outer.lr, config.outer.momentum) == ("nesterov", 0.7, 0.6)
     assert config.outer.chosen.startswith("nesterov 0.7 / 0.6: 50 outer steps of each fragment, H 30")
     assert "outer_steps = 50 # short" in text and founding.run_toml.read_text().endswith("momentum = 0.2\n")
-    _check_same(home, founding.run_toml, settings)
+    _check_same(home, founding.run_toml, None, settings)
     with pytest.raises(ConfigError, match=r"has another run\.toml"):
-        _check_same(home, founding.run_toml, ["outer.lr=0.5"])
+        _check_same(home, founding.run_toml, None, ["outer.lr=0.5"])
     with pytest.raises(ConfigError, match=r"outer\.chosen was written when another swarm was founded; remove it"):
         found(tmp_path / "b", replace(founding, run_toml=home / "run.toml"))
 
     founding.run_toml.write_text(steps.replace("50", "30") + '[outer]\npreset = "auto"\n')
     found(tmp_path / "c", founding)
-    _check_same(tmp_path / "c", founding.run_toml, [])
+    _check_same(tmp_path / "c", founding.run_toml, None, [])
 
     def other_version(**_: object) -> OuterChoice:
         return OuterChoice("nesterov", 0.1, 0.1, "another version of this package would choose this")
