@@ -59,6 +59,7 @@ UP_AGAIN_S = 0.5  # likewise, after one that did
 START_S = 20.0  # within which a node is there
 CALL_S = 3.0  # within which another node answers
 CLOSE_S = 2.0  # within which the thread ends; then it is left behind
+CANCEL_S = 0.1  # after which what was cancelled and did not end is cancelled again
 MOST_DIALLED = 256  # of the nodes that are known
 MOST_ASKED = 20
 _MOST_ANSWER = MOST_MEMBERS * 1024  # bytes
@@ -263,8 +264,9 @@ class Discovery:
             self._up = False
             life = asyncio.ensure_future(self._one_life())
             await asyncio.wait([stop, life], return_when=asyncio.FIRST_COMPLETED)
-            life.cancel()
-            await asyncio.wait([life], timeout=CLOSE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await _end(life)
             if life.done() and not life.cancelled() and (error := life.exception()) is not None:
                 self._complain(error)
             failed = 0 if self._up else min(failed + 1, 16)
@@ -293,9 +295,15 @@ class Discovery:
             self._complaint, self._up = "", True
             _log.info("the DHT: %s", f"this member's node is {node.maddr}" if node.maddr else "a node that only asks")
             self._tell_host(self._reached, node.maddr)
-            async with asyncio.TaskGroup() as tasks:  # the first that fails ends the other
-                tasks.create_task(self._work(hivemind, records, node))
-                tasks.create_task(self._watch(hivemind, node))
+            watch = asyncio.ensure_future(self._watch(hivemind, node))
+            work = asyncio.ensure_future(self._work(hivemind, records, node))
+            try:
+                await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await _end(watch, work)
+            for each in (watch, work):  # the reason first
+                if not each.cancelled():
+                    each.result()
 
     @asynccontextmanager
     async def _node(self, hivemind: _Hivemind, records: SignedRecords) -> AsyncIterator[_Node]:
@@ -483,6 +491,18 @@ def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 def _again_s(failed: int) -> float:
     """Return the seconds until another node is made. failed: how many in a row did not come up."""
     return min(FIRST_AGAIN_S * 2**failed, AGAIN_S) if failed else UP_AGAIN_S
+
+
+async def _end(*tasks: asyncio.Future[None]) -> None:
+    """Cancel these until they have ended. Raises nothing of theirs.
+
+    Once is not enough: in Python 3.11 `asyncio.wait_for` takes a cancellation for itself when what it waits for ends just then,
+    as all does that waits for a p2pd when that ends (github.com/python/cpython/issues/86296, mended in 3.12).
+    """
+    while alive := [each for each in tasks if not each.done()]:
+        for each in alive:
+            each.cancel()
+        await asyncio.wait(alive, timeout=CANCEL_S)
 
 
 async def _drop(p2p: Any) -> None:

@@ -170,6 +170,37 @@ async def test_p2pd_is_replaced_by_one_with_the_same_id_and_port(
 
 
 @on_a_loop
+async def test_what_takes_a_cancellation_for_itself_is_cancelled_again() -> None:
+    """As `asyncio.wait_for` does in Python 3.11 where what it waits for ends at the same time."""
+    taken, ended = list[str](), list[str]()
+
+    async def deaf(times: int) -> None:
+        try:
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    if len(taken) == times:
+                        raise
+                    taken.append("")
+        finally:
+            ended.append("deaf")
+
+    async def fails() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("while it ends")
+
+    tasks = [asyncio.ensure_future(deaf(2)), asyncio.ensure_future(fails())]
+    await asyncio.sleep(0)
+    await discovery._end(*tasks)
+    assert (len(taken), ended) == (2, ["deaf"]) and tasks[0].cancelled()
+    assert isinstance(tasks[1].exception(), ValueError)
+    await discovery._end(*tasks)
+
+
+@on_a_loop
 async def test_a_node_that_is_collected_late_touches_nothing(tmp_path: Path) -> None:
     """hivemind's object removes its socket once more then, by a path through a descriptor that may be another file's by now."""
     async with members(tmp_path) as swarm:
