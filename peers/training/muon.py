@@ -78,9 +78,8 @@ def orthogonalized(
     """
     a, b, c = coefficients
     wide = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
-    x: Tensor = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp(
-        min=eps
-    )  # so the largest singular value is <= 1
+    norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
+    x: Tensor = wide / norms.clamp(min=eps)  # so no singular value is above 1
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -100,7 +99,7 @@ def _alike(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _orthogonalized_shards(updates: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
-    """Return this rank's shards of the orthogonalized updates, stacked; the updates as they are where nothing is sharded."""
+    """Return the orthogonalized updates, stacked: this rank's shards of them where they are sharded."""
     first = updates[0]
     dtype = torch.float32 if first.device.type == "cpu" else torch.bfloat16
     stack = torch.stack([_local(update).to(dtype) for update in updates])
