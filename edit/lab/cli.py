@@ -224,9 +224,12 @@ def compare(
         ),
     ] = None,
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets with their sources, and stop.")] = False,
-    peers: Annotated[int, typer.Option(min=1, help="Number of peers.")] = 4,
+    peers: Annotated[list[int] | None, typer.Option(min=1, help="Number of peers. Repeatable.", show_default="4")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Inner steps of each peer; a multiple of every H.")] = 1200,
-    every: Annotated[int, typer.Option(min=1, help="H of the presets; a run.toml has its own.")] = 30,
+    every: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="H of the presets; a run.toml has its own. Repeatable.", show_default="30"),
+    ] = None,
     seeds: Annotated[
         int, typer.Option(min=1, help="Number of seeds: initial parameters, order of the data, held-out files.")
     ] = 3,
@@ -278,22 +281,24 @@ def compare(
     that would be sent are counted. The model is the built-in GPT; the text is the source of Python's standard library.
     Data-parallel training sees as many tokens: each of its steps takes the batches of all peers together. A trial is one
     method with one seed, in a process of its own. A finished trial is a line of --results; a trial that was killed starts
-    again with the next call. docs/compare.md explains the columns.
+    again with the next call. With several --peers or --every the table has a gap for each pair of them. docs/compare.md
+    explains the columns.
 
     Example: edit-lab compare --method data-parallel --method muloco --method "diloco outer.lr=0.9" --plot loss.svg
     """
     from rich.console import Console
 
     from edit.lab.compare.command import CompareOptions, Outputs, print_presets, run_comparison
+    from edit.lab.compare.method import DEFAULT_EVERY
 
     if list_presets:
         print_presets()
         return
     options = CompareOptions.of(
         methods=methods or ["data-parallel", "diloco", "edit"],
-        peers=peers,
+        peers=peers or [4],
         steps=steps,
-        every=every,
+        every=every or [DEFAULT_EVERY],
         seeds=seeds,
         base=base,
         settings=settings or [],

@@ -20,22 +20,30 @@ from edit.config.presets import PRESETS
 from edit.errors import ConfigError
 from edit.lab.bench.results import Row, append_lines, circumstances, one_line, print_table, results_table, write_picture
 from edit.lab.compare.corpus import TextOptions
-from edit.lab.compare.method import Length, Method, read_method
-from edit.lab.compare.table import comparison_table, curves, loss_against_bytes
+from edit.lab.compare.method import Length, Method, read_method, trial_length
+from edit.lab.compare.table import comparison_table, curves, grid_table, loss_against_bytes
 from edit.lab.compare.trial import Trial
 from edit.plain_text import json_text
 from edit.view.units import duration_text
 from peers.training.trainer import choose_device
 
-__all__ = ["CompareOptions", "Outputs", "print_presets", "recorded", "run_comparison", "trials"]
+__all__ = ["Cell", "CompareOptions", "Outputs", "print_presets", "recorded", "run_comparison", "trials"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """The methods, ready for one number of peers and one H."""
+
+    length: Length
+    methods: tuple[Method, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
     """What is compared."""
 
-    methods: tuple[Method, ...]
-    length: Length
+    # The same methods in the same order in each; one for each pair of --peers and --every.
+    cells: tuple[Cell, ...]
     seeds: int
     # The method that gaps are to; "": none.
     base: str
@@ -49,9 +57,9 @@ class CompareOptions:
         cls,
         *,
         methods: Sequence[str],
-        peers: int,
+        peers: Sequence[int],
         steps: int,
-        every: int,
+        every: Sequence[int],
         seeds: int,
         base: str | None,
         settings: Sequence[str],
@@ -64,18 +72,21 @@ class CompareOptions:
         device: str,
     ) -> CompareOptions:
         """Read the command line's options. Raises ConfigError, which names the option and what is wrong with it."""
-        length = Length(peers=peers, steps=steps, every=every)
-        if twice := next((name for name in methods if methods.count(name) > 1), None):
-            raise ConfigError(f"--method {twice}: is there twice")
-        read = tuple(read_method(text, length, settings) for text in methods)
+        for option, values in (("--method", methods), ("--peers", peers), ("--every", every)):
+            if twice := next((value for value in values if list(values).count(value) > 1), None):
+                raise ConfigError(f"{option} {twice}: is there twice")
+        cells = []
+        for count in peers:
+            for h in every:
+                length = Length(peers=count, steps=steps, every=h)
+                cells.append(Cell(length=length, methods=tuple(read_method(text, length, settings) for text in methods)))
         if base is not None and base not in methods:
             raise ConfigError(f"--base {base}: must be one of the methods: {', '.join(methods)}")
-        found = next((method.name for method in read if method.trains == "data-parallel"), "")
+        found = next((method.name for method in cells[0].methods if method.trains == "data-parallel"), "")
         begin, end = _stretch(random_bytes)
         text = TextOptions(domains=domains, random_from=begin, random_to=end, label_noise=label_noise, small=small)
         return cls(
-            methods=read,
-            length=length,
+            cells=tuple(cells),
             seeds=seeds,
             base=base if base is not None else found,
             text=text,
@@ -106,12 +117,12 @@ def _stretch(text: str | None) -> tuple[float, float]:
         raise ConfigError(f"--random-bytes {text}: must be FROM:TO, as 0.5:0.55") from error
 
 
-def trials(options: CompareOptions) -> list[Trial]:
-    """Return every trial, seed by seed, so that a comparison that is stopped has whole seeds."""
+def trials(options: CompareOptions, cell: Cell) -> list[Trial]:
+    """Return every trial of a cell, seed by seed, so that a comparison that is stopped has whole seeds."""
     return [
         Trial(
             method=method,
-            length=options.length,
+            length=trial_length(method.trains, cell.length),
             seed=seed,
             text=options.text,
             slow=options.slow,
@@ -119,7 +130,7 @@ def trials(options: CompareOptions) -> list[Trial]:
             device=options.device,
         )
         for seed in range(options.seeds)
-        for method in options.methods
+        for method in cell.methods
     ]
 
 
@@ -147,24 +158,35 @@ def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | N
     """Make the missing trials and show all. Raises ConfigError, before them where the device is not there; at the end also when
     a trial failed.
     """
-    wanted = trials(options)
+    if outputs.curves is not None and len(options.cells) > 1:
+        raise ConfigError(f"--curves {outputs.curves}: shows one --peers and one --every; give one of each")
+    cells = [(cell.length, trials(options, cell)) for cell in options.cells]
+    wanted = {trial.key: trial for _, those in cells for trial in those}  # cells share what does not depend on H
     done = recorded(outputs.results)
-    missing = [] if outputs.print_only else [trial for trial in wanted if trial.key not in done]
+    missing = [] if outputs.print_only else [trial for key, trial in wanted.items() if key not in done]
+    missing.sort(key=lambda trial: trial.seed)
     if missing:
         choose_device(options.device)
     failed = _make(missing, outputs.results, processes or os.cpu_count() or 1, console)
     done = recorded(outputs.results)
-    rows = [{**done[trial.key], "method": trial.method.name} for trial in wanted if trial.key in done]
-    names = [method.name for method in options.methods]
+    names = [method.name for method in options.cells[0].methods]
+    shown = [
+        (length, [{**done[trial.key], "method": trial.method.name} for trial in those if trial.key in done])
+        for length, those in cells
+    ]
+    rows = [row for _, those in shown for row in those]
     if rows:
         if outputs.plot is not None:
-            write_picture(outputs.plot, loss_against_bytes(rows, names, options.base))
+            write_picture(outputs.plot, loss_against_bytes(shown, names, options.base))
         if outputs.curves is not None:
             write_picture(outputs.curves, curves(rows, names))
     if outputs.as_json:
-        print(json_text(rows))  # noqa: T201
+        print(json_text(list({row["key"]: row for row in rows}.values())))  # noqa: T201
     elif rows:
-        print_table(comparison_table(rows, names, options.base))
+        one = len(shown) == 1
+        print_table(
+            comparison_table(rows, names, options.base) if one else grid_table(shown, names, options.base, options.seeds)
+        )
     if failed:
         raise ConfigError(f"{len(failed)} of {len(missing)} trials failed; the first: {failed[0]}")
     if not rows:
@@ -174,6 +196,7 @@ def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | N
 def _make(missing: Sequence[Trial], results: Path, processes: int, console: Console) -> list[str]:
     """Make these trials and append each to the results as it ends; return what went wrong."""
     failed: list[str] = []
+    several = len({trial.length for trial in missing}) > 1
     running: set[subprocess.Popen[str]] = set()
     lock = threading.Lock()
     stopped = threading.Event()
@@ -199,11 +222,13 @@ def _make(missing: Sequence[Trial], results: Path, processes: int, console: Cons
         try:
             for number, future in enumerate(as_completed(made), 1):
                 trial = made[future]
-                what = f"{number} of {len(missing)}: {trial.method.name}, seed {trial.seed}"
+                length = trial.length
+                where = f"{length.peers} peers, H {length.every}, " if several else ""
+                what = f"{number} of {len(missing)}: {trial.method.name}, {where}seed {trial.seed}"
                 try:
                     row = future.result()
                 except Exception as error:
-                    failed.append(f"{trial.method.name}, seed {trial.seed}: {one_line(error)}")
+                    failed.append(f"{trial.method.name}, {where}seed {trial.seed}: {one_line(error)}")
                     console.print(f"{what}: failed: {one_line(error)}", markup=False, highlight=False)
                     continue
                 append_lines(results, [{**circumstances(), **row}])

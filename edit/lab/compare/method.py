@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,12 @@ from edit.config.presets import PRESETS, dropped, preset, warmup
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 
-__all__ = ["Length", "Method", "read_method"]
+__all__ = ["DEFAULT_EVERY", "Length", "Method", "read_method", "trial_length"]
+
+DEFAULT_EVERY = 30
+"""H of the presets where no other is asked for, and of each trial whose method exchanges at every step."""
+
+_TAKE_OUTER_STEPS = ("exchange", "one-replica")
 
 _HARNESS = ("warmup", "mu_x", "mu_y", "topk", "chunk", "decay")
 _OF_RUN = ("sync.outer_steps", "sync.tokens", "seed", "rounds.start_peers", "rounds.quorum")
@@ -49,6 +54,11 @@ class Method:
     # Settings of the section `compare`.
     harness: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def takes_outer_steps(self) -> bool:
+        """Whether H means something; else the method exchanges at every step, or never."""
+        return self.trains in _TAKE_OUTER_STEPS
+
     def config(self, seed: int) -> RunConfig:
         """Return the run's configuration. Raises ConfigError, which names the method."""
         try:
@@ -61,6 +71,11 @@ class Method:
         return round(self.harness.get("warmup", 0.0) * steps / every) * every
 
 
+def trial_length(trains: str, length: Length) -> Length:
+    """Return the length of a trial: where H means nothing it is the default, so that one trial serves a comparison of any H."""
+    return length if trains in _TAKE_OUTER_STEPS else replace(length, every=DEFAULT_EVERY)
+
+
 def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Method:
     """Return the method that a text asks for; settings: for every method, before its own.
 
@@ -71,8 +86,9 @@ def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Meth
     except ValueError as error:
         raise ConfigError(f"--method {text!r}: must be NAME, or NAME KEY=VALUE ...") from error
     is_file = name not in PRESETS and (name.endswith(".toml") or "/" in name)
-    tables = _of_file(Path(name)) if is_file else _of_preset(name, length)
     chosen = None if is_file else preset(name)
+    trains = chosen.trains if chosen is not None else "exchange"
+    tables = _of_file(Path(name)) if is_file else _of_preset(name, trial_length(trains, length))
     harness = dict(chosen.harness) if chosen is not None else {}
     for setting in (*settings, *own):
         key = setting.partition("=")[0].strip()
@@ -92,7 +108,7 @@ def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Meth
                 del tables[section][key]
         except ConfigError as error:
             raise ConfigError(f"{text}: {error}") from error
-    method = Method(name=text, trains=chosen.trains if chosen is not None else "exchange", tables=tables, harness=harness)
+    method = Method(name=text, trains=trains, tables=tables, harness=harness)
     _check(method, length)
     return method
 
@@ -181,15 +197,13 @@ def _check(method: Method, length: Length) -> None:
     if config.model.name != "builtin:gpt":
         raise ConfigError(f"{method.name}: model.name = {config.model.name!r}: the harness trains builtin:gpt")
     sync = config.sync
-    if method.trains in ("exchange", "one-replica"):
+    if method.takes_outer_steps:
         if not sync.milestones and length.steps % sync.every:
             raise ConfigError(f"{method.name}: --steps {length.steps} must be a multiple of sync.every ({sync.every})")
         if sync.milestones and (taken := sync.inner_steps_before(sync.outer_steps)) != length.steps:
             rule = f"must end with an outer step; with sync.every and sync.milestones {sync.outer_steps} of them take {taken}"
             raise ConfigError(f"{method.name}: --steps {length.steps} {rule}")
-    if config.inner.batch_growth > 1 and (
-        method.trains not in ("exchange", "one-replica") or config.outer.algorithm == "gossip"
-    ):
+    if config.inner.batch_growth > 1 and (not method.takes_outer_steps or config.outer.algorithm == "gossip"):
         rule = "must be 1: the harness ends such a trial by the tokens that are merged"
         raise ConfigError(f"{method.name}: inner.batch_growth = {config.inner.batch_growth} {rule}")
     rule = "has no effect with sync.milestones, whose first H can be 1; leave one of them out"

@@ -11,9 +11,10 @@ from rich.table import Table
 
 from edit.lab.bench.results import Row, figure_note, results_table
 from edit.lab.compare.intervals import half_width, mean_text
+from edit.lab.compare.method import Length
 from edit.view.charts import Point, Series, curves_picture, points_picture
 
-__all__ = ["comparison_table", "curves", "gaps", "loss_against_bytes"]
+__all__ = ["comparison_table", "curves", "gaps", "grid_table", "loss_against_bytes"]
 
 _HEAD = (
     "method",
@@ -29,19 +30,26 @@ _HEAD = (
     "peak",
     "time",
 )
+_NOT_OF_AVERAGES = ("",) * (len(_HEAD) - 5)
 
 
-def gaps(rows: Sequence[Row], name: str, base: str) -> list[float]:
-    """Return by how much the loss of `name` is above that of `base` with the same seed, in nats, where both are known."""
-    losses = {(row["method"], row["seed"]): row["loss"] for row in rows}
-    seeds = sorted(seed for method, seed in losses if method == name)
-    pairs = [(losses[name, seed], losses.get((base, seed))) for seed in seeds]
-    return [loss - other for loss, other in pairs if loss is not None and other is not None]
+def gaps(rows: Sequence[Row], name: str, base: str, loss: str = "loss") -> list[float]:
+    """Return by how much the loss of `name` is above that of `base` with the same seed, in nats, where both are known.
+
+    loss: "loss_averaged" for that of the method's averaged parameters.
+    """
+    mine = {row["seed"]: row.get(loss) for row in rows if row["method"] == name}
+    known = {row["seed"]: row["loss"] for row in rows if row["method"] == base}
+    pairs = [(value, known.get(seed)) for seed, value in sorted(mine.items())]
+    return [value - other for value, other in pairs if value is not None and other is not None]
 
 
 def comparison_table(rows: Sequence[Row], names: Sequence[str], base: str) -> Table:
-    """Return the table, a row for each method, in the order of the names. base: the method that gaps are to; "": none."""
-    shown = [_cells(rows, name, base) for name in names if any(row["method"] == name for row in rows)]
+    """Return the table, a row for each method, in the order of the names; a second one for the average of its parameters.
+
+    base: the method that gaps are to; "": none.
+    """
+    shown = [cells for name in names for cells in _lines(rows, name, base)]
     first = rows[0]
     title = f"{first['peers']} peers, {first['steps']} steps each, {first['parameters']:,} parameters"
     note = (
@@ -53,12 +61,60 @@ def comparison_table(rows: Sequence[Row], names: Sequence[str], base: str) -> Ta
     return results_table(title, _HEAD, shown, note)
 
 
-def _cells(rows: Sequence[Row], name: str, base: str) -> tuple[str, ...]:
+def grid_table(cells: Sequence[tuple[Length, Sequence[Row]]], names: Sequence[str], base: str, seeds: int) -> Table:
+    """Return the table of several numbers of peers and H: a row for each method and number of peers, a column for each H.
+
+    cells: the rows of each pair; seeds: how many trials a full cell has. A cell has the mean gap to `base` with
+    its 95 % interval; the base itself, and everything without a base, has the mean loss.
+    """
+    peers, every = (list(dict.fromkeys(values)) for values in zip(*((one.peers, one.every) for one, _ in cells), strict=True))
+    found = {(length.peers, length.every): rows for length, rows in cells}
+    shown: list[tuple[str, ...]] = []
+    for name in names:
+        for loss in ("loss", "loss_averaged"):
+            for count in peers:
+                texts = [_grid_cell(found[count, h], name, base, loss, seeds) for h in every]
+                if any(texts):
+                    shown.append((name if loss == "loss" else f"{name}, averaged", str(count), *texts))
+    rows = [row for _, those in cells for row in those]
+    note = (
+        f"gap to {base}, same seed and as many peers, and its 95 % interval; of {base} itself the loss.\n"
+        if base
+        else "loss and its 95 % interval.\n"
+    )
+    note += f"Nats per byte on held-out text; (n): fewer seeds than {seeds}.\n{figure_note(rows)}"
+    title = f"{rows[0]['steps']} steps of each peer, {rows[0]['parameters']:,} parameters"
+    return results_table(title, ("method", "peers", *(f"H {h}" for h in every)), shown, note)
+
+
+def _grid_cell(rows: Sequence[Row], name: str, base: str, loss: str, seeds: int) -> str:
+    mine = [row for row in rows if row["method"] == name and loss in row]
+    if any(row["loss"] is None for row in mine):
+        return "diverged"
+    if is_gap := bool(base) and base != name:
+        values = gaps(rows, name, base, loss)
+    else:
+        values = [row[loss] for row in mine if row[loss] is not None]
+    few = f" ({len(values)})" if 0 < len(values) < seeds else ""
+    return mean_text(values, "+.4f" if is_gap else ".4f") + few
+
+
+def _lines(rows: Sequence[Row], name: str, base: str) -> list[tuple[str, ...]]:
     mine = [row for row in rows if row["method"] == name]
-    losses = [row["loss"] for row in mine]
-    gap = gaps(rows, name, base) if base and base != name else []
+    if not mine:
+        return []
+    lines = [_cells(rows, name, base, "loss")]
+    if all(row.get("loss_averaged") is not None for row in mine):
+        lines.append((f"{name}, averaged", *_cells(rows, name, base, "loss_averaged")[1:5], *_NOT_OF_AVERAGES))
+    return lines
+
+
+def _cells(rows: Sequence[Row], name: str, base: str, loss: str) -> tuple[str, ...]:
+    mine = [row for row in rows if row["method"] == name]
+    losses = [row[loss] for row in mine]
+    gap = gaps(rows, name, base, loss) if base and base != name else []
     known = {row["seed"]: row["loss"] for row in rows if row["method"] == base}
-    shares = [100 * (row["loss"] / known[row["seed"]] - 1) for row in mine if row["loss"] and known.get(row["seed"])]
+    shares = [100 * (row[loss] / known[row["seed"]] - 1) for row in mine if row[loss] and known.get(row["seed"])]
     spikes = [row["spike"] for row in mine]
 
     def mean(key: str) -> float:
@@ -80,19 +136,29 @@ def _cells(rows: Sequence[Row], name: str, base: str) -> tuple[str, ...]:
     )
 
 
-def loss_against_bytes(rows: Sequence[Row], names: Sequence[str], base: str) -> str:
-    """Return an SVG file: each method's gap to `base` over the bytes that a peer sends in the run, for each parameter."""
-    points = []
-    for i, name in enumerate(names):
-        mine = [row for row in rows if row["method"] == name and row["sent"] and row["loss"] is not None]
-        values = gaps(rows, name, base) if base else [row["loss"] for row in mine]
-        if mine and values:
+def loss_against_bytes(cells: Sequence[tuple[Length, Sequence[Row]]], names: Sequence[str], base: str) -> str:
+    """Return an SVG file: each method's gap to `base` over the bytes that a peer sends in the run, for each parameter.
+
+    cells: the rows of each number of peers and H. With several a point has their names, and its colour says the method.
+    """
+    several = len(cells) > 1
+    points, key = [], {}
+    for length, rows in cells:
+        for i, name in enumerate(names):
+            mine = [row for row in rows if row["method"] == name and row["sent"] and row["loss"] is not None]
+            values = gaps(rows, name, base) if base else [row["loss"] for row in mine]
+            if not mine or not values or (several and name == base):
+                continue
             half = half_width(values)
             x = statistics.fmean(row["sent"] / row["parameters"] for row in mine)
-            points.append(Point(name, x, statistics.fmean(values), 0.0 if math.isnan(half) else half, f"s{i % 6}"))
+            label = f"{length.peers} x H {length.every}" if several else name
+            points.append(Point(label, x, statistics.fmean(values), 0.0 if math.isnan(half) else half, f"s{i % 6}"))
+            if several:
+                key[f"s{i % 6}"] = name
     of = f"above {base}" if base else "in nats per byte"
-    notes = [f"Loss on held-out text, {of}; mean over the seeds and 95 % interval.", figure_note(rows)]
-    return points_picture("Loss against bytes", notes, points, "bytes sent per parameter", "gap", {}, {}, linear=0.01)
+    what = f"Loss on held-out text, {of}; mean over the seeds and 95 % interval" + (", peers x H." if several else ".")
+    notes = [what, figure_note([row for _, rows in cells for row in rows])]
+    return points_picture("Loss against bytes", notes, points, "bytes sent per parameter", "gap", key, {}, linear=0.01)
 
 
 def curves(rows: Sequence[Row], names: Sequence[str]) -> str:

@@ -57,8 +57,8 @@ class Trial:
         Who chose the outer optimizer's settings changes nothing, only what they are; and what takes no outer step has none.
         """
         config = self.method.config(self.seed)
-        steps = self.method.trains in ("exchange", "one-replica")
-        config = replace(config, outer=replace(config.outer, preset="manual", chosen="") if steps else OuterConfig())
+        outer = replace(config.outer, preset="manual", chosen="") if self.method.takes_outer_steps else OuterConfig()
+        config = replace(config, outer=outer)
         values = asdict(self) | {"config": config.to_json()}
         del values["method"]["name"], values["method"]["tables"]
         if self.device == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from rich.console import Console
 
 from edit.errors import ConfigError
 from edit.lab.compare import command
-from edit.lab.compare.command import CompareOptions, Outputs, recorded, run_comparison, trials
+from edit.lab.compare.command import Cell, CompareOptions, Outputs, recorded, run_comparison
+from edit.lab.compare.command import trials as trials_of
 from edit.lab.compare.corpus import TextOptions
 from edit.lab.compare.method import Length, read_method
-from edit.lab.compare.table import comparison_table, curves, gaps, loss_against_bytes
+from edit.lab.compare.table import comparison_table, curves, gaps, grid_table, loss_against_bytes
 from edit.lab.compare.trial import Trial, run_trial
 
 LENGTH = Length(peers=2, steps=6, every=3)
@@ -95,9 +97,16 @@ def test_a_key_is_of_all_that_decides_a_row() -> None:
     assert Trial.from_json(trial("diloco").to_json()).key == keys[0]
 
 
-def options(*methods: str, seeds: int = 2) -> CompareOptions:
-    read = tuple(read_method(text, LENGTH, TINY) for text in methods)
-    return CompareOptions(methods=read, length=LENGTH, seeds=seeds, base="data-parallel", points=2)
+def options(*methods: str, seeds: int = 2, every: Sequence[int] = (LENGTH.every,)) -> CompareOptions:
+    cells = []
+    for h in every:
+        length = replace(LENGTH, every=h)
+        cells.append(Cell(length=length, methods=tuple(read_method(text, length, TINY) for text in methods)))
+    return CompareOptions(cells=tuple(cells), seeds=seeds, base="data-parallel", points=2)
+
+
+def trials(chosen: CompareOptions) -> list[Trial]:
+    return trials_of(chosen, chosen.cells[0])
 
 
 def line(one: Trial, loss: float | None) -> dict[str, object]:
@@ -156,8 +165,60 @@ def test_gaps_are_paired_by_seed_and_what_diverged_says_so() -> None:
     cells = [list(column.cells) for column in table.columns]
     assert cells[2] == ["1.5000", "1.7000", "diverged"]
     assert cells[3] == ["", "+0.2000 +- 1.2706", ""]
-    for picture in (loss_against_bytes(rows, names, "data-parallel"), curves(rows, names)):
+    for picture in (loss_against_bytes([(LENGTH, rows)], names, "data-parallel"), curves(rows, names)):
         assert picture.startswith("<svg") and "diloco" in picture
+
+
+def test_averaged_parameters_have_a_line_of_their_own() -> None:
+    rows = [
+        {**line(trial(method, seed), loss), "loss_averaged": averaged, "date": "d", "machine": "m", "load_before": 1.0}
+        for method, seed, loss, averaged in [("data-parallel", 0, 1.0, None), ("edit average.kind=last", 0, 1.2, 1.1)]
+    ]
+    table = comparison_table(rows, ["data-parallel", "edit average.kind=last"], "data-parallel")
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0] == ["data-parallel", "edit average.kind=last", "edit average.kind=last, averaged"]
+    assert cells[2] == ["1.0000", "1.2000", "1.1000"] and cells[3] == ["", "+0.2000", "+0.1000"]
+    assert cells[-1] == ["6", "6", ""]
+
+
+def test_one_trial_of_a_method_that_takes_no_outer_steps_serves_every_h(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen, file = options("data-parallel", "diloco", seeds=2, every=(2, 3)), tmp_path / "rows.jsonl"
+    made: list[tuple[str, int, int]] = []
+
+    def make(missing: list[Trial], results: Path, processes: int, console: Console) -> list[str]:
+        made.extend((one.method.name, one.length.every, one.seed) for one in missing)
+        lines = [{**line(one, 1.0 + one.length.every / 10), "date": "d", "machine": "m", "load_before": 1.0} for one in missing]
+        file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        return []
+
+    monkeypatch.setattr(command, "_make", make)
+    run_comparison(chosen, Outputs(results=file, as_json=True), 1, Console())
+    assert made == [
+        ("data-parallel", 30, 0), ("diloco", 2, 0), ("diloco", 3, 0),
+        ("data-parallel", 30, 1), ("diloco", 2, 1), ("diloco", 3, 1),
+    ]  # fmt: skip
+    assert len(json.loads(capsys.readouterr().out)) == len(made), "each trial once"
+    with pytest.raises(ConfigError, match=r"--curves .*: shows one --peers and one --every"):
+        run_comparison(chosen, Outputs(results=file, curves=tmp_path / "c.svg"), 1, Console())
+
+
+def test_a_grid_has_gaps_by_peers_and_h_and_says_where_seeds_are_missing() -> None:
+    def rows(peers: int, *losses: tuple[str, int, float | None]) -> tuple[Length, list[dict[str, object]]]:
+        length = Length(peers=peers, steps=6, every=3)
+        told = {"date": "d", "machine": "m", "load_before": 1.0}
+        return length, [{**line(trial(method, seed), loss), **told} for method, seed, loss in losses]
+
+    few = rows(2, ("data-parallel", 0, 1.0), ("diloco", 0, 1.1))
+    full = rows(4, ("data-parallel", 0, 1.0), ("data-parallel", 1, 2.0), ("diloco", 0, 1.1), ("diloco", 1, 2.3))
+    wild = rows(8, ("data-parallel", 0, 1.0), ("diloco", 0, None))
+    table = grid_table([few, full, wild], ["data-parallel", "diloco", "edit"], "data-parallel", 2)
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0] == ["data-parallel"] * 3 + ["diloco"] * 3 and cells[1] == ["2", "4", "8"] * 2
+    assert cells[2] == ["1.0000 (1)", "1.5000 +- 6.3530", "1.0000 (1)", "+0.1000 (1)", "+0.2000 +- 1.2706", "diverged"]
+    picture = loss_against_bytes([few, full], ["data-parallel", "diloco"], "data-parallel")
+    assert "2 x H 3" in picture and "4 x H 3" in picture and ">diloco<" in picture
 
 
 GROWS = " inner.batch_size=1 inner.accumulation=2 inner.batch_growth=4 inner.norm_test=0.01"
