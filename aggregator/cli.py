@@ -129,12 +129,8 @@ def init(
     typer.echo(f"run {folder.run_id} in {state}")
     typer.echo(f"settings    {folder.run_toml}")
     typer.echo(f"authority   {authority.fingerprint}")
-    if (sync := folder.config().sync).milestones:
-        planned = ", ".join(f"{outer_steps} with H {every}" for outer_steps, every in sync.stretches)
-        inner_steps = sync.inner_steps_before(sync.outer_steps)
-        typer.echo(f"steps       {sync.outer_steps} outer steps: {planned}; {inner_steps} inner steps")
-    if chosen := folder.config().outer.chosen:
-        typer.echo(f"outer       {chosen}")
+    for name, text in folder.config().follows:
+        typer.echo(f"{name:<11} {text}")
     if noise:
         typer.echo(f"privacy     {noise}")
     typer.echo(f"next        edit-coordinator serve --state {state}")

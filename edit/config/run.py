@@ -534,6 +534,18 @@ class RunConfig:
         """The number of published updates that are kept in all: with groups, an update is of one group only."""
         return self.storage.keep_updates * self.sync.groups
 
+    @property
+    def follows(self) -> Sequence[tuple[str, str]]:
+        """What a user who founds the run is told besides: what follows from the settings, each with its name."""
+        said, sync = [], self.sync
+        if sync.milestones:
+            planned = ", ".join(f"{outer_steps} with H {every}" for outer_steps, every in sync.stretches)
+            inner_steps = sync.inner_steps_before(sync.outer_steps)
+            said.append(("steps", f"{sync.outer_steps} outer steps: {planned}; {inner_steps} inner steps"))
+        if self.outer.chosen:
+            said.append(("outer", self.outer.chosen))
+        return said
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> RunConfig:
         """Build from nested mappings. Raises ConfigError for unknown keys, wrong types, bounds and ineffective keys."""

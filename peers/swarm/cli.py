@@ -132,7 +132,8 @@ def start(
                 allowed=options.allowed,
                 model_folder=options.model_folder,
             )
-            found(home, founding)
+            for what, text in found(home, founding).follows:
+                typer.echo(f"{what:<11} {text}", err=True)
             return arguments
         _check_same(home, run_toml, preset, settings or ())
         return place.arguments(home)

@@ -114,8 +114,8 @@ def is_member(home: Path) -> bool:
     return True
 
 
-def found(home: Path, founding: Founding) -> None:
-    """Found a swarm in `home`, or complete what was begun. Raises ConfigError, StorageError."""
+def found(home: Path, founding: Founding) -> RunConfig:
+    """Found a swarm in `home`, or complete what was begun; return its settings. Raises ConfigError, StorageError."""
     try:
         text = founding.run_toml.read_text(encoding="utf-8")
     except OSError as error:
@@ -145,6 +145,7 @@ def found(home: Path, founding: Founding) -> None:
     own, authority = (x509.load_pem_x509_certificate((home / name).read_bytes()) for name in ("peer.pem", "ca.pem"))
     der = serialization.Encoding.DER
     folder.store(from_certificate(own), (), own.public_bytes(der), authority.public_bytes(der))
+    return config
 
 
 def same_run(home: Path, run_toml: Path | None, preset: str | None, settings: Sequence[str]) -> bool:

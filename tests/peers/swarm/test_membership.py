@@ -160,6 +160,22 @@ def test_a_swarm_is_founded_with_a_preset(tmp_path: Path, founding: Founding, na
                 _check_same(home, run_toml, preset, settings)
 
 
+def test_who_founds_is_told_the_steps_and_the_outer_optimizer(
+    tmp_path: Path, founding: Founding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "run_member", lambda options, prepare, serving: prepare())
+    told = [
+        CliRunner().invoke(
+            app, ["swarm", "start", str(founding.run_toml), "--data", ".", "--home", str(tmp_path / home), *words]
+        )
+        for home, words in (("a", ["--preset", "muloco-warmup", "--set", "sync.outer_steps=156"]), ("b", []), ("b", []))
+    ]
+    assert [one.exit_code for one in told] == [0, 0, 0] and not any(one.stdout for one in told)
+    assert told[0].stderr == "steps       156 outer steps: 120 with H 1, 36 with H 30; 1200 inner steps\n"
+    assert told[1].stderr == f"outer       {RunConfig.from_toml(tmp_path / 'b' / 'run.toml').outer.chosen}\n"
+    assert not told[2].stderr, "only who founds it is told"
+
+
 def test_a_preset_that_no_swarm_can_have_is_refused(tmp_path: Path, founding: Founding) -> None:
     with pytest.raises(ConfigError, match=r"run\.toml: preset gpa: edit-lab compare has it, a run cannot"):
         found(tmp_path / "a", replace(founding, preset="gpa"))
