@@ -104,12 +104,15 @@ def write_picture(path: Path, text: str) -> None:
 
 
 def figure_note(rows: Sequence[Row]) -> str:
-    """Return where and when rows of one run were measured, for the head of a picture or a table."""
-    row, loads = rows[0], sorted(row["load_before"] for row in rows)
-    commit = f", commit {row['commit']}" if row.get("commit") else ""
+    """Return where and when rows were measured, for the head of a picture or a table: in one run, or in several."""
+    dates, loads = sorted(row["date"] for row in rows), sorted(row["load_before"] for row in rows)
+    date = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    commits = {row["commit"] for row in rows if row.get("commit")}
+    commit = f", commit {commits.pop()}" if len(commits) == 1 else f", {len(commits)} commits" if commits else ""
     load = f"{loads[0]:.1f}" if loads[0] == loads[-1] else f"{loads[0]:.1f} to {loads[-1]:.1f}"
-    computes = f", kernels {row['kernels']}" if row.get("kernels") else ""
-    return f"{row['date']}{commit}. {row['machine']}{computes}; load before each {load}."
+    machines = {row["machine"] + (f", kernels {row['kernels']}" if row.get("kernels") else "") for row in rows}
+    machine = machines.pop() if len(machines) == 1 else f"{len(machines)} machines"
+    return f"{date}{commit}. {machine}; load before each {load}."
 
 
 def one_line(error: Exception) -> str:

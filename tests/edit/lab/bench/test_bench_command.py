@@ -159,10 +159,13 @@ def test_a_picture_of_nothing_is_an_svg_too() -> None:
     assert "failed" in ElementTree.fromstring(empty).itertext()
 
 
-def test_a_note_has_the_range_of_the_load() -> None:
+def test_a_note_has_the_range_of_the_load_and_of_several_runs_how_many() -> None:
     assert figure_note([BEGINS]) == "2026-11-22, commit 0123abc. a <machine>; load before each 0.2."
-    note = figure_note([{**BEGINS, "kernels": "numba 0.62.1"}, {**BEGINS, "load_before": 3.0}])
+    fast = {**BEGINS, "kernels": "numba 0.62.1"}
+    note = figure_note([fast, {**fast, "load_before": 3.0}])
     assert note.endswith("a <machine>, kernels numba 0.62.1; load before each 0.2 to 3.0.")
+    later = {**BEGINS, "date": "2026-11-25", "commit": "4567def", "machine": "another"}
+    assert figure_note([later, BEGINS]) == "2026-11-22 to 2026-11-25, 2 commits. 2 machines; load before each 0.2."
 
 
 def test_rows_are_appended_with_their_circumstances(tmp_path: Path) -> None:
