@@ -129,7 +129,7 @@ def init(
     typer.echo(f"run {folder.run_id} in {state}")
     typer.echo(f"settings    {folder.run_toml}")
     typer.echo(f"authority   {authority.fingerprint}")
-    for name, text in folder.config().follows:
+    for name, text in folder.config().derived:
         typer.echo(f"{name:<11} {text}")
     if noise:
         typer.echo(f"privacy     {noise}")

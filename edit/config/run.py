@@ -535,8 +535,8 @@ class RunConfig:
         return self.storage.keep_updates * self.sync.groups
 
     @property
-    def follows(self) -> Sequence[tuple[str, str]]:
-        """What a user who founds the run is told besides: what follows from the settings, each with its name."""
+    def derived(self) -> Sequence[tuple[str, str]]:
+        """What follows from the settings and a user should know who begins the run: names and texts."""
         said, sync = [], self.sync
         if sync.milestones:
             planned = ", ".join(f"{outer_steps} with H {every}" for outer_steps, every in sync.stretches)

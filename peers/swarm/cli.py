@@ -132,7 +132,7 @@ def start(
                 allowed=options.allowed,
                 model_folder=options.model_folder,
             )
-            for what, text in found(home, founding).follows:
+            for what, text in found(home, founding).derived:
                 typer.echo(f"{what:<11} {text}", err=True)
             return arguments
         _check_same(home, run_toml, preset, settings or ())

@@ -88,13 +88,11 @@ def grid_table(cells: Sequence[tuple[Length, Sequence[Row]]], names: Sequence[st
 
 
 def _grid_cell(rows: Sequence[Row], name: str, base: str, loss: str, seeds: int) -> str:
-    mine = [row for row in rows if row["method"] == name and loss in row]
-    if any(row["loss"] is None for row in mine):
+    losses = [row.get(loss) for row in rows if row["method"] == name]
+    if loss == "loss" and None in losses:
         return "diverged"
-    if is_gap := bool(base) and base != name:
-        values = gaps(rows, name, base, loss)
-    else:
-        values = [row[loss] for row in mine if row[loss] is not None]
+    is_gap = bool(base) and base != name
+    values = gaps(rows, name, base, loss) if is_gap else [value for value in losses if value is not None]
     few = f" ({len(values)})" if 0 < len(values) < seeds else ""
     return mean_text(values, "+.4f" if is_gap else ".4f") + few
 
@@ -139,9 +137,10 @@ def _cells(rows: Sequence[Row], name: str, base: str, loss: str) -> tuple[str, .
 def loss_against_bytes(cells: Sequence[tuple[Length, Sequence[Row]]], names: Sequence[str], base: str) -> str:
     """Return an SVG file: each method's gap to `base` over the bytes that a peer sends in the run, for each parameter.
 
-    cells: the rows of each number of peers and H. With several a point has their names, and its colour says the method.
+    cells: the rows of each number of peers and H. With several a point is named by these, and its colour says the method, as
+    far as there are colours.
     """
-    several = len(cells) > 1
+    several, coloured = len(cells) > 1, len(names) <= 6
     points, key = [], {}
     for length, rows in cells:
         for i, name in enumerate(names):
@@ -151,10 +150,11 @@ def loss_against_bytes(cells: Sequence[tuple[Length, Sequence[Row]]], names: Seq
                 continue
             half = half_width(values)
             x = statistics.fmean(row["sent"] / row["parameters"] for row in mine)
-            label = f"{length.peers} x H {length.every}" if several else name
+            where = f"{length.peers} x H {length.every}"
+            label = name if not several else where if coloured else f"{name}, {where}"
             points.append(Point(label, x, statistics.fmean(values), 0.0 if math.isnan(half) else half, f"s{i % 6}"))
-            if several:
-                key[f"s{i % 6}"] = name
+            if several and coloured:
+                key[f"s{i}"] = name
     of = f"above {base}" if base else "in nats per byte"
     what = f"Loss on held-out text, {of}; mean over the seeds and 95 % interval" + (", peers x H." if several else ".")
     notes = [what, figure_note([row for _, rows in cells for row in rows])]

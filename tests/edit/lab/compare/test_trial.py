@@ -213,12 +213,15 @@ def test_a_grid_has_gaps_by_peers_and_h_and_says_where_seeds_are_missing() -> No
     few = rows(2, ("data-parallel", 0, 1.0), ("diloco", 0, 1.1))
     full = rows(4, ("data-parallel", 0, 1.0), ("data-parallel", 1, 2.0), ("diloco", 0, 1.1), ("diloco", 1, 2.3))
     wild = rows(8, ("data-parallel", 0, 1.0), ("diloco", 0, None))
+    wild[1][1]["loss_averaged"] = None  # which does not mean that it keeps an average
     table = grid_table([few, full, wild], ["data-parallel", "diloco", "edit"], "data-parallel", 2)
     cells = [list(column.cells) for column in table.columns]
     assert cells[0] == ["data-parallel"] * 3 + ["diloco"] * 3 and cells[1] == ["2", "4", "8"] * 2
     assert cells[2] == ["1.0000 (1)", "1.5000 +- 6.3530", "1.0000 (1)", "+0.1000 (1)", "+0.2000 +- 1.2706", "diverged"]
     picture = loss_against_bytes([few, full], ["data-parallel", "diloco"], "data-parallel")
-    assert "2 x H 3" in picture and "4 x H 3" in picture and ">diloco<" in picture
+    assert ">2 x H 3<" in picture and ">4 x H 3<" in picture and ">diloco<" in picture
+    many = ["data-parallel", *"abcde", "diloco"]
+    assert ">diloco, 2 x H 3<" in loss_against_bytes([few, full], many, "data-parallel")
 
 
 GROWS = " inner.batch_size=1 inner.accumulation=2 inner.batch_growth=4 inner.norm_test=0.01"
