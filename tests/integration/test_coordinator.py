@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -532,6 +533,21 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
                 await other.close()
 
     asyncio.run(scenario())
+
+
+def test_between_two_starts_no_other_program_gets_the_ports_of_a_test(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run")
+
+    async def serve() -> tuple[str, str]:
+        async with served(folder) as run:
+            return run.coordinator.listen, run.coordinator.enrol_listen
+
+    ports = asyncio.run(serve())
+    for address in ports:
+        host, _, port = address.rpartition(":")
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind((host, int(port)))
+    assert asyncio.run(serve()) == ports
 
 
 def test_a_full_disk_under_the_journal_aborts_the_round_and_a_later_one_commits(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
+import socket
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -225,6 +228,25 @@ def held_clock(unix: Callable[[], float] = time.time) -> Clock:
     return Clock(monotonic=lambda: 0.0, unix=unix)
 
 
+def hold_ports(folder: StateFolder) -> None:
+    """Choose the ports of a folder that was never served, and keep them from other processes as long as `folder` lives.
+
+    A coordinator keeps its ports over restarts, and between two of them the system could give one to another test. A socket
+    that is bound and does not listen prevents that, and a listener with SO_REUSEADDR, as gRPC's are, may bind beside it.
+    """
+    server = folder.config().server
+    if folder.addresses.exists() or (server.listen, server.enrol_listen) != ("127.0.0.1:0", "127.0.0.1:0"):
+        return
+    addresses = {}
+    for name in ("listen", "enrol_listen"):
+        held = socket.socket()
+        weakref.finalize(folder, held.close)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        addresses[name] = "{}:{}".format(*held.getsockname())
+    folder.addresses.write_text(json.dumps(addresses))
+
+
 @asynccontextmanager
 async def served(
     folder: StateFolder, clock: Clock | None = None, *, kill: bool = False, accept_rollback: bool = False
@@ -232,6 +254,7 @@ async def served(
     """clock: a `held_clock` where none is given; kill: end as SIGKILL would, without a last checkpoint."""
     disk = FillableDisk()
     coordinator = Coordinator.open(folder, clock or held_clock(), Disk(write=disk.write), accept_rollback=accept_rollback)
+    hold_ports(folder)
     await coordinator.start()
     try:
         yield Served(coordinator, folder, disk)
