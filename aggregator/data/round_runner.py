@@ -283,14 +283,18 @@ class RoundRunner:
         except StorageError:
             self._contributions.fragment_of(shard)  # StaleError when it was dropped meanwhile
             raise
-        if self._contributions.find(shard.header) is not contribution or shard.norm is not None:
+        if shard.norm is not None:
             return
+        if self._contributions.find(shard.header) is not contribution:
+            raise StaleError(f"round {round_number(shard.header.round_id)} ended while this contribution to it was measured")
         fragment.check_current(shard)
         if self._round is not None:
             self._round.bytes_in += shard.header.total_bytes
             self._round.last_byte_at = max(self._round.last_byte_at, came_at)
         if fragment.measured(shard, norm):
-            self.feed(events.Arrived(shard.header.peer_id, shard.header.round_id, shard.header.fragment_id))
+            header = shard.header
+            if refused := self.feed(events.Arrived(header.peer_id, header.round_id, header.fragment_id)):
+                raise StaleError(refused.reason)
 
     def fault(self, peer_id: str, round_id: int, reason: str) -> None:
         """Exclude a peer whose bytes broke the protocol from the round that its contribution names, unless it is already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from aggregator.data import round_runner
 from aggregator.data.contributions import Contributions, ShardedFragment, ShardUpload
 from aggregator.storage.upload_buffer import UploadBuffer
 from edit.config.codec import CodecChoice, CodecSpec
@@ -24,10 +26,12 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.merging.merge import MergeRule, measure
 from edit.merging.mergers import EditMerger
+from edit.rounds import events
 from editpb.messages import ContributionHeader
 from tests.support.encoded import encode
 from tests.support.rounds import open_rounds
 from tests.support.served import SCHEMA as SERVED
+from tests.support.served import theta
 
 FRAGMENT = FragmentSpec(
     fragment_id=3,
@@ -370,5 +374,40 @@ def test_who_still_sends_a_fragment_again_as_it_is_merged_is_told_that_it_is_in(
             shard.upload.dropped, shard.merged = "a newer attempt of this replica has come", False
             with pytest.raises(StaleError, match="a newer attempt"):
                 await rounds.runner.receive(shard, 12, data[12:])
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("ends", ["fails", "closes"])
+def test_who_is_measured_as_the_round_ends_hears_that_it_is_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    began, go_on, measured = threading.Event(), threading.Event(), round_runner._measured
+
+    def slowly(shard: ShardUpload) -> float:
+        norm = measured(shard)
+        if shard.header.peer_id == "b" and shard.header.fragment_id == 1:
+            began.set()
+            assert go_on.wait(30.0)
+        return norm
+
+    async def body() -> None:
+        monkeypatch.setattr(round_runner, "_measured", slowly)
+        async with open_rounds(tmp_path) as rounds:
+            rounds.ready("a", "b")
+            rounds.runner.feed(events.Tick())
+            round_id = rounds.machine.round_id
+            if ends == "closes":
+                await rounds.contribute("a", theta())
+            late = asyncio.ensure_future(rounds.contribute("b", theta()))
+            assert await asyncio.to_thread(began.wait, 30.0)
+            event = events.Close("said the test") if ends == "closes" else events.RoundFailed(round_id, "said the test")
+            rounds.runner.feed(event)
+            go_on.set()
+            with pytest.raises(StaleError, match="ended while this" if ends == "fails" else "is closed: said the test"):
+                await late
+            if ends == "closes":
+                await rounds.closed(round_id)
+                assert rounds.outer.outer_step == 1
 
     asyncio.run(body())
