@@ -46,7 +46,15 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.lab.demo.corpus import SourceFile, plan_corpus, standard_library
 from edit.local import LocalCollective, LocalRun
-from edit.records import Committed, Contribution, EncodedTensor, Outcome, Snapshot, Verdict
+from edit.records import (
+    Committed,
+    Contribution,
+    EncodedTensor,
+    Lacks,
+    Outcome,
+    Snapshot,
+    Verdict,
+)
 from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
 from peers.training.data import SEPARATOR, Batches, Tokens, evaluate
@@ -135,10 +143,16 @@ class Tapped(LocalCollective):
         self._generator = torch.Generator().manual_seed(seed)
         self._schema: Schema | None = None
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[Shard] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
         """See `Collective.join`."""
         self._schema = schema
-        return super().join(schema, found, shards)
+        return super().join(schema, found, shards, lacks)
 
     def contribute(self, contribution: Contribution) -> None:
         """See `Collective.contribute`."""

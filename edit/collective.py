@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from edit.errors import ConfigError, LocalProtocolError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Contribution, Outcome, Progress, Snapshot
+from edit.records import Contribution, Lacks, Outcome, Progress, Snapshot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +29,19 @@ class Collective(Protocol):
         """This peer's identity in verdicts."""
         ...
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[Shard] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
         """Enter the run; blocks until there are outer parameters to start from, and returns them.
 
         found: gives this peer's own initial fragments (flat fp32, whole; at a rank other than 0 whatever); called only when
         the run has no parameters yet and this peer was chosen to found it, then at all of its ranks. shards: what this rank
-        holds of each fragment, and so what snapshots and commits bring it; None: everything.
+        holds of each fragment, and so what snapshots and commits bring it; None: everything. lacks: asked before anything is
+        fetched; what is not in its answer may be an empty tensor in the snapshot that is returned.
         Raises RefusedError when the schema differs from the run's (names the first tensor).
         """
         ...

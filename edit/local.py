@@ -39,6 +39,7 @@ from edit.records import (
     Evicted,
     Finished,
     FragmentCommit,
+    Lacks,
     NeedsSnapshot,
     Outcome,
     PeerVerdict,
@@ -760,7 +761,13 @@ class LocalCollective:
         """This peer's identity in verdicts."""
         return self._peer_id
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[Shard] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
         """See `Collective.join`; the first to join founds the run, so let a replica's rank 0 join before its others."""
         snapshot = self._run.join(self._peer_id, schema, found)
         self._shards = None if shards is None else tuple(shards)

@@ -7,7 +7,7 @@ arrives.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -27,11 +27,13 @@ __all__ = [
     "Commit",
     "Committed",
     "Contribution",
+    "DescribedSnapshot",
     "EncodedTensor",
     "Evicted",
     "Finished",
     "FragmentCommit",
     "Here",
+    "Lacks",
     "NeedsSnapshot",
     "Outcome",
     "PeerVerdict",
@@ -202,6 +204,20 @@ class Snapshot:
     # The outer step that the run had reached when it was asked: further, where a snapshot is shared that others still read;
     # updates lead from here to there. 0: this one.
     run_outer_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedSnapshot:
+    """What a snapshot consists of, before any of it is fetched."""
+
+    outer_step: int
+    digest: str  # of all of theta
+    hashes: tuple[bytes, ...]  # of each whole fragment (`edit.fragments.digest.fragment_hash`)
+    run_outer_step: int = 0  # as of a `Snapshot`
+
+
+Lacks = Callable[[DescribedSnapshot], Collection[int]]
+"""Returns which fragments of a snapshot a peer does not have. All ranks of a replica call it together and get the same."""
 
 
 @dataclass(frozen=True, slots=True)

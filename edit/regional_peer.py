@@ -31,7 +31,14 @@ from edit.errors import ConfigError, RefusedError
 from edit.fragments.schema import Schema, plan_fragments
 from edit.fragments.shards import Shard
 from edit.merging.injection import Injected, Injection, check_run
-from edit.records import Committed, Contribution, Outcome, Progress, Snapshot
+from edit.records import (
+    Committed,
+    Contribution,
+    Lacks,
+    Outcome,
+    Progress,
+    Snapshot,
+)
 from edit.replica.flat import flatten, load_fragment
 from edit.replica.ranks import ALONE
 from edit.trust.mask_plan import FragmentPlan
@@ -345,8 +352,14 @@ class _Noting:
     def peer_id(self) -> str:
         return self._collective.peer_id
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
-        return self._collective.join(schema, found, shards)
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[Shard] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
+        return self._collective.join(schema, found, shards, lacks)
 
     def plan(self, outer_step: int) -> tuple[FragmentPlan, ...] | None:
         return cast("PlansRounds", self._collective).plan(outer_step)

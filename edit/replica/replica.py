@@ -122,6 +122,13 @@ class Replica:
         """Return all local fragments, whole, at rank 0; at the others an empty list."""
         return self.layout.at_first_rank(self.local_fragment)
 
+    def local_hashes(self) -> list[bytes]:
+        """Return the hash of each whole local fragment, at every rank; all ranks call it together."""
+        found = dict[int, bytes]()
+        for some in _batches(list(self._ids), self.layout.ranks.size):
+            found |= self._hashes({i: self.local_fragment(i) for i in some})
+        return [found[i] for i in self._ids]
+
     def version(self, fragment_id: int) -> int:
         """Return a number that grows with every write to the local parameters of one fragment that may have changed them."""
         return sum(part._version for part in self.layout.locals(fragment_id)) - self._undone[fragment_id]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,19 +30,19 @@ from edit.codecs.residuals import Residual
 from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import combine
 from edit.fragments.shards import Box, Shard, partition_fault
-from edit.records import Snapshot
+from edit.records import DescribedSnapshot, Snapshot
 from edit.replica.layout import Layout, local_of
 from edit.replica.replica import Outer, Replica
 from edit.trust.mask_plan import FragmentPlan
 from edit.worker.apply import ShareExchange
-from edit.worker.catch_up import NotOfThisRun, ResumeForward, resume
+from edit.worker.catch_up import NotOfThisRun, ResumeExactly, ResumeForward, resume
 from edit.worker.config import WorkerConfig
 from edit.worker.contribution import SentTensors
 from edit.worker.exchange import Pending
 from edit.worker.masked import GridStaging
 from edit.worker.schedule import Work
 
-__all__ = ["KINDS", "OF_RANKS", "Checkpoint", "go_on", "goes_forward", "skeleton", "start", "state_of"]
+__all__ = ["KINDS", "OF_RANKS", "Checkpoint", "Had", "go_on", "goes_forward", "skeleton", "start", "state_of"]
 
 _INT8 = "residual_int8"
 KINDS = ("outer", "residual", _INT8, "sent_from", "sent", "last_step", "last_sent")
@@ -319,6 +319,63 @@ def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int
     return isinstance(way, ResumeForward)
 
 
+class Had:
+    """What a peer has of the snapshot that it begins with, so that it need not be fetched.
+
+    From a checkpoint that is gone on from exactly, it begins with the checkpoint's outer parameters, whatever those of the run
+    are by now. Without one, and before the first outer step, the model that it built may be the one that the run was founded
+    with: its own, or the same pretrained or seeded one.
+    """
+
+    def __init__(self, share: ShareExchange, checkpoint: Checkpoint | None) -> None:
+        self._config, self._replica, self._checkpoint = share.config, share.replica, checkpoint
+        self._vectors: dict[int, Callable[[], Tensor]] = {}  # by fragment, this rank's held vector
+
+    def lacks(self, run: DescribedSnapshot) -> frozenset[int]:
+        """Return the fragments that are to be fetched; see `edit.records.Lacks`."""
+        replica, self._vectors = self._replica, {}
+        every = frozenset(range(len(run.hashes)))
+        if self._checkpoint is None:
+            if run.outer_step == 0:
+                same = (
+                    i for i, (own, theirs) in enumerate(zip(replica.local_hashes(), run.hashes, strict=True)) if own == theirs
+                )
+                self._vectors = {i: partial(replica.local_fragment, i) for i in same}
+        elif not isinstance(_way(self._config, self._checkpoint, run), ResumeForward):
+            outer = self._checkpoint.outer
+            self._vectors = {i: partial(_kept, outer, i) for i in every}
+        return every - self._vectors.keys()
+
+    def complete(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with what this peer had of it."""
+        fragments = list(snapshot.fragments)
+        for i, vector in self._vectors.items():
+            if not fragments[i].numel():
+                fragments[i] = vector()
+        return replace(snapshot, fragments=tuple(fragments))
+
+
+def _kept(outer: Outer | None, i: int) -> Tensor:
+    return outer.fragments[i] if outer is not None else torch.empty(0)
+
+
+def _way(
+    config: WorkerConfig, checkpoint: Checkpoint, run: Snapshot | DescribedSnapshot
+) -> ResumeExactly | ResumeForward | NotOfThisRun:
+    """Return how this peer goes on from the checkpoint in the run."""
+    scalars = checkpoint.scalars
+    partly_applied = (scalars.get("pending") or {}).get("applied")  # then theta is between two outer steps, and so its digest
+    saved_step = int(scalars["outer_step"])
+    comparable = saved_step == run.outer_step and not partly_applied
+    return resume(
+        saved_step,
+        max(run.outer_step, run.run_outer_step),
+        strict=config.sync.strict,
+        max_staleness=config.rounds.max_staleness,
+        same_digest=not comparable or str(scalars["digest"]) == run.digest,
+    )
+
+
 def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
     """Continue from the checkpoint. The model holds the local parameters that were saved with it.
 
@@ -326,17 +383,7 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
 
     Raises ConfigError, and changes nothing, when the checkpoint is newer than the run or of another run.
     """
-    scalars, exchange = checkpoint.scalars, share.exchange
-    partly_applied = (scalars.get("pending") or {}).get("applied")  # then theta is between two outer steps, and so its digest
-    saved_step, run_step = int(scalars["outer_step"]), max(run.outer_step, run.run_outer_step)
-    comparable = saved_step == run.outer_step and not partly_applied
-    way = resume(
-        saved_step,
-        run_step,
-        strict=share.config.sync.strict,
-        max_staleness=share.config.rounds.max_staleness,
-        same_digest=not comparable or str(scalars["digest"]) == run.digest,
-    )
+    scalars, exchange, way = checkpoint.scalars, share.exchange, _way(share.config, checkpoint, run)
     if isinstance(way, NotOfThisRun):
         raise ConfigError(way.reason)
     exchange.schedule.load(scalars)
@@ -344,6 +391,7 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
         start(share, run)
         return
     if checkpoint.outer is None:
+        run_step = max(run.outer_step, run.run_outer_step)
         raise StorageError(f"checkpoint: without its tensors it cannot be gone on from at outer step {run_step}")
     share.replica.resume(checkpoint.outer)
     exchange.outer_step = checkpoint.outer.outer_step

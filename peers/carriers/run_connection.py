@@ -33,7 +33,7 @@ class Origin:
 
     outer_step: int
     digest: str
-    sources: tuple[str, ...]  # other members by peer_id, or "the aggregator"
+    sources: tuple[str, ...]  # other members by peer_id, or "the aggregator"; none: the peer had all of it
 
 
 class AggregatorConnection(Collective, Protocol):

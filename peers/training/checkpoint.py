@@ -14,21 +14,24 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from edit.config.run import RunConfig
 from edit.errors import ConfigError, StorageError
 from edit.replica.ranks import Ranks
-from edit.worker.checkpoint import KINDS, OF_RANKS
-from peers.training.checkpoint_files import Checkpoints, Saved
+from edit.worker.checkpoint import KINDS, OF_RANKS, goes_forward
+from edit.worker.config import WorkerConfig
+from peers.training.checkpoint_files import Checkpoints, Saved, last_scalars
 from peers.training.data_source import DataSource
 from peers.training.inner_optimizers import is_state, loaded_state, optimizers_of, saved_state, state_names
 from peers.training.trainer import Trainer
 
-__all__ = ["PeriodicCheckpoints", "Resumable", "Stateful"]
+__all__ = ["PeriodicCheckpoints", "Resumable", "Stateful", "seems_exact"]
 
 SPACING = 10.0  # a save of w seconds is followed by the next after SPACING * w seconds at the earliest
 _log = logging.getLogger("peers")
@@ -170,6 +173,21 @@ class Resumable:
         if next(model.parameters()).device.type == "cuda":
             kept["random.cuda"] = torch.cuda.get_rng_state()
         return kept
+
+
+def seems_exact(folder: Path, config: RunConfig, run_step: int) -> bool:
+    """Whether the newest checkpoint in a folder would be gone on from exactly in a run that has reached this outer step.
+
+    Then the run's outer parameters are not needed. It is not verified here, and the run may go further meanwhile.
+    """
+    kept = last_scalars(folder)
+    worker = kept.get("worker") if kept is not None else None
+    try:
+        return isinstance(worker, dict) and not any(
+            goes_forward(WorkerConfig.of(config), share, run_step) for share in worker.get("shares", (worker,))
+        )
+    except StorageError:
+        return False
 
 
 class PeriodicCheckpoints:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from edit.codecs.base import new_vector
 from edit.durable_files import rename, write_atomic_with, write_json
-from edit.errors import ConfigError, StorageError
+from edit.errors import ConfigError, FormatError, StorageError
 from edit.fragments.shards import Box
 from edit.replica.layout import held_box, local_of
 from edit.replica.ranks import ALONE, Ranks
@@ -49,7 +49,7 @@ from peers.training.checkpoint_manifest import (
 )
 from peers.training.sharding import COLLECTIVE_TIMEOUT
 
-__all__ = ["Checkpoints", "Owner", "Saved"]
+__all__ = ["Checkpoints", "Owner", "Saved", "last_scalars"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PIECE_BYTES = 1 << 20  # of a file that is read to be hashed
@@ -73,6 +73,15 @@ class Saved:
     path: Path
     ranks: int
     scalars: dict[str, Any]
+
+
+def last_scalars(folder: Path) -> dict[str, Any] | None:
+    """Return what the newest checkpoint says of itself, whether or not its files are whole; None where that cannot be read."""
+    try:
+        numbers = [int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return read(_path_of(folder, max(numbers))).scalars if numbers else None
+    except (OSError, StorageError, FormatError):
+        return None
 
 
 class Checkpoints:
@@ -181,7 +190,7 @@ class Checkpoints:
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"checkpoint-{number:08d}"
+        return _path_of(self._folder, number)
 
     def _newest(self) -> Saved | None:
         for number in self._numbers():
@@ -320,6 +329,10 @@ def _refuse_foreign(path: Path) -> None:
                 refuse_shared(file)
     except OSError as error:
         raise StorageError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+
+def _path_of(folder: Path, number: int) -> Path:
+    return folder / f"checkpoint-{number:08d}"
 
 
 def _verified(path: Path) -> Manifest:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, cast
 from edit.collective import Collective
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Progress, Snapshot
+from edit.records import (
+    Aborted,
+    Committed,
+    Contribution,
+    Evicted,
+    Finished,
+    Lacks,
+    NeedsSnapshot,
+    Outcome,
+    Progress,
+    Snapshot,
+)
 from edit.telemetry import Attributes, Span, Telemetry, trace_id
 
 if TYPE_CHECKING:
@@ -45,9 +56,15 @@ class TracedCollective:
     def peer_id(self) -> str:
         return self._inner.peer_id
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[Shard] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
         began = self._unix()
-        snapshot = self._inner.join(schema, found, shards)
+        snapshot = self._inner.join(schema, found, shards, lacks)
         self._record("join", began, snapshot.outer_step)
         return snapshot
 

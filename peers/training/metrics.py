@@ -24,7 +24,8 @@ class Metrics:
     step      t, step, loss, tokens_per_s, outer_step          every tenth inner step; a loss that is not finite is null
     outer     t, outer_step, digest, reason, aggregator        when the outer parameters or the reason of this aggregator's
                                                                fragments changed
-    snapshot  t, outer_step, digest, sources                   for each snapshot; sources: the members that sent it
+    snapshot  t, outer_step, digest, sources                   for each snapshot; sources: the members that sent it;
+                                                               empty when this peer had all of it
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:

@@ -7,24 +7,25 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.support.ports import held_port
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 STEPS = 3
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
+@pytest.fixture
+def ports() -> Iterator[tuple[int, int]]:
+    with held_port() as one, held_port() as two:
+        yield one, two
 
 
 def test_compose_names_only_targets_volumes_and_files_that_exist() -> None:
@@ -52,10 +53,10 @@ def test_docker_compose_accepts_the_file() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_entry_scripts_train_in_fresh_folders(tmp_path: Path) -> None:
+def test_the_entry_scripts_train_in_fresh_folders(tmp_path: Path, ports: tuple[int, int]) -> None:
     """What the three containers of compose.yaml do: init and invite, serve; redeem and train, twice."""
     toml = (DOCKER / "run.toml").read_text().replace("0.0.0.0", "127.0.0.1").replace('["coordinator"]', '["localhost"]')
-    listen, enrol = free_ports()
+    listen, enrol = ports
     toml = toml.replace("7700", str(listen)).replace("7701", str(enrol)).replace("outer_steps = 20", f"outer_steps = {STEPS}")
     toml = toml.replace("every = 20", "every = 2") + "\n[model]\nlayers = 1\nwidth = 32\nheads = 2\ncontext = 32\n"
     (tmp_path / "run.toml").write_text(toml)

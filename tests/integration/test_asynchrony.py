@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from aggregator.resources import Clock
 from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
 from edit.fragments.schema import Schema
-from edit.records import Commit, Contribution, Outcome, PeerVerdict, Progress, Snapshot, Verdict
+from edit.records import (
+    Commit,
+    Contribution,
+    Lacks,
+    Outcome,
+    PeerVerdict,
+    Progress,
+    Snapshot,
+    Verdict,
+)
 from edit.rounds.events import Tick
 from editpb.identity import Identity
 from editpb.messages import RunPhase, View
@@ -73,9 +82,15 @@ class SlowLink:
     def peer_id(self) -> str:
         return self.inner.peer_id
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[object] | None = None) -> Snapshot:
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[object] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
         self.last = len(schema.fragments) - 1
-        return self.inner.join(schema, found, None)
+        return self.inner.join(schema, found, None, lacks)
 
     def contribute(self, contribution: Contribution) -> None:
         if self.held and contribution.fragment_id == self.last:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -30,6 +29,7 @@ from peers.page import serve_members_page
 from peers.watching import read_status
 from peers.watching import statuses as statuses_of_member
 from tests.support.loops import on_a_loop, until
+from tests.support.ports import held_port
 from tests.support.served import SCHEMA, TOML, Served, found_run, new_folder, served
 from tests.support.statuses import busy_run
 
@@ -137,9 +137,7 @@ def test_a_member_sees_the_share_of_every_aggregator(tmp_path: Path) -> None:
 
     @on_a_loop
     async def scenario() -> None:
-        with socket.socket() as chosen:
-            chosen.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{chosen.getsockname()[1]}"
+        address = f"127.0.0.1:{port}"
         folder = new_folder(tmp_path / "run", toml=f'{TOML}\n[aggregators]\naddresses = ["{address}"]\n')
         further = StateFolder.create_further(tmp_path / "further", folder, 1)
         Authority.load(folder.path, folder.run_id).equip(further.path, 1, "127.0.0.1", now=time.time())
@@ -151,7 +149,8 @@ def test_a_member_sees_the_share_of_every_aggregator(tmp_path: Path) -> None:
             founder = "a first peer, which brings the initial parameters"
             assert (told.reason, told.waiting_for) == ("", f"part 0: {founder}; part 1: {founder}")
 
-    scenario()
+    with held_port() as port:
+        scenario()
 
 
 @on_a_loop

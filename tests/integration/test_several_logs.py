@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from tests.integration.test_audit import verified
 from tests.integration.test_governance import joined
 from tests.integration.test_receipts import exchange, log_of
 from tests.support.learner import Learner
+from tests.support.ports import held_port
 from tests.support.running import Running, enter_together, running
 from tests.support.served import new_folder
 
@@ -64,12 +64,11 @@ def run(app: Any, *words: object) -> str:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> tuple[StateFolder, StateFolder]:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        first = new_folder(tmp_path / "run", toml=TOML.replace("PORT", str(chosen.getsockname()[1])))
-    run(coordinator_app, "new-aggregator", 1, tmp_path / "run-1", "--state", first.path)
-    return first, StateFolder(tmp_path / "run-1")
+def folders(tmp_path: Path) -> Iterator[tuple[StateFolder, StateFolder]]:
+    with held_port() as port:
+        first = new_folder(tmp_path / "run", toml=TOML.replace("PORT", str(port)))
+        run(coordinator_app, "new-aggregator", 1, tmp_path / "run-1", "--state", first.path)
+        yield first, StateFolder(tmp_path / "run-1")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from edit.errors import RefusedError, TransportError
 from edit.lab.run_toml import Setting, Settings
 from peers.models.registry import build
 from tests.support.daemons import Daemon, Site, call, small
+from tests.support.ports import hold_port
 
 STEPS = 40
 
@@ -39,10 +39,8 @@ class Spread(Site):
     """A site with a second aggregator."""
 
     def __init__(self, folder: Path, **sync: Setting) -> None:
-        with socket.socket() as chosen:
-            chosen.bind(("127.0.0.1", 0))
-            self.port = chosen.getsockname()[1]
-            super().__init__(folder, settings(self.port, **sync))
+        self.port = hold_port(self)
+        super().__init__(folder, settings(self.port, **sync))
         self.second = folder / "second"
         call(aggregator.cli.app, "new-aggregator", 1, self.second, "--state", self.state)
 

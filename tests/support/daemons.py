@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 import aggregator.cli
 import peers.cli
+from aggregator.storage.state_folder import StateFolder
 from edit.lab.link import Link, LinkShape
 from edit.lab.run_toml import Setting, Settings, to_toml
 from tests.support.fork_server import ZYGOTE, Forked
+from tests.support.ports import hold_ports
 
 SMALL: Settings = {
     "model": {"layers": 1, "width": 32, "heads": 2, "context": 32},
@@ -114,6 +116,8 @@ class Site:
         (folder / "run.toml").write_text(to_toml(settings))
         (folder / "text.py").write_bytes(Path(json.__file__).read_bytes())
         call(aggregator.cli.app, "init", "--state", self.state, "--config", folder / "run.toml", *init)
+        self._served = StateFolder(self.state)
+        hold_ports(self._served)
 
     def __enter__(self) -> Site:
         return self

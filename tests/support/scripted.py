@@ -13,7 +13,18 @@ from edit.errors import TransportError
 from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Commit, Committed, Contribution, FragmentCommit, Outcome, PeerVerdict, Progress, Snapshot, Verdict
+from edit.records import (
+    Commit,
+    Committed,
+    Contribution,
+    FragmentCommit,
+    Lacks,
+    Outcome,
+    PeerVerdict,
+    Progress,
+    Snapshot,
+    Verdict,
+)
 from tests.support.encoded import encode
 
 ME = "me"
@@ -85,7 +96,13 @@ class ScriptedCollective:
             attempts[-1].append(contribution)
         return attempts
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[Shard] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
         self.schema = schema
         if self.theta is None:
             self.theta = snapshot_of(0, found())

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
-import socket
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -62,6 +59,7 @@ from editpb.transport.channel_options import Options
 from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
 from tests.support.loops import until
+from tests.support.ports import hold_ports
 
 TOML = """
 name = "test"
@@ -226,25 +224,6 @@ def small_chunks(data: bytes) -> Iterator[tensors_pb2.Chunk]:
 def held_clock(unix: Callable[[], float] = time.time) -> Clock:
     """A clock on which no time passes, so that no lease and no round ends by accident. unix: only people read it."""
     return Clock(monotonic=lambda: 0.0, unix=unix)
-
-
-def hold_ports(folder: StateFolder) -> None:
-    """Choose the ports of a folder that was never served, and keep them from other processes as long as `folder` lives.
-
-    A coordinator keeps its ports over restarts, and between two of them the system could give one to another test. A socket
-    that is bound and does not listen prevents that, and a listener with SO_REUSEADDR, as gRPC's are, may bind beside it.
-    """
-    server = folder.config().server
-    if folder.addresses.exists() or (server.listen, server.enrol_listen) != ("127.0.0.1:0", "127.0.0.1:0"):
-        return
-    addresses = {}
-    for name in ("listen", "enrol_listen"):
-        held = socket.socket()
-        weakref.finalize(folder, held.close)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        addresses[name] = "{}:{}".format(*held.getsockname())
-    folder.addresses.write_text(json.dumps(addresses))
 
 
 @asynccontextmanager

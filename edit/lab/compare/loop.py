@@ -14,7 +14,13 @@ from edit.config.run import RunConfig
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.local import LocalRun
-from edit.records import Contribution, Outcome, Progress, Snapshot
+from edit.records import (
+    Contribution,
+    Lacks,
+    Outcome,
+    Progress,
+    Snapshot,
+)
 from edit.trust.mask_plan import FragmentPlan
 from edit.worker.masked import PlansRounds
 from edit.worker.worker import EditWorker, WorkerConfig
@@ -40,9 +46,15 @@ class Counting:
         """Of this peer."""
         return self.inner.peer_id
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[Shard] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
         """See `Collective.join`."""
-        return self.inner.join(schema, found, shards)
+        return self.inner.join(schema, found, shards, lacks)
 
     def report(self, progress: Progress) -> None:
         """See `Collective.report`."""

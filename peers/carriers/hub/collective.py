@@ -36,7 +36,19 @@ from edit.fragments.digest import digest
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import FragmentSpec, Schema
 from edit.fragments.shards import Shard
-from edit.records import Aborted, Commit, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Progress, Snapshot
+from edit.records import (
+    Aborted,
+    Commit,
+    Committed,
+    Contribution,
+    Evicted,
+    Finished,
+    Lacks,
+    NeedsSnapshot,
+    Outcome,
+    Progress,
+    Snapshot,
+)
 from edit.replica.ranks import ALONE, Ranks
 from edit.trust.checkpoints import Cosigner
 from edit.trust.mask_plan import FragmentPlan
@@ -189,7 +201,13 @@ class HubCollective:
 
     # ---- entering --------------------------------------------------------------------------------------------------------
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[Shard] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
         """See `Collective.join`. Returns when the first round is open (all peers start together) or the run is under way.
 
         Raises ConfigError when the ranks of this replica have different models.
@@ -215,7 +233,7 @@ class HubCollective:
         held = [Shard(each) for each in schema.fragments] if shards is None else shards
         self._io.change(partial(self._configure, config, schema, held, self._ranks.lead(lambda: time.time_ns() // 10**6)))
         if (snapshot := self._take_prefetched(schema)) is None:
-            snapshot = self._first_snapshot()
+            snapshot = self._first_snapshot(lacks)
         elif (receipts := self._receipts) is not None:
             self._io.change(partial(receipts.at, snapshot.outer_step, snapshot.digest))
         starting = Heartbeat(state=PeerState.STARTING, outer_step=snapshot.outer_step, digest=snapshot.digest)
@@ -390,10 +408,10 @@ class HubCollective:
             case Decision.WAIT if sent.round_id and not self._session.carries and self._session.takes(sent.round_id):
                 downlink.fetch_ahead(step + 1, sent.round_id)
 
-    def _first_snapshot(self) -> Snapshot:
+    def _first_snapshot(self, lacks: Lacks | None) -> Snapshot:
         while True:
             try:
-                return self.snapshot()
+                return self._snapshot(lacks)
             except TransportError as error:
                 _log.info("%s; waiting for the coordinator", error)
                 self._agreement.decide(lambda: self._session.view)
@@ -487,9 +505,12 @@ class HubCollective:
 
     def snapshot(self) -> Snapshot:
         """See `Collective.snapshot`. Raises TransportError also when what arrived was damaged again and again."""
+        return self._snapshot()
+
+    def _snapshot(self, lacks: Lacks | None = None) -> Snapshot:
         _, downlink = self._joined()
         try:
-            snapshot = downlink.snapshot()
+            snapshot = downlink.snapshot(lacks)
         except TransportError:
             self._agreement.pause(lambda: self._session.view)  # else a caller that asks again and again would do nothing else
             raise

@@ -270,7 +270,7 @@ class DataCalls:
         return await _retrying(self._channels, "snapshot", attempt, wanted)
 
     async def snapshot(self, manifest: SnapshotManifest, shards: Sequence[Shard], wanted: Wanted) -> Snapshot:
-        """Return the outer parameters of `manifest`, of each fragment this rank's shard.
+        """Return the outer parameters of `manifest`, of each fragment this rank's shard; an empty tensor for an empty one.
 
         Whole fragments are checked against their hashes, and come from the manifest's donors as long as there are any;
         everything else comes from the aggregator.
@@ -291,7 +291,8 @@ class DataCalls:
                 donors.sources[AGGREGATOR] = None
                 await self._read_snapshot(assembly, wanted)
         self.origin = Origin(manifest.outer_step, manifest.digest, tuple(donors.sources))
-        _log.info("snapshot of outer step %d from %s", manifest.outer_step, ", ".join(donors.sources))
+        sources = ", ".join(donors.sources) or "this peer itself: nothing was fetched"
+        _log.info("snapshot of outer step %d from %s", manifest.outer_step, sources)
         fragments = [(whole if shard.is_whole else cut).tensor(shard) if shard.numel else torch.empty(0) for shard in shards]
         run_step = max(manifest.outer_step, manifest.run_outer_step)
         return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments), run_step)

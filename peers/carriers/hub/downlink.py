@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -20,7 +20,7 @@ from edit.errors import EditError, OutdatedError, RemoteProtocolError, Transport
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import Committed, EncodedTensor, RolledBack, Snapshot, Update
+from edit.records import Committed, DescribedSnapshot, EncodedTensor, Lacks, RolledBack, Snapshot, Update
 from editpb.messages import SnapshotManifest
 from peers.carriers.hub.assemblies import UpdateAssembly
 from peers.carriers.hub.data_calls import DataCalls, Wanted, once
@@ -167,17 +167,18 @@ class Downlink:
         """
         return self._agreement.together(self._update(outer_step))
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, lacks: Lacks | None = None) -> Snapshot:
         """Return the outer parameters of the latest commit, of one outer step at all ranks, and abandon all updates.
 
-        Raises TransportError, also when what arrived was damaged again and again; ReceiptFault when they are not those of the
-        audit log.
+        lacks: what of them is fetched; the others are empty tensors. None: all. Raises TransportError, also when what arrived
+        was damaged again and again; ReceiptFault when they are not those of the audit log.
         """
         self._io.post(lambda: self.forget(taken=False))
         for _ in range(SNAPSHOT_TRIES):
             try:
                 manifest = self._agreement.on_leader(self._described)
-                snapshot = self._agreement.together(self._data.snapshot(manifest, self._shards, self._wanted))
+                shards = self._shards if lacks is None else _some(self._shards, lacks(_described(manifest)))
+                snapshot = self._agreement.together(self._data.snapshot(manifest, shards, self._wanted))
                 if (receipts := self._receipts) is not None:
                     self._io.change(partial(receipts.at, snapshot.outer_step, snapshot.digest))
                 return snapshot
@@ -298,3 +299,12 @@ class Downlink:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _described(manifest: SnapshotManifest) -> DescribedSnapshot:
+    return DescribedSnapshot(manifest.outer_step, manifest.digest, manifest.fragment_hash, manifest.run_outer_step)
+
+
+def _some(shards: Sequence[Shard], lacking: Collection[int]) -> list[Shard]:
+    """Return these fragments' shards, and nothing of the others."""
+    return [shard if i in lacking else Shard(shard.fragment, ()) for i, shard in enumerate(shards)]

@@ -18,7 +18,14 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.local import LocalRun
-from edit.records import Aborted, Contribution, Outcome, Progress, Snapshot
+from edit.records import (
+    Aborted,
+    Contribution,
+    Lacks,
+    Outcome,
+    Progress,
+    Snapshot,
+)
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.encoded import LOSSY
 from tests.support.models import TinyTransformer, token_batches, train_step
@@ -57,8 +64,14 @@ class Gate:
     def peer_id(self) -> str:
         return self._inner.peer_id
 
-    def join(self, schema: Schema, found: Callable[[], Sequence[Tensor]], shards: Sequence[Shard] | None = None) -> Snapshot:
-        return self._inner.join(schema, found, shards)
+    def join(
+        self,
+        schema: Schema,
+        found: Callable[[], Sequence[Tensor]],
+        shards: Sequence[Shard] | None = None,
+        lacks: Lacks | None = None,
+    ) -> Snapshot:
+        return self._inner.join(schema, found, shards, lacks)
 
     def contribute(self, contribution: Contribution) -> None:
         self.sent_at.append(self.steps())

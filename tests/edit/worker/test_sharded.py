@@ -77,7 +77,7 @@ class Oracle:
         self.lost: set[int] = set()
         self.commits: list[Committed] = []
 
-    def join(self, schema: Schema, found: Any, shards: Sequence[Shard] | None = None) -> Snapshot:
+    def join(self, schema: Schema, found: Any, shards: Sequence[Shard] | None = None, lacks: object = None) -> Snapshot:
         self.shards = tuple(map(Shard, schema.fragments)) if shards is None else tuple(shards)
         return self.snapshot()
 
