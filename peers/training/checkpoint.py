@@ -182,10 +182,11 @@ def seems_exact(folder: Path, config: RunConfig, run_step: int) -> bool:
     """
     kept = last_scalars(folder)
     worker = kept.get("worker") if kept is not None else None
+    shares = worker.get("shares", [worker]) if isinstance(worker, dict) else []
+    if not isinstance(shares, list) or not shares:
+        return False
     try:
-        return isinstance(worker, dict) and not any(
-            goes_forward(WorkerConfig.of(config), share, run_step) for share in worker.get("shares", (worker,))
-        )
+        return not any(goes_forward(WorkerConfig.of(config), share, run_step) for share in shares)
     except StorageError:
         return False
 

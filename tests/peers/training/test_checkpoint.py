@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from edit.config.run import RoundsConfig, RunConfig, SyncConfig
 from edit.errors import ConfigError
 from edit.replica.ranks import ALONE
-from peers.training.checkpoint import PeriodicCheckpoints
-from peers.training.checkpoint_files import Saved
+from peers.training.checkpoint import PeriodicCheckpoints, seems_exact
+from peers.training.checkpoint_files import Checkpoints, Owner, Saved
 
 
 class FakeCheckpoints:
@@ -149,3 +150,35 @@ def test_what_went_wrong_on_entering_names_the_checkpoint() -> None:
     with pytest.raises(ConfigError, match="folder/checkpoint-1: too new; --fresh moves it aside"):
         subject.resume()
         raise subject.explain(ConfigError("too new"))
+
+
+@pytest.mark.parametrize(
+    ("worker", "exact"),
+    [
+        ({"outer_step": 3}, (True, True, False)),
+        ({"shares": [{"outer_step": 3}, {"outer_step": 3}]}, (True, True, False)),
+        ({"shares": [{"outer_step": 2}, {"outer_step": 3}]}, (True, False, False)),
+        ({"shares": []}, (False, False, False)),
+        ({"outer_step": "x"}, (False, False, False)),
+        ([], (False, False, False)),
+    ],
+)
+def test_the_newest_checkpoint_tells_whether_a_snapshot_will_be_needed(tmp_path: Path, worker: Any, exact: Any) -> None:
+    checkpoints = Checkpoints(tmp_path, Owner(run_id="run", peer_id="a", schema_hash="5c"), 3)
+    for saved in ({"outer_step": 1}, worker):
+        checkpoints.save({}, {"worker": saved})
+        checkpoints.wait()
+    assert tuple(seems_exact(tmp_path, RunConfig(), run_step) for run_step in (2, 3, 4)) == exact
+
+
+def test_with_strict_or_stale_contributions_a_checkpoint_is_exact_of_any_step_and_without_one_nothing_is(
+    tmp_path: Path,
+) -> None:
+    assert not seems_exact(tmp_path, RunConfig(), 1) and not seems_exact(tmp_path / "none", RunConfig(), 1)
+    (tmp_path / "checkpoint-00000007").mkdir()
+    assert not seems_exact(tmp_path, RunConfig(), 1)
+    checkpoints = Checkpoints(tmp_path, Owner(run_id="run", peer_id="a", schema_hash="5c"), 3)
+    checkpoints.save({}, {"worker": {"outer_step": 1}})
+    checkpoints.wait()
+    strict, stale = RunConfig(sync=SyncConfig(every=2, strict=True)), RunConfig(rounds=RoundsConfig(max_staleness=1))
+    assert [seems_exact(tmp_path, each, 5) for each in (RunConfig(), strict, stale)] == [False, True, True]
