@@ -17,7 +17,7 @@ from edit.errors import ConfigError, RefusedError, StorageError
 from edit.records import Snapshot
 from edit.replica.replica import Replica
 from edit.worker.apply import ShareExchange
-from edit.worker.checkpoint import Checkpoint, Had, go_on, start, state_of
+from edit.worker.checkpoint import Checkpoint, KnownParameters, go_on, start, state_of
 
 __all__ = ["AggregatorShare", "join_all", "joint_state", "refuse_small_shares", "separate_states"]
 
@@ -57,10 +57,10 @@ def join_all(exchanges: Sequence[ShareExchange], collectives: Sequence[Collectiv
     replicas = [each.replica for each in exchanges]
     snapshots: list[Snapshot] = []
     for number, (each, collective) in enumerate(zip(exchanges, collectives, strict=True)):
-        replica, had = each.replica, Had(each, checkpoints[number] if checkpoints else None)
+        replica, known = each.replica, KnownParameters(each, checkpoints[number] if checkpoints else None)
         shards = replica.layout.held if replica.layout.ranks.size > 1 else None
-        snapshot = collective.join(replica.schema, _founding(replicas, snapshots), shards, had.lacks)
-        snapshots.append(had.complete(snapshot))
+        snapshot = collective.join(replica.schema, _founding(replicas, snapshots), shards, known.lacks)
+        snapshots.append(known.complete(snapshot))
     for number, (each, snapshot) in enumerate(zip(exchanges, snapshots, strict=True)):
         if checkpoints:
             go_on(each, checkpoints[number], snapshot)

@@ -42,7 +42,7 @@ from edit.worker.exchange import Pending
 from edit.worker.masked import GridStaging
 from edit.worker.schedule import Work
 
-__all__ = ["KINDS", "OF_RANKS", "Checkpoint", "Had", "go_on", "goes_forward", "skeleton", "start", "state_of"]
+__all__ = ["KINDS", "OF_RANKS", "Checkpoint", "KnownParameters", "go_on", "goes_forward", "skeleton", "start", "state_of"]
 
 _INT8 = "residual_int8"
 KINDS = ("outer", "residual", _INT8, "sent_from", "sent", "last_step", "last_sent")
@@ -319,7 +319,7 @@ def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int
     return isinstance(way, ResumeForward)
 
 
-class Had:
+class KnownParameters:
     """What a peer has of the snapshot that it begins with, so that it need not be fetched.
 
     From a checkpoint that is gone on from exactly, it begins with the checkpoint's outer parameters, whatever those of the run
