@@ -46,15 +46,7 @@ from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.lab.demo.corpus import SourceFile, plan_corpus, standard_library
 from edit.local import LocalCollective, LocalRun
-from edit.records import (
-    Committed,
-    Contribution,
-    EncodedTensor,
-    Lacks,
-    Outcome,
-    Snapshot,
-    Verdict,
-)
+from edit.records import Committed, Contribution, EncodedTensor, Lacks, Outcome, Snapshot, Verdict
 from edit.worker.worker import EditWorker, WorkerConfig
 from peers.models.gpt import GPT
 from peers.training.data import SEPARATOR, Batches, Tokens, evaluate

@@ -31,14 +31,7 @@ from edit.errors import ConfigError, RefusedError
 from edit.fragments.schema import Schema, plan_fragments
 from edit.fragments.shards import Shard
 from edit.merging.injection import Injected, Injection, check_run
-from edit.records import (
-    Committed,
-    Contribution,
-    Lacks,
-    Outcome,
-    Progress,
-    Snapshot,
-)
+from edit.records import Committed, Contribution, Lacks, Outcome, Progress, Snapshot
 from edit.replica.flat import flatten, load_fragment
 from edit.replica.ranks import ALONE
 from edit.trust.mask_plan import FragmentPlan

@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, cast
 from edit.collective import Collective
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
-from edit.records import (
-    Aborted,
-    Committed,
-    Contribution,
-    Evicted,
-    Finished,
-    Lacks,
-    NeedsSnapshot,
-    Outcome,
-    Progress,
-    Snapshot,
-)
+from edit.records import Aborted, Committed, Contribution, Evicted, Finished, Lacks, NeedsSnapshot, Outcome, Progress, Snapshot
 from edit.telemetry import Attributes, Span, Telemetry, trace_id
 
 if TYPE_CHECKING:

@@ -17,16 +17,7 @@ from torch import Tensor, nn
 from aggregator.resources import Clock
 from edit import Collective, EditWorker, LocalRun, RunConfig, WorkerConfig
 from edit.fragments.schema import Schema
-from edit.records import (
-    Commit,
-    Contribution,
-    Lacks,
-    Outcome,
-    PeerVerdict,
-    Progress,
-    Snapshot,
-    Verdict,
-)
+from edit.records import Commit, Contribution, Lacks, Outcome, PeerVerdict, Progress, Snapshot, Verdict
 from edit.rounds.events import Tick
 from editpb.identity import Identity
 from editpb.messages import RunPhase, View

@@ -14,13 +14,7 @@ from edit.config.run import RunConfig
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.local import LocalRun
-from edit.records import (
-    Contribution,
-    Lacks,
-    Outcome,
-    Progress,
-    Snapshot,
-)
+from edit.records import Contribution, Lacks, Outcome, Progress, Snapshot
 from edit.trust.mask_plan import FragmentPlan
 from edit.worker.masked import PlansRounds
 from edit.worker.worker import EditWorker, WorkerConfig

@@ -18,14 +18,7 @@ from edit.fragments.digest import digest
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
 from edit.local import LocalRun
-from edit.records import (
-    Aborted,
-    Contribution,
-    Lacks,
-    Outcome,
-    Progress,
-    Snapshot,
-)
+from edit.records import Aborted, Contribution, Lacks, Outcome, Progress, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.encoded import LOSSY
 from tests.support.models import TinyTransformer, token_batches, train_step
