@@ -23,6 +23,7 @@ from edit.lab.compare.corpus import TextOptions
 from edit.lab.compare.method import Length, Method, read_method, trial_length
 from edit.lab.compare.table import comparison_table, curves, grid_table, loss_against_bytes
 from edit.lab.compare.trial import Trial
+from edit.lab.processes import terminated_as_interrupt
 from edit.plain_text import json_text
 from edit.view.units import duration_text
 from peers.training.trainer import choose_device
@@ -167,7 +168,8 @@ def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | N
     missing.sort(key=lambda trial: trial.seed)
     if missing:
         choose_device(options.device)
-    failed = _make(missing, outputs.results, processes or os.cpu_count() or 1, console)
+    with terminated_as_interrupt():
+        failed = _make(missing, outputs.results, processes or os.cpu_count() or 1, console)
     done = recorded(outputs.results)
     names = [method.name for method in options.cells[0].methods]
     shown = [

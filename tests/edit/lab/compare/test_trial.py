@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +154,30 @@ def test_finished_trials_are_not_made_again_and_half_a_line_is(tmp_path: Path, m
     file.write_text('{"what": 1}\n{}\n')
     with pytest.raises(ConfigError, match="line 1 is no trial"):
         recorded(file)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_ends_a_comparison_ends_its_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    class Endless:
+        """A trial's process: the signal comes while it runs, to the comparison alone."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self.killed, self.returncode = threading.Event(), -9
+
+        def communicate(self, _: str) -> tuple[str, str]:
+            os.kill(os.getpid(), number)
+            assert self.killed.wait(30.0)
+            return "", "killed"
+
+        def kill(self) -> None:
+            self.killed.set()
+
+    monkeypatch.setattr(command.subprocess, "Popen", Endless)
+    with pytest.raises(KeyboardInterrupt):
+        run_comparison(options("data-parallel", "diloco"), Outputs(results=tmp_path / "rows.jsonl"), 1, Console())
+    assert recorded(tmp_path / "rows.jsonl") == {}
 
 
 def test_gaps_are_paired_by_seed_and_what_diverged_says_so() -> None:
