@@ -41,7 +41,7 @@ class Collective(Protocol):
         found: gives this peer's own initial fragments (flat fp32, whole; at a rank other than 0 whatever); called only when
         the run has no parameters yet and this peer was chosen to found it, then at all of its ranks. shards: what this rank
         holds of each fragment, and so what snapshots and commits bring it; None: everything. lacks: asked before anything is
-        fetched; what is not in its answer may be an empty tensor in the snapshot that is returned.
+        fetched; fragments that are not in its answer may be empty tensors in the snapshot that is returned.
         Raises RefusedError when the schema differs from the run's (names the first tensor).
         """
         ...

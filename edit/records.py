@@ -33,6 +33,7 @@ __all__ = [
     "Finished",
     "FragmentCommit",
     "Here",
+    "Lacking",
     "Lacks",
     "NeedsSnapshot",
     "Outcome",
@@ -216,8 +217,18 @@ class DescribedSnapshot:
     run_outer_step: int = 0  # as of a `Snapshot`
 
 
-Lacks = Callable[[DescribedSnapshot], Collection[int]]
-"""Returns which fragments of a snapshot a peer does not have. All ranks of a replica call it together and get the same."""
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """What a peer has to be sent before it begins."""
+
+    fragments: Collection[int]  # of the snapshot
+    # The older outer step that the peer begins at, with parameters of its own: it then takes the updates that lead from there,
+    # and rounds need not wait for it before it has them. None: it begins at the snapshot's, or is waited for all the same.
+    begins_at: int | None = None
+
+
+Lacks = Callable[[DescribedSnapshot], Lacking]
+"""Returns what of a snapshot a peer does not have. All ranks of a replica call it together and get the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from peers.identity.policy import SitePolicy
 from peers.identity.renewal import Renewal
 from peers.identity.seeking import Seeking, searching
 from peers.own_site import site_of
-from peers.training.checkpoint import seems_exact
+from peers.training.checkpoint import needs_no_snapshot
 from peers.training.loop import Place, Training
 from peers.training.metrics import Metrics
 from peers.training.options import PeerOptions
@@ -154,7 +154,7 @@ def train(
                 plugins.admit(config, options.allowed, ("codecs", "models"))
                 layout = make_layout(launch, options.tensor_parallel, config.inner.batch_size, device)
                 place = Place(identity=identity, device=device, layout=layout, ranks=ranks, restarts=launch.restarts)
-                if run_step > 0 and not (_resumes(options) and seems_exact(options.checkpoint_folder, config, run_step)):
+                if run_step > 0 and not (_resumes(options) and needs_no_snapshot(options.checkpoint_folder, config, run_step)):
                     connection.prefetch()
                 trackers = at_last.enter_context(_trackers(options, config, identity) if ranks.leads else Trackers())
                 protocol = otlp_protocol() if ranks.leads else ""

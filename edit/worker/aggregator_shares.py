@@ -56,14 +56,16 @@ def join_all(exchanges: Sequence[ShareExchange], collectives: Sequence[Collectiv
     """Enter the run at every aggregator, then begin from its parameters or, with checkpoints, go on from them."""
     replicas = [each.replica for each in exchanges]
     snapshots: list[Snapshot] = []
+    by_updates: list[bool] = []
     for number, (each, collective) in enumerate(zip(exchanges, collectives, strict=True)):
         replica, known = each.replica, KnownParameters(each, checkpoints[number] if checkpoints else None)
         shards = replica.layout.held if replica.layout.ranks.size > 1 else None
         snapshot = collective.join(replica.schema, _founding(replicas, snapshots), shards, known.lacks)
         snapshots.append(known.complete(snapshot))
+        by_updates.append(known.by_updates)
     for number, (each, snapshot) in enumerate(zip(exchanges, snapshots, strict=True)):
         if checkpoints:
-            go_on(each, checkpoints[number], snapshot)
+            go_on(each, checkpoints[number], snapshot, by_updates=by_updates[number])
         else:
             start(each, snapshot)
         each.begin()

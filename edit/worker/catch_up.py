@@ -8,6 +8,9 @@ newer than the run's                                                            
 equal to the run's           its digest is not the run's, though no update of the   NotOfThisRun
                              pending contribution was applied
 any                          the run is strict, or contributions outlive rounds     ResumeExactly
+older than the run's         the updates from there are kept, and fewer bytes than  ResumeForward, by updates
+                             the parameters; no update of the pending contribution
+                             was applied
 older than the run's                                                                ResumeForward
 equal to the run's                                                                  ResumeExactly
 
@@ -25,7 +28,8 @@ Resuming EXACTLY: what this peer contributed after saving is computed once more.
 not sent again but counted as what it is, this peer's own. A deterministic loop then gives the same bits as one that was never
 interrupted. Resuming FORWARD: from the run's outer parameters at once, with the inner optimizer's state, the data position and
 the counters that were saved. Work done since theta and residuals are dropped: whether the run has them cannot be known, so they
-may be lost, but are never counted twice.
+may be lost, but are never counted twice. BY UPDATES, those outer parameters are the saved ones with the updates that followed:
+the same bits.
 """
 
 from __future__ import annotations
@@ -71,7 +75,9 @@ class ResumeExactly:
 
 @dataclass(frozen=True, slots=True)
 class ResumeForward:
-    """Go on from the run's outer parameters, with the counters of the checkpoint."""
+    """Go on from the run's outer parameters, with the counters of the checkpoint. by_updates: they are not fetched whole."""
+
+    by_updates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +104,19 @@ def catch_up(own_step: int, run_step: int, *, oldest_update: int, resync: str = 
 
 
 def resume(
-    saved_step: int, run_step: int, *, strict: bool, max_staleness: int, same_digest: bool = True
+    saved_step: int,
+    run_step: int,
+    *,
+    strict: bool,
+    max_staleness: int,
+    same_digest: bool = True,
+    updates_do: bool = False,
 ) -> ResumeExactly | ResumeForward | NotOfThisRun:
     """Return how a peer goes on from a checkpoint at outer step `saved_step`.
 
     strict, max_staleness: of the run; with max_staleness > 0 rounds need not wait for this peer, because contributions outlive
     them. same_digest: False where the outer parameters saved are not the run's although both are at the same outer step.
+    updates_do: whether the updates that lead from those to the run's are kept, and fewer bytes than these.
     """
     if saved_step > run_step:
         return NotOfThisRun(
@@ -115,4 +128,6 @@ def resume(
             f"the checkpoint's outer parameters at outer step {saved_step} are not the run's: it is of another run; "
             "remove it to start from the run's parameters"
         )
-    return ResumeExactly() if strict or max_staleness > 0 or saved_step == run_step else ResumeForward()
+    if strict or max_staleness > 0 or saved_step == run_step:
+        return ResumeExactly()
+    return ResumeForward(by_updates=updates_do)

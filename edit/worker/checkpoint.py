@@ -26,11 +26,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from edit.codecs.error_feedback import codec_of
 from edit.codecs.residuals import Residual
 from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import combine
+from edit.fragments.groups import fragments_due
+from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Box, Shard, partition_fault
-from edit.records import DescribedSnapshot, Snapshot
+from edit.records import DescribedSnapshot, Lacking, Snapshot
 from edit.replica.layout import Layout, local_of
 from edit.replica.replica import Outer, Replica
 from edit.trust.mask_plan import FragmentPlan
@@ -42,7 +45,7 @@ from edit.worker.exchange import Pending
 from edit.worker.masked import GridStaging
 from edit.worker.schedule import Work
 
-__all__ = ["KINDS", "OF_RANKS", "Checkpoint", "KnownParameters", "go_on", "goes_forward", "skeleton", "start", "state_of"]
+__all__ = ["KINDS", "OF_RANKS", "Checkpoint", "KnownParameters", "go_on", "kinds_needed", "skeleton", "start", "state_of"]
 
 _INT8 = "residual_int8"
 KINDS = ("outer", "residual", _INT8, "sent_from", "sent", "last_step", "last_sent")
@@ -55,7 +58,7 @@ _Vectors = Mapping[int, Tensor]  # by fragment, held vectors
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A worker's state, read and found to fit the model. vectors: by kind and fragment, this rank's held vectors; outer: None
-    where only the scalars were read."""
+    where only the scalars were read. whole: whether nothing that was saved is left out."""
 
     replica: Replica
     outer: Outer | None
@@ -63,17 +66,18 @@ class Checkpoint:
     scalars: Mapping[str, Any]
     # By fragment, for `ErrorFeedback.load`.
     residuals: _Vectors = field(default_factory=dict)
+    whole: bool = False
 
     @classmethod
     def read(cls, replica: Replica, state: Mapping[str, Any]) -> Checkpoint:
         """Raises StorageError, at every rank, when the state is damaged or of another model."""
         if state.keys() == {"scalars"}:
             return cls(replica, None, {}, replica.layout.ranks.together(lambda: _scalars(replica.layout, state)))
-        vectors, residuals, scalars = replica.layout.ranks.together(lambda: _read(replica.layout, state))
+        vectors, residuals, scalars, whole = replica.layout.ranks.together(lambda: _read(replica.layout, state))
         outer = replica.outer_of(int(scalars["outer_step"]), str(scalars["digest"]), list(vectors["outer"].values()))
         if combine(outer.hashes) != scalars["holds"]:
             raise StorageError("checkpoint: the outer parameters do not match their digest")
-        return cls(replica, outer, vectors, scalars, residuals)
+        return cls(replica, outer, vectors, scalars, residuals, whole)
 
 
 # Saving.
@@ -245,12 +249,15 @@ def _scalars(layout: Layout, state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read(
     layout: Layout, state: Mapping[str, Any]
-) -> tuple[dict[str, dict[int, Tensor]], dict[int, Tensor], Mapping[str, Any]]:
-    """Return the held vectors by kind and fragment, the owned residuals by fragment, the scalars."""
+) -> tuple[dict[str, dict[int, Tensor]], dict[int, Tensor], Mapping[str, Any], bool]:
+    """Return the held vectors by kind and fragment, the owned residuals by fragment, the scalars, and whether that is all."""
     scalars = _scalars(layout, state)
     fragments = _checked(lambda: {str(kind): [int(i) for i in ids] for kind, ids in scalars["fragments"].items()})
     if fragments.get("outer") != list(range(len(layout.held))):
         raise StorageError("checkpoint: the worker's scalars are incomplete")
+    whole = state.keys() != {"scalars", "outer"} or not any(ids for kind, ids in fragments.items() if kind != "outer")
+    if not whole:
+        fragments = {"outer": fragments["outer"]}
     vectors = {
         kind: {i: _vector(layout, i, kind, state.get(kind, {})) for i in ids if 0 <= i < len(layout.held)}
         for kind, ids in fragments.items()
@@ -260,7 +267,7 @@ def _read(
     if fragments.get(_INT8):
         owners, saved = _owners(layout, scalars), state.get(_INT8, {})
         residuals = {i: _int8_residual(layout, i, owners[i], saved) for i in fragments[_INT8] if layout.owned[i].numel}
-    return vectors, residuals, scalars
+    return vectors, residuals, scalars, whole
 
 
 def _int8_residual(layout: Layout, i: int, owners: Mapping[int, Shard], saved: Mapping[str, Tensor]) -> Tensor:
@@ -303,37 +310,71 @@ def _checked(read: Callable[[], _T]) -> _T:
 
 def start(share: ShareExchange, run: Snapshot) -> None:
     """Train from the run's outer parameters, and the commits that followed; no work stands behind a difference to them."""
-    share.replica.start(run)
-    share.exchange.outer_step = run.outer_step
+    _start(share, share.replica.verified(run))
+
+
+def _start(share: ShareExchange, outer: Outer) -> None:
+    share.replica.move(outer, lambda _: None)
+    share.exchange.outer_step = outer.outer_step
     share.exchange.schedule.abandoned()
     share.run(share.exchange.catch_up())
 
 
-def goes_forward(config: WorkerConfig, scalars: Mapping[str, Any], run_step: int) -> bool:
-    """Whether a state with these scalars is gone on from FORWARD where the run has reached `run_step`, so without its tensors.
+def kinds_needed(
+    config: WorkerConfig, scalars: Mapping[str, Any], run_step: int, fragments: Sequence[FragmentSpec]
+) -> frozenset[str]:
+    """Which tensors a state with these scalars is gone on from with, where the run has reached `run_step`, by their kind.
 
-    Raises StorageError when they are damaged.
+    All KINDS: exactly. "outer": forward, by updates. None: forward, with parameters of the run. fragments: of the model.
+    Raises StorageError when the scalars are damaged.
     """
     saved_step = _checked(lambda: int(scalars["outer_step"]))
-    way = resume(saved_step, run_step, strict=config.sync.strict, max_staleness=config.rounds.max_staleness)
-    return isinstance(way, ResumeForward)
+    match resume(
+        saved_step,
+        run_step,
+        strict=config.sync.strict,
+        max_staleness=config.rounds.max_staleness,
+        updates_do=_updates_do(config, scalars, saved_step, run_step, fragments),
+    ):
+        case ResumeForward(by_updates):
+            return frozenset({"outer"}) if by_updates else frozenset()
+        case _:
+            return frozenset(KINDS)
+
+
+def _updates_do(
+    config: WorkerConfig, scalars: Mapping[str, Any], saved_step: int, run_step: int, fragments: Sequence[FragmentSpec]
+) -> bool:
+    """Whether the updates from a saved theta to the run's are kept and fewer bytes than the parameters in fp32."""
+    if _partly_applied(scalars) or not 0 < run_step - saved_step <= config.kept_updates:
+        return False
+    sizes = [codec_of(each, config.codec.downlink).encoded_size(each.numel) for each in fragments]
+    steps = (fragments_due(step, len(sizes), config.sync.groups, config.sync.pattern) for step in range(saved_step, run_step))
+    return sum(sizes[i] for due in steps for i in due) < 4 * sum(each.numel for each in fragments)
+
+
+def _partly_applied(scalars: Mapping[str, Any]) -> bool:
+    """Whether the saved theta is between two outer steps, and so its digest."""
+    return bool(_checked(lambda: (scalars.get("pending") or {}).get("applied")))
 
 
 class KnownParameters:
     """What a peer has of the snapshot that it begins with, so that it need not be fetched.
 
-    From a checkpoint that is gone on from exactly, it begins with the checkpoint's outer parameters, whatever those of the run
-    are by now. Without one, and before the first outer step, the model that it built may be the one that the run was founded
-    with: its own, or the same pretrained or seeded one.
+    From a checkpoint that is gone on from exactly or by updates, it begins with the checkpoint's outer parameters, whatever
+    those of the run are by now. Without one, and before the first outer step, the model that it built may be the one that the
+    run was founded with: its own, or the same pretrained or seeded one.
     """
 
     def __init__(self, share: ShareExchange, checkpoint: Checkpoint | None) -> None:
         self._config, self._replica, self._checkpoint = share.config, share.replica, checkpoint
         self._vectors: dict[int, Callable[[], Tensor]] = {}  # by fragment, this rank's held vector
+        # Whether the peer goes on from the checkpoint by updates. A carrier that brought everything unasked leaves it False.
+        self.by_updates = False
 
-    def lacks(self, run: DescribedSnapshot) -> frozenset[int]:
-        """Return the fragments that are to be fetched; see `edit.records.Lacks`."""
-        replica, self._vectors = self._replica, {}
+    def lacks(self, run: DescribedSnapshot) -> Lacking:
+        """See `edit.records.Lacks`."""
+        replica, self._vectors, self.by_updates = self._replica, {}, False
         every = frozenset(range(len(run.hashes)))
         if self._checkpoint is None:
             if run.outer_step == 0:
@@ -341,10 +382,14 @@ class KnownParameters:
                     i for i, (own, theirs) in enumerate(zip(replica.local_hashes(), run.hashes, strict=True)) if own == theirs
                 )
                 self._vectors = {i: partial(replica.local_fragment, i) for i in same}
-        elif not isinstance(_way(self._config, self._checkpoint, run), ResumeForward):
-            outer = self._checkpoint.outer
-            self._vectors = {i: partial(_kept, outer, i) for i in every}
-        return every - self._vectors.keys()
+        else:
+            way, outer = _way(self._config, self._checkpoint, run), self._checkpoint.outer
+            if not isinstance(way, ResumeForward) or way.by_updates:
+                self._vectors = {i: partial(_kept, outer, i) for i in every}
+            if isinstance(way, ResumeForward) and way.by_updates and outer is not None:
+                self.by_updates = True
+                return Lacking((), outer.outer_step)
+        return Lacking(every - self._vectors.keys())
 
     def complete(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with what this peer had of it."""
@@ -363,23 +408,24 @@ def _way(
     config: WorkerConfig, checkpoint: Checkpoint, run: Snapshot | DescribedSnapshot
 ) -> ResumeExactly | ResumeForward | NotOfThisRun:
     """Return how this peer goes on from the checkpoint in the run."""
-    scalars = checkpoint.scalars
-    partly_applied = (scalars.get("pending") or {}).get("applied")  # then theta is between two outer steps, and so its digest
-    saved_step = int(scalars["outer_step"])
-    comparable = saved_step == run.outer_step and not partly_applied
+    scalars, fragments = checkpoint.scalars, checkpoint.replica.schema.fragments
+    saved_step, run_step = int(scalars["outer_step"]), max(run.outer_step, run.run_outer_step)
+    comparable = saved_step == run.outer_step and not _partly_applied(scalars)
     return resume(
         saved_step,
-        max(run.outer_step, run.run_outer_step),
+        run_step,
         strict=config.sync.strict,
         max_staleness=config.rounds.max_staleness,
         same_digest=not comparable or str(scalars["digest"]) == run.digest,
+        updates_do=checkpoint.outer is not None and _updates_do(config, scalars, saved_step, run_step, fragments),
     )
 
 
-def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
-    """Continue from the checkpoint. The model holds the local parameters that were saved with it.
+def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot, *, by_updates: bool = False) -> None:
+    """Continue from the checkpoint. The model holds the local parameters that were saved with it, if they matter.
 
     run: the snapshot that was taken. It may be older than the run, and than the checkpoint, when others still read it.
+    by_updates: `KnownParameters.by_updates`: what is forward is by updates, and the snapshot not whole.
 
     Raises ConfigError, and changes nothing, when the checkpoint is newer than the run or of another run.
     """
@@ -388,9 +434,12 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
         raise ConfigError(way.reason)
     exchange.schedule.load(scalars)
     if isinstance(way, ResumeForward):
-        start(share, run)
+        if by_updates and checkpoint.outer is not None:
+            _start(share, checkpoint.outer)
+        else:
+            start(share, run)
         return
-    if checkpoint.outer is None:
+    if checkpoint.outer is None or not checkpoint.whole:
         run_step = max(run.outer_step, run.run_outer_step)
         raise StorageError(f"checkpoint: without its tensors it cannot be gone on from at outer step {run_step}")
     share.replica.resume(checkpoint.outer)

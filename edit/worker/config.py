@@ -42,6 +42,8 @@ class WorkerConfig:
     masked: bool = False
     # Only with `masked`.
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    # How many updates the run keeps, so how far behind it a peer may be that takes them instead of all parameters.
+    kept_updates: int = 0
 
     def __post_init__(self) -> None:
         check_together(self.sync, self.rounds, self.outer, self.codec)
@@ -67,4 +69,5 @@ class WorkerConfig:
             private=private,
             masked=masked,
             penalty=config.penalty if masked else PenaltyConfig(),
+            kept_updates=config.kept_updates,
         )

@@ -48,7 +48,7 @@ from edit.worker.aggregator_shares import (
 )
 from edit.worker.apply import ShareExchange
 from edit.worker.batches import agreed, epochs
-from edit.worker.checkpoint import Checkpoint, goes_forward, skeleton
+from edit.worker.checkpoint import Checkpoint, kinds_needed, skeleton
 from edit.worker.config import WorkerConfig
 from edit.worker.hooks import Hook
 from edit.worker.speed import Speed, Stopwatch
@@ -392,19 +392,26 @@ class EditWorker:
             ]
         return {kind: {name: empty for each in skeletons for name, empty in each[kind].items()} for kind in kinds}
 
-    def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool:
-        """Whether a worker with this state ("scalars" of it) begins with the run's parameters in a run that has reached this
-        outer step: then "scalars" are all that `load_state_dict` needs, and the model's local parameters do not matter.
+    def kinds_needed(self, scalars: Mapping[str, Any], run_step: int) -> frozenset[str]:
+        """Return which kinds of tensors, beside "scalars", `load_state_dict` needs of the state with these scalars, in a run
+        that has reached this outer step. Unless they are all (`edit.worker.checkpoint.KINDS`), the worker begins with the
+        run's parameters, and the model's local ones do not matter.
 
-        Raises StorageError when they are damaged.
+        Before entering. Raises StorageError when the scalars are damaged.
         """
         states = separate_states({"scalars": scalars}, len(self._collectives))
-        return all(goes_forward(self._config, state["scalars"], run_step) for state in states)
+        with _outside_autograd():
+            schemas = [replica.schema for replica in self._new_replicas()]
+        kinds = (
+            kinds_needed(self._config, state["scalars"], run_step, schema.fragments)
+            for state, schema in zip(states, schemas, strict=True)
+        )
+        return frozenset[str]().union(*kinds)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, on any layout of ranks; before entering, with the model's local parameters loaded.
 
-        Only "scalars", without tensors: see `goes_forward`. Raises StorageError when it does not fit the model or is damaged.
+        Only some kinds of tensors, or none: see `kinds_needed`. Raises StorageError when it is damaged or does not fit.
         """
         if self._hooks:
             raise LocalProtocolError("load_state_dict() after entering: load before `with EditWorker(...)`")

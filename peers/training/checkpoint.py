@@ -23,15 +23,16 @@ from torch.distributed.tensor import DTensor
 
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, StorageError
+from edit.fragments.schema import FragmentSpec, TensorSpec
 from edit.replica.ranks import Ranks
-from edit.worker.checkpoint import KINDS, OF_RANKS, goes_forward
+from edit.worker.checkpoint import KINDS, OF_RANKS, kinds_needed
 from edit.worker.config import WorkerConfig
 from peers.training.checkpoint_files import Checkpoints, Saved, last_scalars
 from peers.training.data_source import DataSource
 from peers.training.inner_optimizers import is_state, loaded_state, optimizers_of, saved_state, state_names
 from peers.training.trainer import Trainer
 
-__all__ = ["PeriodicCheckpoints", "Resumable", "Stateful", "seems_exact"]
+__all__ = ["PeriodicCheckpoints", "Resumable", "Stateful", "needs_no_snapshot"]
 
 SPACING = 10.0  # a save of w seconds is followed by the next after SPACING * w seconds at the earliest
 _log = logging.getLogger("peers")
@@ -42,7 +43,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]: ...
-    def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool: ...
+    def kinds_needed(self, scalars: Mapping[str, Any], run_step: int) -> frozenset[str]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
@@ -77,7 +78,7 @@ class Resumable:
         """Load `saved`; call it before the worker is entered. Raises StorageError, ConfigError when it does not fit.
 
         run_step: an outer step that the run has reached. Where the worker will begin with the run's parameters because of it,
-        those that were saved are not read.
+        what does not lead to them is not read.
         """
         _check_scalars(saved)
         rank = self.ranks.rank
@@ -92,7 +93,8 @@ class Resumable:
         self.batches.load(saved.scalars["data"], new_data=self.new_data)
         parameters = self._trained()
         kinds = optimizers_of(self.trainer.optimizers, parameters)
-        forward = self.worker.goes_forward(saved.scalars["worker"], run_step)
+        needed = self.worker.kinds_needed(saved.scalars["worker"], run_step)
+        forward = needed != frozenset(KINDS)
         own = {f"rank/{rank}/{name}": tensor for name, tensor in self._of_this_rank().items()}
         sections: dict[str, dict[str, Tensor]] = {}
         unknown: list[str] = []
@@ -102,12 +104,14 @@ class Resumable:
             match kind:
                 case "rank":
                     return own.get(key)
-                case "model" | "worker" if forward:
+                case "model" if forward:
                     return None
                 case "model" if name in parameters:
                     return parameters[name].detach()
                 case "worker":
                     section, _, name = name.partition("/")
+                    if forward and section not in needed:
+                        return None
                     if section in KINDS and section not in sections:
                         sections.update(self.worker.empty_state([section], saved.scalars["worker"]))
                     if name in sections.get(section, {}):
@@ -175,18 +179,24 @@ class Resumable:
         return kept
 
 
-def seems_exact(folder: Path, config: RunConfig, run_step: int) -> bool:
-    """Whether the newest checkpoint in a folder would be gone on from exactly in a run that has reached this outer step.
+def needs_no_snapshot(folder: Path, config: RunConfig, run_step: int) -> bool:
+    """Whether the newest checkpoint in a folder would be gone on from exactly, or by updates, in a run that has reached this
+    outer step.
 
-    Then the run's outer parameters are not needed. It is not verified here, and the run may go further meanwhile.
+    Then the run's outer parameters need not be fetched. It is not verified here, the run may go further meanwhile, and the
+    codecs of single fragments are not looked at.
     """
     kept = last_scalars(folder)
     worker = kept.get("worker") if kept is not None else None
     shares = worker.get("shares", [worker]) if isinstance(worker, dict) else []
     if not isinstance(shares, list) or not shares:
         return False
+    alike = [
+        FragmentSpec(fragment_id=i, name="", tensors=(TensorSpec(name="", shape=(1 << 20,)),))
+        for i in range(config.sync.groups)
+    ]
     try:
-        return not any(goes_forward(WorkerConfig.of(config), share, run_step) for share in shares)
+        return all(kinds_needed(WorkerConfig.of(config), share, run_step, alike) for share in shares)
     except StorageError:
         return False
 

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from torch import nn
 
+from aggregator.control.run import Run
+from edit.codecs import codec
+from edit.fragments.digest import combine, fragment_hash
+from edit.fragments.schema import FragmentSpec
 from edit.lab.link import Link, LinkShape
+from edit.replica.replica import Replica
 from edit.worker.worker import EditWorker, WorkerConfig
 from editpb.identity import Identity
+from editpb.messages import Heartbeat, PeerState
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from tests.support.running import Running, address, running
-from tests.support.served import new_folder
+from tests.support.served import TOML, new_folder
 
 TOTAL = 4 * 1024 * 1025  # bytes of the parameters in fp32
 LITTLE = TOTAL // 10
+
+
+@dataclass
+class Home:
+    """What a peer keeps from one life to the next, where there is an audit log."""
+
+    folder: Path
+    certificate: tuple[bytes, bytes]
 
 
 class Peer:
@@ -46,14 +64,18 @@ class Peer:
 
 
 @contextmanager
-def life(here: Running, name: str, *, seed: int = 0, saved: dict[str, Any] | None = None) -> Iterator[Peer]:
+def life(
+    here: Running, name: str, *, seed: int = 0, saved: dict[str, Any] | None = None, home: Home | None = None
+) -> Iterator[Peer]:
     host, _, port = address(here.served.folder).rpartition(":")
     torch.manual_seed(seed)
     model = nn.Linear(1024, 1024)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Link((host, int(port)), LinkShape()) as link, IoThread() as io:
-        channels = Channels([f"127.0.0.1:{link.port}"], here.served.credentials(name))
-        collective = HubCollective(io, channels, Identity(here.served.folder.run_id, "peer", name))
+        key, certificate = home.certificate if home else here.served.certificate(name)
+        channels = Channels([f"127.0.0.1:{link.port}"], grpc.ssl_channel_credentials(here.served.ca, key, certificate))
+        identity = Identity(here.served.folder.run_id, "peer", name)
+        collective = HubCollective(io, channels, identity, site=Site(key=key, receipts=home.folder if home else None))
         try:
             worker = EditWorker(model, optimizer, collective, WorkerConfig.of(here.served.folder.config()), leave="local")
             if saved is not None:
@@ -86,3 +108,64 @@ def test_the_founder_and_who_has_the_same_model_or_an_exact_checkpoint_take_noth
             assert again.worker.outer_step == 3
         with life(here, "a", saved=saved) as late:
             assert late.carried[1] > TOTAL and late.worker.outer_step == 3
+
+
+LATE = {"one int8 update": ("int8", 1), "three int8 updates": ("int8", 3), "bf16": ("bf16", 1)}
+
+
+@pytest.mark.parametrize("audit", [False, True], ids=["", "audited"])
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.timeout(120)
+def test_who_is_a_little_behind_takes_the_updates_and_nobody_waits_for_it_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, audit: bool
+) -> None:
+    down, steps = LATE[name]
+    toml = TOML.replace('down = "fp32"', f'down = "{down}"') + "[audit]\nenabled = true\n" * audit
+    said: list[tuple[PeerState, int]] = []
+    heard = Run.heartbeat
+
+    def heartbeat(self: Run, attendance: Any, heartbeat: Heartbeat) -> None:
+        said.append((heartbeat.state, heartbeat.outer_step))
+        heard(self, attendance, heartbeat)
+
+    with running(new_folder(tmp_path / "run", toml=toml)) as here:
+        home = Home(tmp_path, here.served.certificate("a")) if audit else None
+        with life(here, "a", home=home) as a:
+            a.round()
+            saved = copy.deepcopy({"model": a.model.state_dict(), "worker": a.worker.state_dict()})
+            for _ in range(steps):
+                a.round()
+            theta = a.worker.outer_state_dict()
+        monkeypatch.setattr(Run, "heartbeat", heartbeat)
+        with life(here, "a", saved=saved, home=home) as late:
+            update = codec(down).encoded_size(TOTAL // 4)
+            assert steps * update < late.carried[1] < steps * update + LITTLE
+            assert late.worker.outer_step == steps + 1
+            assert all(torch.equal(theta[key], value) for key, value in late.worker.outer_state_dict().items())
+            assert all(torch.equal(theta[key], value) for key, value in late.model.state_dict().items())
+            late.round()
+            assert late.worker.outer_step == steps + 2
+    before = [state for state, step in said if step < steps + 1]
+    assert set(before) <= {PeerState.STARTING} and PeerState.TRAINING in {state for state, _ in said}
+
+
+@pytest.mark.timeout(120)
+def test_a_checkpoint_that_the_updates_do_not_fit_is_left_for_a_snapshot(tmp_path: Path) -> None:
+    """The coordinator's folder is another run's with the same id, name by name."""
+    with running(new_folder(tmp_path / "run", toml=TOML.replace('down = "fp32"', 'down = "int8"'))) as here:
+        with life(here, "a") as a:
+            saved = copy.deepcopy({"model": a.model.state_dict(), "worker": a.worker.state_dict()})
+            a.round()
+            digest = a.worker.digest
+        for theta in saved["worker"]["outer"].values():
+            theta += 1
+        replica = Replica(nn.Linear(1024, 1024))
+        saved["worker"]["scalars"]["holds"] = combine(
+            [fragment_hash(flat(saved, fragment)) for fragment in replica.schema.fragments]
+        )
+        with life(here, "a", saved=saved) as late:
+            assert late.carried[1] > TOTAL and late.worker.digest == digest
+
+
+def flat(saved: dict[str, Any], fragment: FragmentSpec) -> torch.Tensor:
+    return torch.cat([saved["worker"]["outer"][tensor.name].flatten() for tensor in fragment.tensors])

@@ -32,8 +32,7 @@ class EventMessages:
         if kind == "peer" and peer_id in self._away and state.peers[peer_id].state in ("training", "exchanging"):
             self._away.discard(peer_id)
             row = state.peers[peer_id]
-            how = "at" if state.status is not None and state.status.swarm is not None else "snapshot of"
-            return [Event(row.t, f"{peer_id} is back: {how} outer step {row.outer_step}, training on", "good")]
+            return [Event(row.t, f"{peer_id} is back at outer step {row.outer_step}, training on", "good")]
         return []
 
     def _member(self, peer_id: str, state: RunState, t: float) -> list[Event]:

@@ -41,8 +41,10 @@ from edit.records import (
     Commit,
     Committed,
     Contribution,
+    DescribedSnapshot,
     Evicted,
     Finished,
+    Lacking,
     Lacks,
     NeedsSnapshot,
     Outcome,
@@ -183,6 +185,7 @@ class HubCollective:
         self._agreement = RankAgreement(io, ranks, lambda: io.read(self._trouble))
         self._prefetched: concurrent.futures.Future[tuple[Schema, Snapshot]] | None = None  # the loop only completes it
         self._fragments: Sequence[FragmentSpec] = ()  # of the model, since `join`
+        self._behind = False  # whether `join` has let this peer begin at an older outer step than the run's
         self._round: ReadyRound | None = None  # with masks: the one that the next contribution is for
         # Changed on the loop's thread, in `IoThread.change`; the main thread reads it under the lock.
         self._masking: MaskingSession | None = None  # at rank 0 of a run with masks, since `join`
@@ -232,15 +235,29 @@ class HubCollective:
         self._agreement.on_leader(partial(self._open_receipts, config, schema.schema_hash))
         held = [Shard(each) for each in schema.fragments] if shards is None else shards
         self._io.change(partial(self._configure, config, schema, held, self._ranks.lead(lambda: time.time_ns() // 10**6)))
+        begins_at: int | None = None
+
+        def ask(run: DescribedSnapshot) -> Lacking:
+            nonlocal begins_at
+            lacking = lacks(run) if lacks is not None else Lacking(range(len(run.hashes)))
+            begins_at = lacking.begins_at
+            return lacking
+
         if (snapshot := self._take_prefetched(schema)) is None:
-            snapshot = self._first_snapshot(lacks)
+            snapshot = self._first_snapshot(ask)
         elif (receipts := self._receipts) is not None:
             self._io.change(partial(receipts.at, snapshot.outer_step, snapshot.digest))
         starting = Heartbeat(state=PeerState.STARTING, outer_step=snapshot.outer_step, digest=snapshot.digest)
+        if begins_at is not None:
+            run_step = max(snapshot.outer_step, snapshot.run_outer_step)
+            _log.info("beginning at outer step %d, and the updates to %d", begins_at, run_step)
+            starting = dataclasses.replace(starting, outer_step=begins_at, digest="")
         self._io.post(partial(self._say, starting))
+        self._behind = begins_at is not None
         together = self._siblings.joined(self)
         for one in together:
-            one._io.post(partial(one._set_state, PeerState.TRAINING))
+            if not one._behind:
+                one._io.post(partial(one._set_state, PeerState.TRAINING))
         for one in together:
             one._wait_until_under_way()
         return snapshot
@@ -408,7 +425,7 @@ class HubCollective:
             case Decision.WAIT if sent.round_id and not self._session.carries and self._session.takes(sent.round_id):
                 downlink.fetch_ahead(step + 1, sent.round_id)
 
-    def _first_snapshot(self, lacks: Lacks | None) -> Snapshot:
+    def _first_snapshot(self, lacks: Lacks) -> Snapshot:
         while True:
             try:
                 return self._snapshot(lacks)
@@ -607,7 +624,8 @@ class HubCollective:
         def end() -> None:
             if not carried:
                 uplink.end_attempt(leader.round_id)
-                self._set_state(PeerState.TRAINING)
+                if self._report.heartbeat.state is not PeerState.STARTING:
+                    self._set_state(PeerState.TRAINING)
             uplink.advance()
             downlink.forget(taken=taken)
             self._report.other_ranks = Traffic(sum(sent for sent, _ in traffic), sum(received for _, received in traffic))

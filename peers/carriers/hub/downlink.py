@@ -177,7 +177,8 @@ class Downlink:
         for _ in range(SNAPSHOT_TRIES):
             try:
                 manifest = self._agreement.on_leader(self._described)
-                shards = self._shards if lacks is None else _some(self._shards, lacks(_described(manifest)))
+                lacking = None if lacks is None else lacks(_described(manifest))
+                shards = self._shards if lacking is None else _some(self._shards, lacking.fragments)
                 snapshot = self._agreement.together(self._data.snapshot(manifest, shards, self._wanted))
                 if (receipts := self._receipts) is not None:
                     self._io.change(partial(receipts.at, snapshot.outer_step, snapshot.digest))

@@ -34,19 +34,23 @@ def test_while_training(own: int, run: int, oldest: int, resync: str, expected: 
 
 
 @pytest.mark.parametrize(
-    ("saved", "run", "strict", "max_staleness", "same_digest", "expected"),
+    ("saved", "run", "strict", "max_staleness", "same_digest", "updates_do", "expected"),
     [
-        (3, 3, False, 0, True, ResumeExactly()),
-        (3, 3, True, 0, True, ResumeExactly()),
-        (3, 4, True, 0, True, ResumeExactly()),
-        (3, 4, False, 1, True, ResumeExactly()),
-        (3, 40, True, 8, False, ResumeExactly()),
-        (3, 4, False, 0, True, ResumeForward()),
-        (3, 4, False, 0, False, ResumeForward()),
+        (3, 3, False, 0, True, False, ResumeExactly()),
+        (3, 3, True, 0, True, False, ResumeExactly()),
+        (3, 4, True, 0, True, True, ResumeExactly()),
+        (3, 4, False, 1, True, True, ResumeExactly()),
+        (3, 40, True, 8, False, False, ResumeExactly()),
+        (3, 4, False, 0, True, False, ResumeForward()),
+        (3, 4, False, 0, False, False, ResumeForward()),
+        (3, 4, False, 0, True, True, ResumeForward(by_updates=True)),
     ],
 )
-def test_with_a_checkpoint(saved: int, run: int, strict: bool, max_staleness: int, same_digest: bool, expected: object) -> None:
-    assert resume(saved, run, strict=strict, max_staleness=max_staleness, same_digest=same_digest) == expected
+def test_with_a_checkpoint(
+    saved: int, run: int, strict: bool, max_staleness: int, same_digest: bool, updates_do: bool, expected: object
+) -> None:
+    way = resume(saved, run, strict=strict, max_staleness=max_staleness, same_digest=same_digest, updates_do=updates_do)
+    assert way == expected
 
 
 @pytest.mark.parametrize(("strict", "max_staleness"), [(False, 0), (True, 0), (False, 3)])

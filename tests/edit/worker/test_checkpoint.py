@@ -21,9 +21,11 @@ from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.schema import plan_fragments
 from edit.local import LocalRun
 from edit.records import Contribution, Snapshot
+from edit.worker.checkpoint import KINDS
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.encoded import SPECS, elements, encode
 from tests.support.models import TinyTransformer, small_mlp, token_batches, train_step
+from tests.support.sparing import SparingCollective
 from tests.support.trainee import config
 
 NAMES, EVERY, STEPS = ("a", "b"), 4, 22
@@ -48,7 +50,8 @@ class Life:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.batches = token_batches(NAMES.index(name))
         self.taken = 0
-        collective = CompositeCollective([run.collective(name)], clip)
+        self.carrier = SparingCollective(run.collective(name))
+        collective = CompositeCollective([self.carrier], clip)
         self.worker = EditWorker(self.model, self.optimizer, collective, worker_config)
         if saved is not None:
             if "model" in saved:
@@ -402,9 +405,17 @@ def test_loading_comes_before_entering() -> None:
     life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
-def only_counters(saved: dict[str, Any]) -> dict[str, Any]:
+def only(*kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """What is left of a saved life where the run is known to be further."""
-    return {**{key: saved[key] for key in ("optimizer", "taken")}, "worker": {"scalars": saved["worker"]["scalars"]}}
+
+    def left(saved: dict[str, Any]) -> dict[str, Any]:
+        worker = {kind: saved["worker"][kind] for kind in ("scalars", *kinds)}
+        return {**{key: saved[key] for key in ("optimizer", "taken")}, "worker": worker}
+
+    return left
+
+
+only_counters = only()
 
 
 def interrupted_while_the_run_went_on(
@@ -436,11 +447,17 @@ def test_strict_a_run_that_went_on_alone_is_caught_up_with_by_replay() -> None:
         life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
-@pytest.mark.parametrize("kept", [dict, only_counters], ids=["everything saved", "counters"])
+@pytest.mark.parametrize("kept", [dict, only("outer"), only_counters], ids=["everything saved", "theta", "counters"])
 @pytest.mark.parametrize("kind", MODES)
 def test_a_run_that_is_further_is_joined_where_it_is(kind: str, kept: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Nobody waits for a peer that does again what the run has: it trains from theta, with its optimizer and its counters."""
+    """Nobody waits for a peer that does again what the run has: it trains from theta, with its optimizer and its counters.
+
+    Theta is what was saved and the update that followed, where it was saved.
+    """
     run, back, b = interrupted_while_the_run_went_on(run_of(kind, strict=False), kept)
+    fetched = list(range(len(run.state.theta))) if kept is only_counters else []
+    assert (back.carrier.fetched, back.carrier.begins_at) == (fetched, None if fetched else 0)
+    assert back.carrier.snapshots == 0
     assert (back.worker.outer_step, back.worker.digest) == (run.state.outer_step, run.state.digest)
     assert (back.worker.inner_steps, back.worker.round_inner_steps, back.worker.pending) == (2, 0, False)
     local = torch.cat([parameter.detach().flatten() for parameter in back.model.parameters()])
@@ -509,7 +526,7 @@ def test_a_run_that_is_further_than_a_shared_snapshot_is_joined_where_it_is(monk
         life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
-def test_counters_suffice_only_where_the_run_is_further() -> None:
+def test_counters_or_theta_suffice_only_where_the_run_is_further() -> None:
     run, _, saved = a_saved_one("blocking")
     scalars, step = saved["worker"]["scalars"], run.state.outer_step
     strict, free = (WorkerConfig.of(run_of("blocking", strict=strict)) for strict in (True, False))
@@ -518,12 +535,15 @@ def test_counters_suffice_only_where_the_run_is_further() -> None:
         model = TinyTransformer(seed=3)
         return EditWorker(model, torch.optim.AdamW(model.parameters()), run.collective("a"), settings)
 
-    assert [worker(free).goes_forward(scalars, at) for at in (step, step + 1)] == [False, True]
-    assert not worker(strict).goes_forward(scalars, step + 1)
+    # Eight updates are kept; of two bytes per parameter each, one is less than the parameters, two are not.
+    needed = [worker(free).kinds_needed(scalars, at) for at in (step, step + 1, step + 2, step + 9)]
+    assert needed == [frozenset(KINDS), {"outer"}, set(), set()]
+    assert worker(strict).kinds_needed(scalars, step + 1) == frozenset(KINDS)
     with pytest.raises(StorageError, match="scalars are damaged"):
-        worker(free).goes_forward({}, step)
-    with pytest.raises(StorageError, match=f"without its tensors it cannot be gone on from at outer step {step}"):
-        Life(run, "a", free, only_counters(saved))
+        worker(free).kinds_needed({}, step)
+    for kept in (only_counters, only("outer")):
+        with pytest.raises(StorageError, match=f"without its tensors it cannot be gone on from at outer step {step}"):
+            Life(run, "a", free, kept(saved))
 
 
 @pytest.mark.parametrize("save_after", [4, 6, 9])

@@ -163,4 +163,5 @@ def test_a_loop_without_private_gradients_does_not_join_a_run_that_asks_for_them
 def test_a_worker_takes_its_settings_from_the_runs() -> None:
     sync = SyncConfig(every=8, groups=2, pattern="sequential", mode="delayed", delay=3, mix="lerp", alpha=0.25, strict=True)
     run = config(sync=sync)
-    assert WorkerConfig.of(run) == WorkerConfig(sync=sync, codec=run.codec, rounds=run.rounds, outer=run.outer, buffers="local")
+    rest = {"codec": run.codec, "rounds": run.rounds, "outer": run.outer}
+    assert WorkerConfig.of(run) == WorkerConfig(sync=sync, **rest, buffers="local", kept_updates=8)

@@ -48,7 +48,7 @@ class Sparing:
         hashes = tuple(map(fragment_hash, self.theta))
         run = DescribedSnapshot(self.outer_step, digest(self.theta), hashes, self.run_outer_step)
         lacks(DescribedSnapshot(run.outer_step, "", (bytes(32),) * len(hashes)))  # one that is gone before it is read
-        self.fetched = sorted(lacks(run))
+        self.fetched = sorted(lacks(run).fragments)
         held = shards if shards is not None else [Shard(fragment) for fragment in schema.fragments]
         parts = [shard.take(self.theta[i]) if i in self.fetched else torch.empty(0) for i, shard in enumerate(held)]
         return Snapshot(run.outer_step, run.digest, tuple(parts), run.run_outer_step)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from edit.config.run import InnerConfig, ModelConfig
 from edit.errors import ConfigError, FormatError, StorageError
 from edit.replica.ranks import ALONE, Ranks
+from edit.worker.checkpoint import KINDS
 from peers.models.gpt import GPT
 from peers.training import checkpoint_files
 from peers.training.checkpoint import Resumable
@@ -81,14 +82,13 @@ class FakeWorker:
     def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         return {kind: {name: torch.zeros_like(tensor) for name, tensor in getattr(self, kind).items()} for kind in kinds}
 
-    def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool:
-        return int(scalars["outer_step"]) < run_step
+    def kinds_needed(self, scalars: Mapping[str, Any], run_step: int) -> frozenset[str]:
+        behind = run_step - int(scalars["outer_step"])
+        return frozenset(KINDS if behind <= 0 else {"outer"} if behind == 1 else ())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.keys() == {"scalars"}:
-            self.scalars = state["scalars"]
-            return
-        self.outer, self.residual, self.scalars = state["outer"], state["residual"], state["scalars"]
+        self.scalars = state["scalars"]
+        self.outer, self.residual = state.get("outer", self.outer), state.get("residual", self.residual)
 
 
 class Peer:
@@ -210,19 +210,25 @@ class TestGoingOn:
             assert not parameter.requires_grad or written[f"model/{name}"] != parameter.data_ptr()
         assert written["worker/residual/embedding.weight"] != peer.worker.residual["embedding.weight"].data_ptr()
 
-    def test_a_run_that_is_further_needs_no_parameters_that_were_saved(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("behind", [1, 2])
+    def test_a_run_that_is_further_needs_no_local_parameters_and_theta_only_for_updates(
+        self, tmp_path: Path, behind: int
+    ) -> None:
         first, fresh = Peer(tmp_path).train(3).save().wait(), Peer(tmp_path)
         own = {name: parameter.detach().clone() for name, parameter in fresh.trainer.model.named_parameters()}
         saved = fresh.checkpoints.newest()
         assert saved is not None
-        fresh.resumable.load(fresh.checkpoints, saved, run_step=4)
+        fresh.resumable.load(fresh.checkpoints, saved, run_step=3 + behind)
         assert (fresh.trainer.steps, fresh.resumable.batches.state()) == (3, first.resumable.batches.state())
         assert fresh.worker.scalars == first.worker.scalars
         for name, tensor in fresh.state().items():
             assert torch.equal(tensor, own[name] if name in own else first.state()[name]) or name.startswith(
                 ("outer", "residual")
             )
-        assert all(torch.equal(fresh.worker.outer[name], own[name]) for name in fresh.worker.outer)
+        theta = first.worker.outer if behind == 1 else own
+        assert all(torch.equal(fresh.worker.outer[name], theta[name]) for name in fresh.worker.outer)
+        assert not any(residual.any() for residual in fresh.worker.residual.values())
+        assert any(residual.any() for residual in first.worker.residual.values())
 
     def test_with_other_data_all_but_the_position_goes_on(self, tmp_path: Path) -> None:
         first = Peer(tmp_path).train(3).save().wait()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from edit.config.run import InnerConfig, RunConfig
 from edit.errors import ConfigError, StorageError
 from edit.replica.ranks import ALONE
+from edit.worker.checkpoint import KINDS
 from edit.worker.local_progress import scrub
 from peers.training import quantized_state
 from peers.training.checkpoint import Resumable
@@ -77,8 +78,8 @@ class NoWorker:
     def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         return {}
 
-    def goes_forward(self, scalars: Mapping[str, Any], run_step: int) -> bool:
-        return False
+    def kinds_needed(self, scalars: Mapping[str, Any], run_step: int) -> frozenset[str]:
+        return frozenset(KINDS)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass

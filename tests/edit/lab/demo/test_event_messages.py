@@ -68,7 +68,7 @@ def test_a_peer_goes_and_comes_back(state):
     back = {"kind": "peer", "t": 9.0, "peer_id": "peer-1", "state": "training", "outer_step": 4, "loss": 2.0}
     assert texts_of(state, back, lost, starting, back, back) == [
         "peer-1 is lost: its stream closed",
-        "peer-1 is back: snapshot of outer step 4, training on",
+        "peer-1 is back at outer step 4, training on",
     ]
 
 
