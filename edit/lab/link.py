@@ -173,7 +173,11 @@ class Link:
         await self._forwarding.wait()
         far_reader, far_writer = await asyncio.open_connection(*self._target, limit=_LARGEST_PIECE_BYTES)
         try:
-            await asyncio.gather(self._pass(0, reader, far_writer), self._pass(1, far_reader, writer))
+            async with asyncio.TaskGroup() as ways:  # where one breaks, the connection is gone, and so the other
+                ways.create_task(self._pass(0, reader, far_writer))
+                ways.create_task(self._pass(1, far_reader, writer))
+        except* OSError:
+            pass
         finally:
             far_writer.close()
 
@@ -196,6 +200,7 @@ class Link:
             await delivering
         finally:
             delivering.cancel()
+            await asyncio.wait([delivering])
 
     async def _deliver(self, arriving: _Arriving, writer: asyncio.StreamWriter) -> None:
         while True:

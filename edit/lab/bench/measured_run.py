@@ -98,6 +98,10 @@ class MeasuredRun:
         run = ("run", "--home", str(home), "--data", str(self._data), "--metrics", str(home / "metrics.jsonl"))
         self._peers[name] = (*self._programs.peer, *run, *_ONE_THREAD, *arguments)
 
+    def options(self, name: str, *arguments: str) -> None:
+        """Start this peer with more options of `edit-peer run` from now on."""
+        self._peers[name] = (*self._peers[name], *arguments)
+
     def start(self, *names: str) -> None:
         """Start these peers, also again after they ended."""
         for name in names:

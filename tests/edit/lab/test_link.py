@@ -1,5 +1,6 @@
 """A slow link: how it divides time, and that it carries, cuts and mends."""
 
+import asyncio
 import contextlib
 import errno
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from edit.lab.link import BURST_S, PIECE_BYTES, Link, LinkShape, Rate
+from tests.support.loops import until
 
 
 class _Echo(socketserver.BaseRequestHandler):
@@ -152,3 +154,20 @@ def test_a_latency_holds_as_many_bytes_back_as_the_rate_carries_in_that_time(ech
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         connection.sendall(bytes(count))
         assert link.carried_bytes[0] > count - (8 << 20)
+
+
+def test_nothing_goes_on_once_it_is_closed() -> None:
+    """Nor what is still on its way in one direction when the other has broken."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as target,
+        Link(target.getsockname(), LinkShape(latency_s=3600.0)) as link,
+        socket.create_connection(("127.0.0.1", link.port), timeout=10) as connection,
+    ):
+        far, _ = target.accept()
+        with far:
+            far.sendall(b"down")
+            link._run(until(lambda: link.carried_bytes[1] == 4))
+            link.lossy(1.0, seed=1)
+            connection.sendall(b"up")
+            link._run(until(lambda: not link._connections))
+    assert not asyncio.all_tasks(link._loop)
