@@ -351,6 +351,7 @@ class RoundRunner:
                     self._run_feed.publish(PeerQuarantined(peer_id, seconds, reason))
                 case events.RoundOpened(round_id, outer_step, expected):
                     self._round, due = _Round(round_id), self._due(outer_step)
+                    self._store.round_opened(round_id)
                     self.published.open_round(round_id, due)
                     if self.masked is not None:
                         self.masked.open(round_id, outer_step, expected, partial(self._plans, due))
@@ -412,7 +413,7 @@ class RoundRunner:
                 merge = partial(self._merge_sum, effect, measured, current.injection, *await current.unmasked)
             record, written = await run(merge)
             if kept is not None:
-                await self._background.in_worker(_keep, kept, effect.round_id, fragment_id, sources)
+                await self._background.in_worker(self._keep, kept, effect.round_id, fragment_id, sources)
             await self._stage(current, record)
             await asyncio.wrap_future(written)
         except Exception as error:
@@ -472,6 +473,10 @@ class RoundRunner:
         screened = screen(self._policy, outer.schema.fragments[fragment_id], measured)
         self._refuse_too_few(effect, screened)
         return self._begin(effect, screened.and_rejected(outer.reduce(fragment_id, screened.admitted)), injection)
+
+    def _keep(self, kept: KeptContributions, round_id: int, fragment_id: int, sources: Sequence[Source]) -> None:
+        self._store.check_open(round_id)
+        kept.add(round_id, fragment_id, (Kept(one.shard.header, one.work, one.shard.read().data) for one in sources))
 
     def _begin(self, effect: events.Reduce, merged: Merged, injection: Injection | None) -> tuple[MergeRecord, Future[None]]:
         record = self.outer.record(merged)
@@ -669,10 +674,15 @@ class RoundRunner:
                 self._store.kept.committing(effect.outer_step)
             step, reason = effect.outer_step, effect.reason
             inner_steps, brings = facts.trained[0], facts.injected
-            self._store.append_commit(effect.round_id, step, reason, tokens, brings, outer.digest, entry, inner_steps, trust)
+            due = [record.fragment_id for record in records]
+            self._store.append_commit(
+                effect.round_id, step, reason, tokens, brings, outer.digest, entry, inner_steps, trust, due
+            )
             on_disk = True
             commit = outer.commit(effect.round_id, reason, records, injection, ready, trust, each=self._background.each)
             self._store.applied(commit)
+            if step % self._checkpoint_every == 0:
+                self._store.begin_segment(step)
             return commit, CommittedState.of(outer)
 
         scorers, scored = self.scores.begin_commit() if self.scores is not None else ((), {})
@@ -737,6 +747,7 @@ class RoundRunner:
     def _close(self, effect: events.RoundClosed) -> None:
         """Drop what is not carried over, and report the round."""
         current, self._round = self._round, None
+        self._store.round_opened(0)
         self.published.end_round()
         if self.masked is not None:
             self.masked.end(effect.reason)
@@ -826,10 +837,6 @@ class RoundRunner:
         self.check_injection(injection.brings, injection.base, injection.replaces)  # a commit may have come meanwhile
         self._store.injections.pending = injection
         _log.info("outer step %d of run %s comes in with the next commit", injection.brings.upper_step, injection.brings.run_id)
-
-
-def _keep(kept: KeptContributions, round_id: int, fragment_id: int, sources: Sequence[Source]) -> None:
-    kept.add(round_id, fragment_id, (Kept(one.shard.header, one.work, one.shard.read().data) for one in sources))
 
 
 def weighted_tokens(record: MergeRecord, tokens: Mapping[str, int]) -> int:

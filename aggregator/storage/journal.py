@@ -7,7 +7,7 @@
 3. What follows the last commit is cut off when the segment is opened: a record torn by a crash, or the fragments of a round
    that was never committed.
 4. A bad record with a good one after it is not torn, it is damaged: StorageError.
-5. A round that is given up leaves no trace: its records are cut off when the next round writes.
+5. A round that is given up leaves no trace: its records are cut off when the next round writes. No round is in two segments.
 6. A commit is on disk before it is applied, so it names the digest before it. The digest after it follows as a record of its
    own, which becomes durable with the next commit: it may be missing after the last one.
 7. In a swarm a commit names the update that it holds (`CommittedRound.update`). As long as no digest follows it, it is held
@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,11 @@ class Journal:
         return self._outer_step
 
     @property
+    def round_id(self) -> int:
+        """The round that has fragments here and no commit; 0: there is none."""
+        return self._round_id
+
+    @property
     def size(self) -> int:
         """Bytes of whole records."""
         return self._end
@@ -182,8 +187,11 @@ class Journal:
         draft: str = "",
         in_force: Mapping[str, object] | None = None,
         trust: Mapping[str, Trust] | None = None,
+        fragments: Collection[int] | None = None,
     ) -> None:
         """Commit the fragments of this round; they and the commit are on disk when this returns. tokens: merged so far, in all.
+
+        fragments: which ones they must be, or a replay could not take the step; None: whatever has been written.
 
         base: digest of the outer parameters before it; a replay must come to the same. update: rule 7. audit, draft:
         `CommittedRound`. in_force: what it was taken with (`edit.config.in_force`), to be read by people.
@@ -192,6 +200,9 @@ class Journal:
         self._check_step(outer_step)
         if round_id != self._round_id or not self._fragments:
             raise LocalProtocolError(f"journal: commit of round {round_id} without its fragments")
+        if fragments is not None and self._fragments != set(fragments):
+            wrong = f"of fragments {sorted(fragments)}, of which {sorted(self._fragments)} are written"
+            raise LocalProtocolError(f"journal: commit of round {round_id} {wrong}")
         header = {"kind": "commit", "round_id": round_id, "outer_step": outer_step, "reason": reason, "tokens": tokens}
         header["base"] = base
         header["injected"] = injected.to_json() if injected is not None else None

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -35,12 +35,12 @@ from edit import plugins
 from edit.config.in_force import in_force
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, EditError, StorageError
+from edit.errors import ConfigError, EditError, RefusedError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.merging.trust import Trust
-from edit.records import MOST_TOKENS, Commit
+from edit.records import MOST_TOKENS, Commit, round_number
 from edit.trust.merkle import HASH_BYTES, MOST_PROOF
 from editpb.audit_log import DAMAGE, RoundFacts, completed
 from editpb.messages import Consent, ContributionHeader, SeenHead
@@ -113,6 +113,7 @@ class Store:
         self._journal: Journal | None = None
         self._written: dict[Path, Mapping[int, Span]] = {}  # where the rounds of the segments before it are, as far as is known
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")  # all that is done to it, in order
+        self._open_round: int | None = None  # 0: none is open; None: nobody says which is
         self._writing: Future[None] | None = None
         self._beginning = threading.Lock()  # held while it changes
         self._noting: Future[None] | None = None
@@ -155,16 +156,33 @@ class Store:
                     path_of(self._folder, outer.outer_step).unlink(missing_ok=True)
             raise
 
+    def round_opened(self, round_id: int) -> None:
+        """Say which round is open; 0: none. What is merged of another one comes too late, and is not kept. On one thread."""
+        self._open_round = round_id
+
+    def check_open(self, round_id: int) -> None:
+        """Raise RefusedError for a round that is over. From any thread.
+
+        What is written after this returns, before anything of a round that opens later can be, is in its place.
+        """
+        if self._open_round not in (None, round_id):
+            raise RefusedError(f"round {round_number(round_id)} is over")
+
     def begin_fragment(self, round_id: int, record: MergeRecord, injection: Injection | None = None) -> Future[None]:
         """Begin to write one merged fragment of a round. From any thread.
 
         Waits until the fragment before is written, so that no more than one is kept in memory for it. A commit must wait for
-        the futures of all its fragments, which may raise StorageError.
+        the futures of all its fragments, which may raise StorageError, and RefusedError for a round that is over.
         """
+
+        def append() -> None:
+            self.check_open(round_id)
+            self._open_journal().append_fragment(round_id, record, injection)
+
         with self._beginning:
             if self._writing is not None:
                 wait([self._writing])
-            self._writing = self._writer.submit(lambda: self._open_journal().append_fragment(round_id, record, injection))
+            self._writing = self._writer.submit(append)
             return self._writing
 
     def append_commit(
@@ -178,6 +196,7 @@ class Store:
         audit: str = "",
         inner_steps: int = 0,
         trust: Mapping[str, Trust] | None = None,
+        fragments: Collection[int] | None = None,
     ) -> None:
         """Commit the round; it is on disk when this returns. Raises StorageError: the round is not committed.
 
@@ -188,13 +207,23 @@ class Store:
             audit: its entry in the audit log, as `entries` has made it; `applied` completes and appends it.
             inner_steps: behind `tokens`; 0: not known.
             trust: what scorers have said of peers until then; None: nothing new.
+            fragments: that it must have; None: what has been written of it.
         """
         if self._noting is not None:
             self._noting.result()  # done long ago; a bug in it is raised
         total, said = min(self.tokens + tokens, MOST_TOKENS), self._in_force(outer_step, (inner_steps, tokens))
         self._writer.submit(
             lambda: self._open_journal().append_commit(
-                round_id, outer_step, reason, total, injected, base, draft=audit, in_force=said, trust=trust
+                round_id,
+                outer_step,
+                reason,
+                total,
+                injected,
+                base,
+                draft=audit,
+                in_force=said,
+                trust=trust,
+                fragments=fragments,
             )
         ).result()
         self.tokens, self._draft = total, audit
@@ -278,11 +307,19 @@ class Store:
         except StorageError as error:
             _log.warning("%s; the journal lacks the digest of outer step %d", error, outer_step)
 
+    def begin_segment(self, outer_step: int) -> None:
+        """Begin the segment of the checkpoint that will follow this commit, before another round writes. If that fails, the
+        checkpoint says why."""
+        if self._journal is not None:
+            with contextlib.suppress(StorageError):
+                self._begin_segment(outer_step)
+
     def checkpoint(self, outer: OuterState) -> None:
         """Write the whole state and begin a new journal segment. Raises StorageError; the journal goes on.
 
         The segment is begun first: once the checkpoint exists, no later commit may go into a segment before it, which a
-        recovery from this checkpoint does not read. Only the founding has no checkpoint to fall back to yet.
+        recovery from this checkpoint does not read. Only the founding has no checkpoint to fall back to yet. A segment in which
+        a round is under way is not left: then there is no checkpoint.
         """
         if checkpoint.path_of(self._folder, outer.outer_step).exists() and self._journal is not None:
             return
@@ -327,8 +364,16 @@ class Store:
 
     def _begin_segment(self, outer_step: int) -> None:
         path = checkpoint.segment_of(self._folder, outer_step)
-        if self._journal is None or self._journal.path != path:
-            self._writer.submit(self._turn_to, Journal.create(path, outer_step, self._disk)).result()
+
+        def begin() -> None:
+            before = self._journal
+            if before is not None and before.path == path:
+                return
+            if before is not None and before.round_id and before.round_id == self._open_round:
+                raise StorageError(f"{before.path}: a round is under way in it")
+            self._turn_to(Journal.create(path, outer_step, self._disk))
+
+        self._writer.submit(begin).result()
 
     def close(self) -> None:
         """Close the journal, and the audit log."""

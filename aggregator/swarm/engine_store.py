@@ -13,7 +13,7 @@ council gives an owner that is not heard, or whose disk fails, another grant. Wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,9 +98,11 @@ class EngineStore(Store):
         """Keep the fragment for the proposal: it is written when the round is held."""
         if injection is not None:
             raise RefusedError("a region's run cannot be a swarm")
-        if round_id != self._merged_round:
-            self._merged.clear()
-        self._merged_round, self._merged[record.fragment_id] = round_id, record
+        with self._lock:
+            self.check_open(round_id)
+            if round_id != self._merged_round:
+                self._merged.clear()
+            self._merged_round, self._merged[record.fragment_id] = round_id, record
         written: Future[None] = Future()
         written.set_result(None)
         return written
@@ -116,9 +118,10 @@ class EngineStore(Store):
         audit: str = "",
         inner_steps: int = 0,
         trust: Mapping[str, Trust] | None = None,
+        fragments: Collection[int] | None = None,
     ) -> None:
         """Propose the round, and wait until it is the outer step. Raises RefusedError: it is not, and will not be."""
-        if round_id != self._merged_round or not self._merged:
+        if round_id != self._merged_round or not self._merged or self._merged.keys() != set(fragments or self._merged):
             raise LocalProtocolError(f"a commit of round {round_id} without its fragments")
         records, self._merged = tuple(self._merged[i] for i in sorted(self._merged)), {}
         agreed: Future[Update] = Future()

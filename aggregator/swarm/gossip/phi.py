@@ -10,7 +10,7 @@ record has the step of a fragment, in fp32; among the statistics of norms those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -291,6 +291,7 @@ class PhiStore(Store):
         audit: str = "",
         inner_steps: int = 0,
         trust: Mapping[str, Trust] | None = None,
+        fragments: Collection[int] | None = None,
     ) -> None:
         """Swap, then write the steps and the commit. Raises RefusedError when the engine ends meanwhile, StorageError."""
         phi = self.phi

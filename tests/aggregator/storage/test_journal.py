@@ -288,6 +288,8 @@ def test_calls_out_of_order_are_our_own_bug(path: Path) -> None:
         journal.append_commit(2, 21, "")
     with pytest.raises(LocalProtocolError, match="the digest of outer step 20 after 20"):
         journal.append_digest(20, "d")  # a round is being written
+    with pytest.raises(LocalProtocolError, match=r"of fragments \[0, 1\], of which \[0\] are written"):
+        journal.append_commit(1, 21, "", fragments=(1, 0))
 
 
 def test_a_full_disk_aborts_the_round_and_a_later_one_works(three: Path) -> None:

@@ -16,7 +16,7 @@ from aggregator.storage.journal import Disk, Journal
 from aggregator.storage.journal_records import records
 from aggregator.storage.store import Store
 from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig, SyncConfig
-from edit.errors import ConfigError, StorageError
+from edit.errors import ConfigError, RefusedError, StorageError
 from edit.fragments.groups import fragments_due
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
@@ -377,3 +377,49 @@ def test_each_commit_says_what_it_was_taken_with(tmp_path: Path) -> None:
         {"every": 6, "batch": 4, "lr": 1.0, "momentum": 0.0},
         {"every": 2, "batch": 4, "lr": 0.7, "momentum": 0.85},
     ]
+
+
+def test_no_round_is_in_two_segments(tmp_path: Path) -> None:
+    """A checkpoint in the middle of a round fails, and loses nothing; what is left of a round that is over is no reason."""
+    store = Store(tmp_path, config(1), "run")
+    outer = founded(store, 1)
+    append(store, outer)
+    store.round_opened(7)
+    append(store, outer, commit=False)
+    with pytest.raises(StorageError, match="a round is under way in it"):
+        store.checkpoint(outer)
+    assert not checkpoint.segment_of(tmp_path, 1).exists() and not checkpoint.path_of(tmp_path, 1).exists()
+    append(store, outer)
+    store.round_opened(8)
+    store.begin_segment(2)
+    store.begin_fragment(8, outer.record(outer.reduce(outer.due[0], [step(outer)[0]]))).result()
+    store.round_opened(0)
+    store.checkpoint(outer)
+    assert checkpoint.segment_of(tmp_path, 2).exists() and checkpoint.path_of(tmp_path, 2).exists()
+    store.close()
+    again = Store(tmp_path, config(1), "run")
+    recovered = again.recover()
+    assert recovered is not None and state(recovered) == state(outer)
+    again.close()
+
+
+def test_what_is_merged_for_a_round_that_is_over_is_not_written(tmp_path: Path) -> None:
+    """With more threads a merge may end after its round: it must not cut off what the next one has written."""
+    store = Store(tmp_path, config(1), "run")
+    outer = founded(store, 1)
+    records = [outer.record(outer.reduce(i, [contribution])) for i, contribution in zip(outer.due, step(outer), strict=True)]
+    store.round_opened(6)
+    store.begin_fragment(6, records[1]).result()
+    store.round_opened(7)
+    store.begin_fragment(7, records[0]).result()
+    with pytest.raises(RefusedError, match="round 6 is over"):
+        store.begin_fragment(6, records[1]).result()
+    for record in records[1:]:
+        store.begin_fragment(7, record).result()
+    store.append_commit(7, 1, "all in", base=outer.digest, fragments=outer.due)
+    store.applied(outer.commit(7, "all in", records))
+    store.close()
+    again = Store(tmp_path, config(1), "run")
+    recovered = again.recover()
+    assert recovered is not None and recovered.digest == outer.digest
+    again.close()
