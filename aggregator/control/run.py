@@ -206,6 +206,7 @@ class Run:
         """
         resources = self._resources
         await resources.background.stop()
+        resources.store.round_opened(0)  # the open one will not be committed
         if checkpoint and self._rounds is not None and resources.background.failure is None:
             await self._rounds.checkpoint()
         resources.store.close()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch import Tensor
 from aggregator.storage.store import Store
 from aggregator.worker_thread import Background
 from edit.codecs import codec
+from edit.codecs.base import Codec
+from edit.codecs.error_feedback import codec_of
 from edit.errors import BusyError, GoneError, StorageError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
@@ -107,6 +110,7 @@ class PublishedState:
         self._keys: dict[int, tuple[int, bytes]] = {}  # of kept updates that this process sent ahead: round and key, by step
         self._staged = asyncio.Event()  # pulsed at each news of the coming update
         self._waiting = 0
+        self._measuring = ThreadPoolExecutor(1, thread_name_prefix="requests")
 
     @property
     def schema(self) -> Schema:
@@ -230,6 +234,14 @@ class PublishedState:
             raise GoneError(f"the update to outer step {outer_step} is not kept; take a snapshot")
         return commit
 
+    async def measure(self, wanted: UpdateRequest) -> None:
+        """Count what is wanted of each fragment, in a thread of its own, one request after the other: of thin pieces it takes
+        long, and the event loop asks for it more than once."""
+        if wanted.shards is not None:
+            of = self._outer.config.codec.downlink
+            cut = [(codec_of(shard.fragment, of), shard) for shard in wanted.shards if not shard.is_whole]
+            await asyncio.get_running_loop().run_in_executor(self._measuring, _measure, cut)
+
     async def payloads(
         self, fragments: Iterable[tuple[int, EncodedTensor]], wanted: UpdateRequest, room: asyncio.Semaphore
     ) -> AsyncGenerator[tuple[int, EncodedTensor, int], None]:
@@ -299,6 +311,11 @@ async def wanted_payloads(
             async with room:
                 yield fragment_id, await in_worker(codec(payload.codec).cut, payload, shard), skipped
         skipped = 0
+
+
+def _measure(cut: Sequence[tuple[Codec, Shard]]) -> None:
+    for one, shard in cut:
+        one.cut_numel(shard)  # the shard remembers it
 
 
 def _size_of(payload: EncodedTensor, fragment_id: int, wanted: UpdateRequest) -> int:

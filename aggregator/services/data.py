@@ -160,6 +160,7 @@ class DataService:
                 self._run.rounds.note_seen(identity.peer_id, wanted.seen)
             with self._update_readers.place(identity.peer_id, len(self._run.attendances.of(identity.peer_id))) as room:
                 limit = self._limit_of(context)
+                await published.measure(wanted)
                 await send(context.write, self._update_parts(context, wanted, room, limit), limit=limit)
 
     async def _update_parts(

@@ -319,8 +319,8 @@ class AuditLog:
         Raises StorageError: whether it will be in the log is open, and it is to be said again.
         """
         named = approver, approval.config_digest, approval.number
+        self.flush()
         if named in self._approvals:
-            self.flush()
             return
         self._approvals.add(named)
         self._say(approval_entry(approver, approval))

@@ -22,11 +22,13 @@ def covering(shard: Shard, granule: int) -> Tensor:
 
 
 def covering_numel(shard: Shard, granule: int) -> int:
-    """Count the elements in those blocks; the fragment's last block may be short."""
-    if granule == 1:
+    """Count the elements in those blocks, once; the fragment's last block may be short."""
+    if granule == 1 or shard.is_whole:
         return shard.numel
-    first, end = _ranges(shard, granule)
-    return int(((end * granule).clamp_(max=shard.fragment.numel) - first * granule).sum())
+    if granule not in shard.covered:
+        first, end = _ranges(shard, granule)
+        shard.covered[granule] = int(((end * granule).clamp_(max=shard.fragment.numel) - first * granule).sum())
+    return shard.covered[granule]
 
 
 def gather(shard: Shard, flat: Tensor, granule: int) -> Tensor:

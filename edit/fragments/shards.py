@@ -78,6 +78,9 @@ class Shard:
         if not self.is_whole and (fault := _outside(self.boxes, fragment) or _overlap(self.boxes, fragment)):
             raise RemoteProtocolError(fault)
         self.numel = sum(box.numel for box in self.boxes)
+        self.covered: dict[
+            int, int
+        ] = {}  # elements in the blocks that cover it, by their size: `edit.codecs.blocks` counts them
 
     def take(self, flat: Tensor) -> Tensor:
         """Return this shard's vector out of the fragment's; `flat` itself for the whole fragment, else a new tensor."""
@@ -116,6 +119,11 @@ class Shard:
         return tuple(
             _strided_run(box, self.fragment.tensors[box.tensor].shape, self._origins[box.tensor]) for box in self.boxes
         )
+
+    @property
+    def run_count(self) -> int:
+        """How many contiguous runs of the fragment's flat vector there are."""
+        return sum(run.number for run in self.runs)
 
     @cached_property
     def span(self) -> tuple[int, int] | None:

@@ -107,6 +107,7 @@ COLLECTING  Faulted, MemberLost               faults leave no quorum         Rou
 COLLECTING  Faulted                           one too many (rule 17)         Quarantined                  as above
 GATHERING   Tick                              it was held back, no longer    RoundOpened                  COLLECTING
 COLLECTING  MemberLost                        none ready, no quorum                                       GATHERING
+COLLECTING  MemberLost                        likewise, a drain was asked    RoundClosed (aborted)        opens
 COLLECTING  any                               ends, somebody is overdue      an absence of each (rule 16)  as above
 COLLECTING  Withdrawn                                                                                     COLLECTING
 COLLECTING  Restricted                        rule 20                                                     as above
@@ -695,6 +696,8 @@ class RoundMachine:
         current.note_quorum(now)
         if reason := _closing_reason(current, self._config, now):
             return self._close_collection(reason, now)
+        if self._draining and self._abandoned(current):
+            return self._end_round(current, now, committed=False, reason="drained")
         if reason := _giving_up_reason(current, self._config, self._available, now):
             self._left_out(current, now)
             return self._end_round(current, now, committed=False, reason=reason)

@@ -191,6 +191,8 @@ def update_request_from_pb(message: dpb.UpdateRequest, schema: Schema) -> msg.Up
         if held and fragment.fragment_id <= max(held):
             fail(f"fragment {one.fragment_id} is named after fragment {max(held)}")
         held[fragment.fragment_id] = shard_from_pb(one.boxes, fragment)
+    if (pieces := sum(shard.run_count for shard in held.values())) > lim.MAX_RUNS_OF_REQUEST:
+        fail(f"boxes of all fragments in {pieces} pieces, more than {lim.MAX_RUNS_OF_REQUEST}")
     shards = tuple(held.get(fragment.fragment_id) or Shard(fragment) for fragment in schema.fragments)
     return msg.UpdateRequest(
         check_id("run_id", message.run_id),

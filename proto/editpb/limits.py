@@ -35,6 +35,8 @@ __all__ = [
     "MAX_PROOF_HASHES",
     "MAX_RANKS",
     "MAX_READ_S",
+    "MAX_RUNS",
+    "MAX_RUNS_OF_REQUEST",
     "MAX_SEEN_PROOFS",
     "MAX_STEP",
     "MAX_STEP_S",
@@ -65,6 +67,8 @@ MAX_NAME_CHARS = 512
 MAX_DIMS = 8
 MAX_NUMEL = 1 << 40  # of a whole schema, and so of every fragment and tensor
 MAX_BOXES_PER_TENSOR = 16  # of one rank; FSDP and tensor parallelism make one, strided shards a few
+MAX_RUNS = 1 << 19  # contiguous runs of a rank's part of a fragment: a column of a matrix is as many as it has rows
+MAX_RUNS_OF_REQUEST = 1 << 21  # of all fragments
 MAX_RANKS = 1 << 9  # of one replica
 MAX_CHUNK_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20  # of a chunk that is sent here

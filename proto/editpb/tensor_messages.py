@@ -108,7 +108,10 @@ def shard_from_pb(boxes: Sequence[tpb.Box], fragment: FragmentSpec) -> Shard:
     for count, tensor in zip(counts, fragment.tensors, strict=True):
         if count > lim.MAX_BOXES_PER_TENSOR:
             fail(f"{count} boxes of tensor {tensor.name}, more than {lim.MAX_BOXES_PER_TENSOR}")
-    return Shard(fragment, [Box(box.tensor, tuple(box.offsets), tuple(box.sizes)) for box in boxes])
+    shard = Shard(fragment, [Box(box.tensor, tuple(box.offsets), tuple(box.sizes)) for box in boxes])
+    if shard.run_count > lim.MAX_RUNS:
+        fail(f"boxes of fragment {fragment.name} in {shard.run_count} pieces, more than {lim.MAX_RUNS}")
+    return shard
 
 
 def check_encoded_size(codec_name: str, numel: int, total_bytes: int, what: str) -> int:

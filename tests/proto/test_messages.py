@@ -478,6 +478,28 @@ def test_wrong_boxes_are_refused_wherever_they_stand(boxes: list[tpb.Box], reaso
     assert reason in expect_refusal(lambda m: snapshot_request_from_pb(m, SCHEMA), snapshot)
 
 
+def test_boxes_in_a_great_many_pieces_are_refused() -> None:
+    """Where a codec's blocks lie in them is counted piece by piece. A column of a large embedding is within the bound."""
+    tall = Schema(
+        tuple(
+            FragmentSpec(fragment_id=i, name=f"w{i}", tensors=(TensorSpec(name=f"w{i}", shape=(1 << 19, 4)),)) for i in range(5)
+        )
+    )
+    column, other = (tpb.Box(tensor=0, offsets=[0, i], sizes=[1 << 19, 1]) for i in (0, 2))
+
+    def request(*boxes: tpb.Box, fragments: int) -> dpb.UpdateRequest:
+        held = [dpb.FragmentBoxes(fragment_id=i, boxes=boxes) for i in range(fragments)]
+        return dpb.UpdateRequest(run_id=RUN, outer_step=1, held=held)
+
+    def parsed(message: dpb.UpdateRequest) -> msg.UpdateRequest:
+        return update_request_from_pb(message, tall)
+
+    assert parsed(request(column, fragments=4)).shards is not None
+    one = expect_refusal(parsed, request(column, other, fragments=1))
+    assert one == "boxes of fragment w0 in 1048576 pieces, more than 524288"
+    assert expect_refusal(parsed, request(column, fragments=5)) == "boxes of all fragments in 2621440 pieces, more than 2097152"
+
+
 def test_a_part_has_the_size_of_its_boxes() -> None:
     reason = expect_refusal(lambda m: contribution_header_from_pb(m, SCHEMA), boxed(ROW))
     assert reason == "fragment blocks.0 has 2 elements in those boxes, 5 were announced"

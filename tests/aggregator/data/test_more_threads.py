@@ -9,11 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from edit.codecs import blocks
+from edit.fragments.shards import Box, Shard
 from edit.merging.merge import Measured
 from edit.merging.outer_state import Merged
 from edit.rounds import events
+from editpb.data_messages import update_manifest_to_pb
+from editpb.messages import UpdateRequest
 from tests.support.encoded import encode
 from tests.support.loops import until
 from tests.support.rounds import Rounds, open_rounds
@@ -96,3 +101,35 @@ def test_the_segment_of_a_checkpoint_is_begun_before_the_next_round_writes(tmp_p
     first, second = "step-00000000.journal", "step-00000002.journal"
     assert known == [[first], [first, second], [first, second]]
     assert rounds.recovered().digest == rounds.outer.digest
+
+
+def test_where_a_rank_s_pieces_lie_is_counted_once_and_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[str] = []
+    ranges = blocks._ranges
+
+    def noted(shard: Shard, granule: int) -> tuple[torch.Tensor, torch.Tensor]:
+        counted.append(threading.current_thread().name)
+        return ranges(shard, granule)
+
+    monkeypatch.setattr(blocks, "_ranges", noted)
+
+    async def scenario() -> None:
+        async with open_rounds(tmp_path, toml=TOML.replace('down = "fp32"', 'down = "int8"')) as rounds:
+            await rounds.contribute("a", ONES)
+            await rounds.closed(1)
+            large = SCHEMA.fragments[LARGE]
+            shards = (Shard(SCHEMA.fragments[SMALL]), Shard(large, [Box(0, (10,), (20,))]))
+            wanted = UpdateRequest(rounds.folder.run_id, 1, shards)
+            await rounds.published.measure(wanted)
+            await rounds.published.measure(UpdateRequest(rounds.folder.run_id, 1, None))
+            commit = rounds.published.update(1)
+            found = update_manifest_to_pb(commit, shards)
+            payloads = ((one.fragment_id, one.payload) for one in commit.fragments if one.payload is not None)
+            sent = [i async for i, _, _ in rounds.published.payloads(payloads, wanted, asyncio.Semaphore(1))]
+            assert (found.fragments[LARGE].numel, sent) == (256, [SMALL, LARGE])
+
+    asyncio.run(scenario())
+    assert [name for name in counted if not name.startswith("requests")] == counted[1:]
+    assert threading.main_thread().name not in counted

@@ -27,7 +27,7 @@ from edit.merging.outer_state import OuterState
 from edit.trust.signatures import Signer
 from editpb.audit_log import LogFault, LogVerifier, RoundFacts, completed
 from editpb.consents import signed_consent
-from editpb.messages import Consent, ContributionHeader, DataStatement
+from editpb.messages import Approval, Consent, ContributionHeader, DataStatement
 from editpb.signed_contributions import ContributionSigner, config_digest
 from tests.support.encoded import encode
 from tests.support.keys import member_key
@@ -228,6 +228,31 @@ def test_a_consent_that_cannot_be_written_is_written_before_the_next_commit(tmp_
     append(store, outer, 1)
     store.close()
     assert {*log_of(tmp_path)[0].consents} == {"a", "b"}
+
+
+def test_an_approval_that_cannot_be_written_is_written_before_the_next_one(tmp_path: Path) -> None:
+    full = [False]
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+    audit = AuditLog.open(tmp_path, "run", CONFIG, lambda: 1.7e9, Disk(write=write))
+    store = Store(tmp_path / "outer", CONFIG, "run", audit=audit)
+    outer = founded(store)
+    approval = Approval("1" * 64, "2" * 64, 2, b"certificate", b"s" * 64)
+    full[0] = True
+    for approver in ("a", "b"):
+        with pytest.raises(StorageError, match="cannot be written"):
+            audit.approve(approver, approval)
+    full[0] = False
+    for approver in ("b", "a"):
+        audit.approve(approver, approval)
+    append(store, outer, 1)
+    store.close()
+    lines = [json.loads(line) for line in (tmp_path / "audit-log.jsonl").read_text().splitlines()]
+    assert [line.get("approver") for line in lines] == [None, "a", "b", None]
 
 
 def journal_of(folder: Path) -> list[tuple[int, str]]:
