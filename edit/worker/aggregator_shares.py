@@ -64,11 +64,12 @@ def join_all(exchanges: Sequence[ShareExchange], collectives: Sequence[Collectiv
         snapshots.append(known.complete(snapshot))
         by_updates.append(known.by_updates)
     for number, (each, snapshot) in enumerate(zip(exchanges, snapshots, strict=True)):
+        exactly = False
         if checkpoints:
-            go_on(each, checkpoints[number], snapshot, by_updates=by_updates[number])
+            exactly = go_on(each, checkpoints[number], snapshot, by_updates=by_updates[number])
         else:
             start(each, snapshot)
-        each.begin()
+        each.begin(anew=not exactly)
 
 
 def joint_state(exchanges: Sequence[ShareExchange]) -> dict[str, Any]:

@@ -102,9 +102,9 @@ class ShareExchange:
 
     # What EditWorker calls.
 
-    def begin(self) -> None:
-        """Training begins, from theta or from a checkpoint."""
-        self.run(self.exchange.begin(self.replica.outer_step))
+    def begin(self, *, anew: bool = True) -> None:
+        """Training begins, anew from theta or exactly from a checkpoint."""
+        self.run(self.exchange.begin(self.replica.outer_step, anew=anew))
 
     def keep_local(self) -> None:
         """Keep the local parameters as they were sent, while a contribution is pending: what follows is then kept with them."""
@@ -200,8 +200,14 @@ class ShareExchange:
         if not isinstance(outcome, Committed):
             return outcome
         self._answered, commit = outcome, outcome.commit
+        verdicts = [mine.verdict for part in commit.fragments if (mine := part.verdict_of(self._collective.peer_id))]
         return Advanced(
-            commit.outer_step, commit.has(self._collective.peer_id), outcome.carried, commit.reason, outcome.inner_steps
+            commit.outer_step,
+            bool(verdicts),
+            outcome.carried,
+            commit.reason,
+            outcome.inner_steps,
+            refused=bool(verdicts) and Verdict.OK not in verdicts,
         )
 
     def _take_answer(self) -> Committed:

@@ -107,6 +107,7 @@ def state_of(share: ShareExchange) -> dict[str, Any]:
         "holds": combine(outer.hashes),
         "fragments": {kind: sorted(parts) for kind, parts in vectors.items()},
         "finished": exchange.finished,
+        "began": exchange.began,
         "weights": {},
         **weights,
         "pending": _pending_scalars(exchange.pending),
@@ -143,6 +144,8 @@ def skeleton(replica: Replica, kinds: Collection[str], scalars: Mapping[str, Any
         if kind != _INT8
     }
     if _INT8 in kinds:
+        empty[_INT8] = {}
+    if _INT8 in kinds and _INT8 in _checked(lambda: scalars["fragments"]):  # of several shares, one may have none
         owners = _owners(layout, scalars)
         empty[_INT8] = {
             _of_rank(layout, i, rank): Residual(shard.numel, "int8").tensor
@@ -318,6 +321,7 @@ def _start(share: ShareExchange, outer: Outer) -> None:
     share.exchange.outer_step = outer.outer_step
     share.exchange.schedule.abandoned()
     share.run(share.exchange.catch_up())
+    share.replica.reload(lambda _: None)  # buffers stay where they are on a commit, but these are nobody's own
 
 
 def kinds_needed(
@@ -421,8 +425,9 @@ def _way(
     )
 
 
-def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot, *, by_updates: bool = False) -> None:
-    """Continue from the checkpoint. The model holds the local parameters that were saved with it, if they matter.
+def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot, *, by_updates: bool = False) -> bool:
+    """Continue from the checkpoint; return whether exactly. The model holds the local parameters that were saved with it, if
+    they matter.
 
     run: the snapshot that was taken. It may be older than the run, and than the checkpoint, when others still read it.
     by_updates: `KnownParameters.by_updates`: what is forward is by updates, and the snapshot not whole.
@@ -438,12 +443,13 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot, *, by_upd
             _start(share, checkpoint.outer)
         else:
             start(share, run)
-        return
+        return False
     if checkpoint.outer is None or not checkpoint.whole:
         run_step = max(run.outer_step, run.run_outer_step)
         raise StorageError(f"checkpoint: without its tensors it cannot be gone on from at outer step {run_step}")
     share.replica.resume(checkpoint.outer)
-    exchange.outer_step = checkpoint.outer.outer_step
+    exchange.outer_step = outer_step = checkpoint.outer.outer_step
+    exchange.began = _checked(lambda: min(int(scalars.get("began", outer_step)), outer_step))  # an older checkpoint lacks it
     share.feedback.load(checkpoint.residuals)
     if (estimator := share.estimator) is not None:
         _checked(lambda: estimator.load(checkpoint.vectors, scalars))
@@ -456,6 +462,7 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot, *, by_upd
         if (grid := share.grid) is not None:
             _checked(lambda: _load_grid(grid, scalars["grid"]))
     share.run(exchange.restore(pending))
+    return True
 
 
 def _pending(checkpoint: Checkpoint) -> Pending | None:

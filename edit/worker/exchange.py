@@ -96,6 +96,8 @@ class Advanced:
     reason: str = ""
     # Inner steps to take until the next contribution (DyLU), from now on; 0: as before.
     inner_steps: int = 0
+    # Whether it is part of the commit but counts for nothing in all of its fragments: what was done since is dropped, too.
+    refused: bool = False
 
 
 Answer = Advanced | Aborted | NeedsSnapshot | Finished | Evicted | None  # None: nothing is known
@@ -212,8 +214,8 @@ class Exchange:
     """
 
     __slots__ = (
-        "_alone", "_began", "_fragments", "_max_staleness", "_outer_step", "_stepped_at", "_sync",
-        "applying", "finished", "last_reason", "pending", "replaying_checkpoint", "schedule",
+        "_alone", "_fragments", "_max_staleness", "_outer_step", "_stepped_at", "_sync",
+        "applying", "began", "finished", "last_reason", "pending", "replaying_checkpoint", "schedule",
     )  # fmt: skip
 
     def __init__(self, sync: SyncConfig, max_staleness: int, fragments: int, *, alone: bool = True) -> None:
@@ -221,7 +223,8 @@ class Exchange:
         self._max_staleness = max_staleness
         self._fragments = fragments
         self._alone = alone
-        self._began = 0  # theta's outer step where the work of the next contribution began
+        # theta's outer step where the work of the next contribution began.
+        self.began = 0
         self._stepped_at = 0.0
         self.schedule = SyncSchedule(sync.interval, sync.groups, sync.interval_s if sync.schedule == "time" else None)
         self._outer_step = 0
@@ -251,9 +254,11 @@ class Exchange:
         """Return the fragments that the advance from `outer_step` exchanges."""
         return fragments_due(outer_step, self._fragments, self._sync.groups, self._sync.pattern)
 
-    def begin(self, outer_step: int) -> Steps[None]:
-        """Training begins, from theta at this outer step."""
-        self.outer_step = self._began = outer_step
+    def begin(self, outer_step: int, *, anew: bool = True) -> Steps[None]:
+        """Training begins, from theta at this outer step. anew: no work stands behind a difference to it."""
+        self.outer_step = outer_step
+        if anew:
+            self.began = outer_step
         self.schedule.completed((yield from self._now()))
 
     # At an optimizer step.
@@ -302,7 +307,7 @@ class Exchange:
         outer_step = self.outer_step
         now = yield from self._now()
         work = self.schedule.contributed(outer_step % self._sync.groups, now)
-        began = max(self._began, outer_step - self._max_staleness // 2)  # half of what is allowed is left for the way
+        began = max(self.began, outer_step - self._max_staleness // 2)  # half of what is allowed is left for the way
         self.pending = Pending(outer_step=outer_step, began=began, fragments=self.due(outer_step), work=work)
         yield from self._made(Contribute(self.pending, send))
 
@@ -471,8 +476,8 @@ class Exchange:
         if pending is not None and answer.merged:
             group = pending.outer_step % sync.groups
             replaced = sync.mode == "delayed" and sync.mix == "replace" and not pending.outcome_overdue
-            schedule.merged(schedule.work(group) if replaced else pending.work, group)
-            self._began = answer.outer_step
+            schedule.merged(schedule.work(group) if replaced or answer.refused else pending.work, group)
+            self.began = answer.outer_step
         if answer.inner_steps:
             schedule.adopt(answer.inner_steps)
         schedule.completed((yield from self._now()))

@@ -54,10 +54,14 @@ def unmerged(replica: Replica, i: int, sent: SentTensors) -> Tensor:
     return replica.progress_since(i, sent.sent_from[i], sent.deltas[i])
 
 
-def unsent(replica: Replica, i: int, pending: Pending | None, sent: SentTensors) -> Tensor | None:
-    """Return what was done since sending fragment i, or since theta where nothing of it is on its way."""
+def unsent(replica: Replica, i: int, pending: Pending | None, sent: SentTensors) -> Tensor | float | None:
+    """Return what was done since sending fragment i, or since theta where nothing of it is on its way. Buffers stay, or become
+    theta's, as in `kept`."""
+    buffers = replica.layout.schema.fragments[i].buffers
     if pending is None or i not in pending.missing:
-        return replica.progress(i)
+        return 1.0 if buffers else replica.progress(i)
+    if buffers:
+        return None
     return replica.progress_since(i, sent.sent_from[i]) if i in sent.sent_from else None
 
 

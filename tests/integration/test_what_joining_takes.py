@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +16,19 @@ from torch import nn
 
 from aggregator.control.run import Run
 from edit.codecs import codec
+from edit.collective import CompositeCollective
 from edit.fragments.digest import combine, fragment_hash
 from edit.fragments.schema import FragmentSpec
 from edit.lab.link import Link, LinkShape
+from edit.records import Committed
 from edit.replica.replica import Replica
 from edit.worker.worker import EditWorker, WorkerConfig
 from editpb.identity import Identity
 from editpb.messages import Heartbeat, PeerState
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.collective import HubCollective, Siblings
+from peers.carriers.hub.control_stream import Report
+from peers.carriers.hub.downlink import Downlink
 from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from tests.support.running import Running, address, running
@@ -169,3 +173,68 @@ def test_a_checkpoint_that_the_updates_do_not_fit_is_left_for_a_snapshot(tmp_pat
 
 def flat(saved: dict[str, Any], fragment: FragmentSpec) -> torch.Tensor:
     return torch.cat([saved["worker"]["outer"][tensor.name].flatten() for tensor in fragment.tensors])
+
+
+@contextmanager
+def life_of_two(both: Sequence[Running], saved: dict[str, Any] | None = None) -> Iterator[tuple[EditWorker, nn.Module]]:
+    """Of a peer of a run with two aggregators."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with IoThread() as io:
+        siblings, collectives = Siblings(2), list[HubCollective]()
+        for number, here in enumerate(both):
+            channels = Channels([address(here.served.folder)], here.served.credentials("a"))
+            identity = Identity(here.served.folder.run_id, "peer", "a")
+            collectives.append(HubCollective(io, channels, identity, siblings=siblings, aggregator=number))
+        settings = WorkerConfig.of(both[0].served.folder.config())
+        worker = EditWorker(model, optimizer, CompositeCollective(collectives), settings, leave="local")
+        if saved is not None:
+            worker.load_state_dict(saved)
+        try:
+            with worker:
+                if saved is None:
+                    train(worker, model, optimizer)
+                yield worker, model
+        finally:
+            for one in collectives:
+                one.close()
+
+
+def train(worker: EditWorker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        model(torch.ones(2, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    worker.synchronize()
+
+
+@pytest.mark.timeout(120)
+def test_no_aggregator_waits_for_a_peer_that_takes_the_updates_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    say, update = Report.say, Downlink._update
+
+    def noted(self: Report, heartbeat: Heartbeat) -> bool:
+        told.append(heartbeat.state.name)
+        return say(self, heartbeat)
+
+    async def fetched(self: Downlink, outer_step: int) -> Committed:
+        told.append("update")
+        return await update(self, outer_step)
+
+    toml = TOML.replace('down = "fp32"', 'down = "int8"')
+    with running(new_folder(tmp_path / "one", toml=toml)) as one, running(new_folder(tmp_path / "two", toml=toml)) as two:
+        with life_of_two([one, two]) as (worker, _):
+            behind = copy.deepcopy(worker.state_dict())
+        with life_of_two([one, two]) as (worker, _):
+            saved = copy.deepcopy(worker.state_dict())
+        saved["scalars"]["shares"][0] = behind["scalars"]["shares"][0]  # the first aggregator went on without this peer
+        for kind in saved.keys() - {"scalars"}:
+            saved[kind] |= {name: tensor for name, tensor in behind[kind].items() if name.startswith("0.")}
+        monkeypatch.setattr(Report, "say", noted)
+        monkeypatch.setattr(Downlink, "_update", fetched)
+        with life_of_two([one, two], saved) as (worker, _):
+            assert [share.outer_step for share in worker.shares] == [2, 2]
+    assert told.index("update") < told.index("TRAINING")

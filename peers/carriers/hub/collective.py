@@ -255,12 +255,16 @@ class HubCollective:
         self._io.post(partial(self._say, starting))
         self._behind = begins_at is not None
         together = self._siblings.joined(self)
-        for one in together:
-            if not one._behind:
+        waits = any(one._behind for one in together)
+        for one in together:  # where no round was open yet, none will be before this peer is ready
+            if not one._behind and not (waits and one._under_way()):
                 one._io.post(partial(one._set_state, PeerState.TRAINING))
         for one in together:
             one._wait_until_under_way()
         return snapshot
+
+    def _under_way(self) -> bool:
+        return self._io.read(lambda: self._session.under_way)
 
     def _wait_until_under_way(self) -> None:
         """Wait until a round is or was open; rank 0 logs for whom, each time that changes."""

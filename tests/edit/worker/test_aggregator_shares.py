@@ -332,3 +332,30 @@ def test_what_does_not_fit_the_number_of_aggregators_is_refused() -> None:
         joined_peers(run_of(), 6)
     with pytest.raises(ConfigError, match=r"sync\.groups = 4: aggregator 0 of 2 has only 2 of the model's fragments"):
         joined_peers(run_of(groups=4), 2)
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8"])
+def test_a_share_without_a_residual_is_saved_beside_one_with(form: str) -> None:
+    """One aggregator was away: nothing of its share is merged yet."""
+    settings = config(sync=SyncConfig(every=EVERY), codec=CodecConfig(up="int8", down="bf16", up_residual=form))
+    runs = [LocalRun(settings, NAMES[:1]) for _ in range(2)]
+    peer = Peer(runs, "a", settings)
+    peer.gates[1].shut = True
+    for _ in range(EVERY + 1):
+        peer.step()
+    saved = peer.save()
+    assert [share.outer_step for share in peer.worker.shares] == [1, 0]
+    peer.die()
+    kinds = saved["worker"].keys() - {"scalars"}
+    assert len(kinds & {"residual", "residual_int8"}) == 1
+    again = EditWorker(
+        TinyTransformer(),
+        torch.optim.SGD(TinyTransformer().parameters()),
+        CompositeCollective(peer.gates),
+        WorkerConfig.of(settings),
+    )
+    empty = again.empty_state(kinds, saved["worker"]["scalars"])
+    assert all(empty[kind].keys() >= saved["worker"][kind].keys() for kind in kinds)
+    back = Peer(runs, "a", settings, saved)
+    assert [share.outer_step for share in back.worker.shares] == [1, 0]
+    back.die()

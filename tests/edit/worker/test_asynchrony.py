@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -264,3 +265,33 @@ def test_a_commit_of_the_script_is_carried_only_if_it_says_so() -> None:
     peer = Peer()
     peer.commits(OTHERS)
     assert isinstance(outcome := peer.collective.outcome(0, block=False), Committed) and not outcome.carried
+
+
+def test_where_work_began_is_kept_over_an_exact_resume() -> None:
+    """Or work that was given up, and goes into the next contribution, would count as less stale than it is."""
+
+    def named(resumed: bool) -> tuple[int, int]:
+        peer = Peer(mode="delayed", max_staleness=8, every=4, delay=1)
+        for _ in range(4):
+            peer.step()
+        for seed in range(2):
+            peer.commits(OTHERS, seed, carried=True)
+        peer.step()
+        peer.collective.answers[2].append(Aborted("too stale"))
+        peer.step()
+        assert not peer.worker.pending and peer.worker.outer_step == 2
+        if resumed:
+            peer.collective.theta = peer.theta
+            saved = copy.deepcopy((peer.model.state_dict(), peer.worker.state_dict()))
+            peer.worker.__exit__(KeyboardInterrupt, None, None)
+            peer.optimizer = torch.optim.SGD(peer.model.parameters(), lr=0.05)
+            peer.worker = EditWorker(peer.model, peer.optimizer, peer.collective, peer.config, clock=lambda: 1.7e9)
+            peer.model.load_state_dict(saved[0])
+            peer.worker.load_state_dict(saved[1])
+            peer.worker.__enter__()
+        for _ in range(2):
+            peer.step()
+        last = peer.collective.rounds()[-1][0]
+        return last.outer_step, last.inner_steps
+
+    assert named(resumed=True) == named(resumed=False) == (0, 8)

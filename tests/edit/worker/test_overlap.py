@@ -111,6 +111,17 @@ def test_what_was_not_merged_follows_its_verdict(peer: Callable[..., Peer], verd
     assert not residuals(p)[0].any() and residuals(p)[1].any()
 
 
+@pytest.mark.parametrize("mode", ["delayed", "eager"])
+def test_what_is_dropped_with_a_refused_contribution_does_not_count_behind_the_next_one(
+    peer: Callable[..., Peer], mode: str
+) -> None:
+    p = peer(**(EAGER if mode == "eager" else {}))
+    p.step(EVERY)
+    commit_next(p, [Verdict.NONFINITE, Verdict.IDLE])
+    p.step(EVERY)
+    assert [c.inner_steps for c in p.collective.rounds()[1]] == [EVERY - DELAY] * 2
+
+
 def test_a_lost_round_leaves_a_delayed_peer_as_it_is_and_its_work_in_the_next(peer: Callable[..., Peer]) -> None:
     p = peer()
     p.step(EVERY)
