@@ -124,6 +124,8 @@ def init(
         raise ConfigError(f"{config}: is not TOML: {error}") from error
     text = pin(text, allow or ())
     noise = _noise(RunConfig.from_text(text.encode(), state / "run.toml"))
+    if not StateFolder.exists(state):
+        _keep_settings(state / "run.toml", text, config)
     folder = StateFolder.create(state, text)
     authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
     typer.echo(f"run {folder.run_id} in {state}")
@@ -134,6 +136,16 @@ def init(
     if noise:
         typer.echo(f"privacy     {noise}")
     typer.echo(f"next        edit-coordinator serve --state {state}")
+
+
+def _keep_settings(there: Path, text: str, config: Path | None) -> None:
+    """Raise ConfigError where a run.toml that somebody has written would be lost."""
+    try:
+        lost = there.exists() and there.read_bytes() != text.encode() and (config is None or not config.samefile(there))
+    except OSError as error:
+        raise ConfigError(f"{there}: cannot be read ({error.strerror})") from error
+    if lost:
+        raise ConfigError(f"{there}: is there already, with other settings; to begin with them: --config {there}")
 
 
 def _noise(config: RunConfig) -> str:

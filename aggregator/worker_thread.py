@@ -8,12 +8,13 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from edit.errors import LocalProtocolError
+from edit.errors import ConfigError, FormatError, LocalProtocolError, StorageError
 
 __all__ = ["Background"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_NO_BUGS = (ConfigError, StorageError, FormatError)
 _Item = TypeVar("_Item")
 
 
@@ -21,8 +22,8 @@ class Background:
     """The worker thread and the background tasks of one process.
 
     A background task handles the errors that it can handle. Any other exception is a bug that leaves the run in an unknown
-    state: it is logged with its traceback, `failure` holds it, and `watch` raises, which ends the process. A restart recovers
-    what is committed.
+    state, or a disk or settings that do not let it go on: `failure` holds it, a bug is logged with its traceback, and `watch`
+    raises, which ends the process. A restart recovers what is committed.
 
     Args:
         worker: one thread; it runs what it is given one after the other.
@@ -76,20 +77,24 @@ class Background:
     def fail(self, error: BaseException) -> None:
         """Report a bug that leaves the run in an unknown state. The first one is logged and kept."""
         if self.failure is None:
-            _log.critical("a background task failed", exc_info=error)
+            if not isinstance(error, _NO_BUGS):
+                _log.critical("a background task failed", exc_info=error)
             self.failure = error
             self._failed.set()
             self._told(error)
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """Wait until `stop` is set. Raises LocalProtocolError as soon as a background task has failed."""
+        """Wait until `stop` is set. Raises as soon as a background task has failed: its own error, or, of a bug,
+        LocalProtocolError."""
         waiting = [asyncio.ensure_future(event.wait()) for event in (stop, self._failed)]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waiting:
                 task.cancel()
-        if (error := self.failure) is not None:
+        if isinstance(error := self.failure, _NO_BUGS):
+            raise error
+        if error is not None:
             raise LocalProtocolError(
                 f"a background task failed ({type(error).__name__}: {error}); the log has the traceback"
             ) from error

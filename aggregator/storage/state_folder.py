@@ -18,6 +18,7 @@ from edit.config.run import RunConfig, ServerConfig
 from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json
+from editpb.folder_kinds import kind_of_folder
 
 __all__ = ["AUDIT_COSIGNED", "AUDIT_HEAD", "AUDIT_KEY", "AUDIT_LOG", "AUTHORITY", "StateFolder", "address_of", "lock_folder"]
 
@@ -105,6 +106,8 @@ class StateFolder:
         try:
             if cls.exists(path):
                 raise ConfigError(f"{path}: already holds a run; choose another --state folder")
+            if kind := kind_of_folder(path):
+                raise ConfigError(f"{path}: is the folder of {kind}; choose another --state folder")
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(0o700)
         except OSError as error:

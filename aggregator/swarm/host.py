@@ -358,6 +358,7 @@ class Host:
         enrolment_pb2_grpc.add_RenewalServicer_to_server(SwarmRenewal(self), self._server)
         orders = handlers_of(control_pb2_grpc.add_ControlServicer_to_server, _OrderService(self))
         self._server.add_generic_rpc_handlers((_ToEngines(self, orders),))
+        self._check(self._saved.record if self._saved is not None else None)
         port = self._bind()
         saved = await self._begun()
         own = endpoint_of(self._place.advertise, port) if self._place.advertise else self._place.relay

@@ -36,7 +36,7 @@ from aggregator.swarm.standing import Report, Standing, report
 from edit.config.run import RunConfig
 from edit.council.record import Record, Root, Saved
 from edit.durable_files import read_json, read_private, rename, write_atomic, write_json
-from edit.errors import BusyError, ConfigError, EditError, OutdatedError, RefusedError, StaleError, TransportError
+from edit.errors import BusyError, ConfigError, EditError, OutdatedError, RefusedError, StaleError, StorageError, TransportError
 from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
@@ -608,10 +608,13 @@ def rejoin(path: Path) -> str:
         if saved is None or saved.record is None:
             raise ConfigError(f"{path}: has no record; repeat the command that started this member, and it joins")
         aside = path / f"lineage-{saved.record.lineage}-{saved.incarnation}"
-        aside.mkdir(mode=0o700, exist_ok=True)
-        seen = path.glob(SEEN_FILES)  # what the peer beside it has seen of the logs of that lineage
-        for each in (*path.glob("part-*"), *path.glob("engine-*"), *seen, path / "council.json"):  # the record is the last
-            rename(each, aside / each.name)
+        try:
+            aside.mkdir(mode=0o700, exist_ok=True)
+            seen = path.glob(SEEN_FILES)  # what the peer beside it has seen of the logs of that lineage
+            for each in (*path.glob("part-*"), *path.glob("engine-*"), *seen, path / "council.json"):  # the record is the last
+                rename(each, aside / each.name)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
     return f"what {path} had is in {aside.name}; repeat the command that started this member, and it joins anew"
 
 

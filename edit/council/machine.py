@@ -958,6 +958,10 @@ class Council:
         if before is None or claim.enrolled.invitation > before.invitation:
             enrolled = {**record.enrolled, claim.peer_id: claim.enrolled}
             self._draft = replace(record.settled(claim.peer_id), enrolled=enrolled)
+            earlier = record.members.get(claim.peer_id)
+            if before is not None and before.key != claim.enrolled.key and earlier is not None:
+                # Another machine: whatever its clock says, what was before is older.
+                self._draft = replace(self._draft, members={**record.members, claim.peer_id: replace(earlier, incarnation=0)})
 
     def _hello(self, sender: str, hello: Hello) -> None:
         """Rules 1, 5 and 9."""

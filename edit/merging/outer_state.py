@@ -322,7 +322,8 @@ class OuterState:
 
     def clip(self, contributions: Mapping[int, Sequence[Measured]], rejected: Collection[str] = ()) -> Clipped:
         """Return by how much each contribution to the next outer step is shortened; see `clip_contributions`."""
-        return clip_contributions(contributions, self.config.privacy.clip, self.config.denominator, rejected)
+        numel = max(fragment.numel for fragment in self.schema.fragments)
+        return clip_contributions(contributions, self.config.privacy.clip, self.config.denominator, rejected, numel=numel)
 
     def reduce_private(self, fragment_id: int, contributions: Sequence[Measured], clipped: Clipped, noise: Noise) -> Merged:
         """Merge the contributions to one fragment, with noise. Changes nothing. Raises as `merge_private`."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edit.codecs.base import new_vector, parts
+from edit.codecs.base import PIECE, new_vector, parts
 from edit.config.gaussian import noise_length
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, LocalProtocolError
@@ -36,7 +36,7 @@ __all__ = ["Clipped", "Noise", "clip_contributions", "merge_private", "noise_lin
 Noise = Callable[[int], npt.NDArray[np.float64]]
 """Returns so many independent values of N(0, 1), fp64."""
 _MUCH, _TOO_MUCH = 1.0, 10.0  # times as long as the longest contribution
-_BELOW = 1 - 1e-12  # so that rounding makes no clipped contribution longer than S
+_ROUNDING = 2.0**-24  # of one operation in fp32, in which norms are summed, lane by lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,12 @@ class Clipped:
 
 
 def clip_contributions(
-    contributions: Mapping[int, Sequence[Measured]], clip: float, denominator: int, rejected: Collection[str] = ()
+    contributions: Mapping[int, Sequence[Measured]],
+    clip: float,
+    denominator: int,
+    rejected: Collection[str] = (),
+    *,
+    numel: int,
 ) -> Clipped:
     """Return by how much each contribution is shortened. Pure.
 
@@ -61,6 +66,7 @@ def clip_contributions(
         clip: S.
         denominator: n0.
         rejected: the peers that do not count.
+        numel: of the largest fragment.
 
     One that is not finite in any fragment does not count. Raises LocalProtocolError unless each peer has each fragment once.
     """
@@ -70,6 +76,9 @@ def clip_contributions(
             norms.setdefault(one.peer_id, []).append(one.norm)
     if any(len(each) != len(contributions) for each in norms.values()):
         raise LocalProtocolError("a private merge needs each fragment of each contribution, once")
+    # So that rounding makes no clipped contribution longer than S: of the squares, the additions in a lane, and of the lanes; half
+    # of that is in the root, which is rounded, too.
+    below = 1 - ((-(-numel // PIECE) + 20) / 2 + 1) * _ROUNDING
     sizes = {peer_id: math.hypot(*each) for peer_id, each in sorted(norms.items())}
     verdicts = {peer_id: Verdict.NONFINITE for peer_id, size in sizes.items() if not math.isfinite(size)}
     verdicts |= {peer_id: Verdict.REJECTED for peer_id in sizes if peer_id in rejected and peer_id not in verdicts}
@@ -77,7 +86,7 @@ def clip_contributions(
     for group in organisations(good):
         for peer_id in (good[i] for i in group):
             size = sizes[peer_id]
-            factors[peer_id] = (clip / size * _BELOW if size > clip else 1.0) / len(group)
+            factors[peer_id] = (clip / size * below if size > clip else 1.0) / len(group)
             weights[peer_id] = 1 / (len(group) * denominator)
     return Clipped(factors, weights, verdicts)
 

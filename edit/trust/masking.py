@@ -680,7 +680,8 @@ class MaskServer:
             raise StaleError(f"{peer_id} advertised after the roster was shown; it takes part in the next round")
         if not advert.is_valid(self._round):
             raise RemoteProtocolError(f"the advert of {peer_id} is not signed for this round")
-        if any(other.mask_key == advert.mask_key for other in self._adverts.values()):
+        others = [other for other in self._adverts.values() if other.peer_id != peer_id]
+        if any(advert.mask_key == other.mask_key or advert.public_key == other.public_key for other in others):
             raise RemoteProtocolError(f"{peer_id} advertised the key of another peer")
         self._adverts[peer_id] = advert
         self._silent.discard(peer_id)

@@ -20,6 +20,7 @@ from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocol
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.audit_log import log_origin
+from editpb.folder_kinds import refuse_coordinators
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, VERSION, Invitation, guest_key, is_endpoint
 from editpb.transport.status import from_rpc, handshake_refusal
@@ -104,6 +105,7 @@ def join(
 
 
 def _check_unclaimed(folder: PeerFolder, invited: Identity) -> None:
+    refuse_coordinators(folder.path)
     present = folder.identity()
     if present is not None and present != invited:
         raise ConfigError(

@@ -113,6 +113,16 @@ class PeerFolder:
         """The file that says which masked sums this peer helped to open."""
         return self.path / "revealed.json"
 
+    def make_private(self) -> None:
+        """Create the folder if there is none, and let nobody else read it. Raises ConfigError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path}: cannot be made a private folder ({error.strerror}); choose another --home"
+            ) from error
+
     def make_key(self) -> ec.EllipticCurvePrivateKey:
         """Return this folder's key, so that joining can be retried; create one (P-256, 0600) if there is none.
 

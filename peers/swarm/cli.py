@@ -114,12 +114,14 @@ def start(
     """
     with loading():
         from peers.swarm.daemon import run_member
-        from peers.swarm.membership import Founding, found, is_member
+        from peers.swarm.membership import Founding, found, has_served, is_member
 
-    home, served = options.home, (options.home / "host.json").exists()
+    home, served = options.home, False
     place = _place(options, listen, advertise, relay, dht_peers, metrics_listen)
 
     def prepare() -> list[str]:
+        nonlocal served
+        served = has_served(home)
         if not is_member(home):
             if run_toml is None:
                 raise ConfigError(f"{home}: no swarm was founded in it; name its run.toml: edit-peer swarm start run.toml ...")

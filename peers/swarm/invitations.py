@@ -12,6 +12,7 @@ from edit.errors import EditError, TransportError
 from editpb.identity import Identity
 from editpb.invitation import Invitation, SwarmAccess
 from peers.identity.enrolment import UntrustedServerError, join
+from peers.identity.peer_folder import PeerFolder
 from peers.swarm.aggregator_process import ask
 
 __all__ = ["observe", "redeem", "seeds_of"]
@@ -57,7 +58,7 @@ def seeds_of(invited: Invitation) -> list[tuple[str, str]]:
 
 def observe(invitation: str, home: Path, dht_peers: Sequence[str] = ()) -> Identity:
     """Make `home` the folder of an observer of a swarm. It can be repeated. Raises as `join`."""
+    PeerFolder(home).make_private()
     invited = redeem(invitation, home, dht_peers, observes=True)
-    home.chmod(0o700)
     ask("observe", home, *(f"--seed={peer_id}={address}" for peer_id, address in seeds_of(invited)))
     return invited.identity

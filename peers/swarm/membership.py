@@ -24,6 +24,7 @@ from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
 from edit.errors import ConfigError, RefusedError
 from edit.replica.replica import Replica
+from editpb.folder_kinds import refuse_coordinators
 from editpb.hours import Hours
 from editpb.identity import from_certificate
 from editpb.invitation import Invitation, is_loopback
@@ -32,7 +33,7 @@ from peers.models.registry import build
 from peers.swarm.aggregator_process import ask
 from peers.swarm.invitations import redeem, seeds_of
 
-__all__ = ["Founding", "Place", "enter", "found", "is_member", "same_run"]
+__all__ = ["Founding", "Place", "enter", "found", "has_served", "is_member", "same_run"]
 
 _log = logging.getLogger("peers")
 THETA = "founding.safetensors"  # the first parameters, until the swarm is founded
@@ -70,7 +71,7 @@ class Place:
         name others reach it only dials out. Raises ConfigError.
         """
         listen, advertise = self.listen, self.advertise
-        new = not (home / "host.json").exists()
+        new = not has_served(home)
         if self.relay and not advertise:
             advertise, listen = "", listen or "127.0.0.1:0"
         if advertise is None and listen is not None:
@@ -101,6 +102,14 @@ class Place:
         return words + [f"--seed={peer_id}={address}" for peer_id, address in seeds]
 
 
+def has_served(home: Path) -> bool:
+    """Return whether a host has begun in this folder. Raises ConfigError where that cannot be seen."""
+    try:
+        return (home / "host.json").exists()
+    except OSError as error:
+        raise ConfigError(f"{home}: cannot be read ({error.strerror})") from error
+
+
 def is_member(home: Path) -> bool:
     """Return whether this is the folder of a member of a swarm. Raises ConfigError when it is of another run, or observer's."""
     folder = PeerFolder(home)
@@ -116,12 +125,8 @@ def is_member(home: Path) -> bool:
 
 def found(home: Path, founding: Founding) -> RunConfig:
     """Found a swarm in `home`, or complete what was begun; return its settings. Raises ConfigError, StorageError."""
-    try:
-        text = founding.run_toml.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{founding.run_toml}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{founding.run_toml}: is not UTF-8 text") from error
+    text = _text_of(founding.run_toml)
+    refuse_coordinators(home)
     folder, kept = PeerFolder(home), home / "run.toml"
     new = founding.run_toml.resolve() != kept.resolve()
     text = _settled(text, founding.run_toml, founding.preset, founding.settings, new=new)
@@ -129,8 +134,8 @@ def found(home: Path, founding: Founding) -> RunConfig:
     if config.swarm is None:
         raise ConfigError(f"{founding.run_toml}: has no section [swarm]; add one (it may be empty), and remove [server]")
     text = plugins.pin(text, founding.allowed)
+    folder.make_private()
     folder.make_key()
-    home.chmod(0o700)
     begun = (home / "authority").exists() or (home / "council.json").exists()  # before: nothing names the run yet
     if begun and kept.exists() and kept.read_bytes() != text.encode():
         raise ConfigError(f"{home}: a swarm was founded here with another run.toml; choose another --home")
@@ -155,7 +160,7 @@ def same_run(home: Path, run_toml: Path | None, preset: str | None, settings: Se
     """
     kept = home / "run.toml"
     given = run_toml if run_toml is not None and run_toml.exists() else kept
-    texts = [plugins.without_pins(each.read_text(encoding="utf-8", errors="replace")).strip() for each in (given, kept)]
+    texts = [plugins.without_pins(_text_of(each)).strip() for each in (given, kept)]
     if texts[0] == texts[1] and not settings and preset is None:
         return True
     settled = _settled(texts[0], given, preset, settings)
@@ -163,6 +168,15 @@ def same_run(home: Path, run_toml: Path | None, preset: str | None, settings: Se
         return settled.strip() == texts[1]
     configs = (RunConfig.from_text(settled.encode(), given), RunConfig.from_toml(kept))
     return len({replace(each, plugins={}).to_json() for each in configs}) == 1
+
+
+def _text_of(run_toml: Path) -> str:
+    try:
+        return run_toml.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{run_toml}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{run_toml}: is not UTF-8 text") from error
 
 
 def _settled(text: str, run_toml: Path, preset: str | None, settings: Sequence[str], *, new: bool = False) -> str:
@@ -201,8 +215,8 @@ def enter(home: Path, invitation: str | None, dht_peers: Sequence[str] = ()) -> 
     if not is_member(home) or (invited is not None and _renews(home, invited)):
         if invitation is None:
             raise ConfigError(f"{home}: is no member of a swarm; run: edit-peer swarm join INVITATION --home {home}")
+        PeerFolder(home).make_private()
         invited = redeem(invitation, home, dht_peers)
-        home.chmod(0o700)
         _log.info("%s is a member of run %s", invited.identity.peer_id, invited.identity.run_id)
     elif invited is not None and invited.identity != PeerFolder(home).identity():
         raise RefusedError(f"{home}: is of another member than the invitation; choose another --home")

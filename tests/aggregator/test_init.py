@@ -86,3 +86,23 @@ def test_a_run_with_noise_says_what_noise_and_budget_mean_or_is_not_made(tmp_pat
     few = private(tmp_path / "few", "privacy.noise_multiplier=8", "privacy.denominator=20000")
     assert "allows 54 of 100 outer steps; the noise of an outer step is 0.362 times as long" in few.output
     assert "privacy  " not in init(tmp_path / "none").output
+
+
+@pytest.mark.parametrize(
+    ("file", "whose"), [("identity.json", "a peer"), ("council.json", "a member of a swarm"), ("ca.key", "a coordinator")]
+)
+def test_a_folder_of_another_kind_is_not_written_into(tmp_path: Path, file: str, whose: str) -> None:
+    (tmp_path / file).write_text("precious")
+    refused = init(tmp_path).exception
+    assert isinstance(refused, ConfigError) and f"is the folder of {whose}; choose another --state folder" in str(refused)
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
+def test_a_run_toml_that_somebody_has_written_is_not_lost(tmp_path: Path) -> None:
+    run_toml = tmp_path / "run.toml"
+    run_toml.write_text("[sync]\nevery = 77\n")
+    refused = init(tmp_path).exception
+    assert isinstance(refused, ConfigError)
+    assert str(refused).endswith(f"is there already, with other settings; to begin with them: --config {run_toml}")
+    assert init(tmp_path, "--config", str(run_toml)).exit_code == 0
+    assert StateFolder(tmp_path).config().sync.every == 77

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from aggregator.control.membership import Membership
 from aggregator.server import serve_run
 from aggregator.storage.journal import Disk
+from aggregator.worker_thread import Background
 from edit.command_line import run_command
-from edit.errors import LocalProtocolError, RemoteProtocolError
+from edit.errors import ConfigError, FormatError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec
 from edit.merging.injection import Injected, Injection
@@ -249,5 +251,22 @@ def test_with_too_few_admitted_the_round_fails_and_says_why(tmp_path: Path) -> N
             reason = "too few are admitted: 1 of quorum 2 (rejected a: its signature is wrong)"
             assert rounds.runner.last_closed == (1, False, reason)
             assert rounds.outer.digest == digest(theta())
+
+    scenario(body)
+
+
+@pytest.mark.parametrize("error", [StorageError("disk: full"), ConfigError("run.toml: another"), FormatError("too new")])
+def test_a_disk_or_settings_that_end_a_process_are_said_in_one_line(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        with ThreadPoolExecutor(1) as worker:
+            background = Background(worker)
+
+            async def fails() -> None:
+                raise error
+
+            background.spawn(fails())
+            with pytest.raises(type(error), match=str(error)):
+                await background.watch(asyncio.Event())
+            assert background.failure is error and not caplog.records
 
     scenario(body)

@@ -312,7 +312,7 @@ def test_a_bug_ends_the_host_and_a_disk_that_fails_too(tmp_path: Path, monkeypat
             monkeypatch.setattr(b._folder, "save", full)
             version = swarm.record.version
             a.tell(ev.SetPhase(Phase.PAUSED))
-            with pytest.raises(LocalProtocolError, match="No space left"):
+            with pytest.raises(StorageError, match="No space left"):
                 await b.watch(asyncio.Event())
             assert b.council.committed is not None and b.council.committed.version == version, "it has not said that it has it"
 

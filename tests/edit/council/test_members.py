@@ -589,3 +589,21 @@ def test_a_leader_does_not_wait_for_who_is_silent_and_believes_a_member_about_it
     table.cut = {"b"}
     table.run(2 * LEASE_S)
     assert a.settled, "who is gone is not waited for"
+
+
+def test_another_machine_under_a_name_is_let_in_whatever_its_clock_says() -> None:
+    """The first one's clock was ahead, and its disk is gone."""
+    table = Table("abc", holders=("a",))
+    table.elect("a")
+    table.handle("a", claim(1))
+    table.run(LEASE_S)
+    for number, incarnation in ((1, 9000), (2, 500)):
+        table.handle("a", claim(number, "aa" if number == 1 else "bb"))
+        table.run(LEASE_S)
+        assert "new" not in table.record.members or table.record.members["new"].incarnation == 0
+        table.say(f"new#{incarnation}", "a", ev.Hello(Stamp(0, 0, 0), Member(incarnation=incarnation)))
+        table.run(LEASE_S)
+        assert table.record.members["new"].incarnation == incarnation
+    table.say("new#400", "a", ev.Hello(Stamp(0, 0, 0), Member(incarnation=400)))
+    table.run(LEASE_S)
+    assert table.record.members["new"].incarnation == 500

@@ -130,6 +130,21 @@ def test_a_pass_takes_each_example_once_and_counts_once(tmp_path: Path) -> None:
         assert "2 passes counted" in private.statement()
 
 
+def test_one_example_more_changes_one_step_of_a_pass(tmp_path: Path) -> None:
+    """Or the noise would not count once per pass: cut out of an order, it would move another example to a later step."""
+    passes = []
+    for size in (N - 1, N):
+        private = object.__new__(PrivateGradients)
+        private._examples, private._steps_of_pass, private._entropy = size, 7, lambda count: bytes(count)
+        passes.append([set(step) for step in private._shuffled()])
+    assert [len(steps) for steps in passes] == [7, 7]
+    more = [after - before for before, after in zip(*passes, strict=True)]
+    assert sorted(map(len, more)) == [0, 0, 0, 0, 0, 0, 1] and set().union(*more) == {N - 1}
+    assert all(before <= after for before, after in zip(*passes, strict=True))
+    sizes = {len(step) for step in passes[1]}
+    assert len(sizes) > 1 and sum(map(len, passes[1])) == N
+
+
 def test_the_same_seed_for_torch_does_not_give_the_same_noise(tmp_path: Path) -> None:
     found = []
     for name in ("a", "b"):

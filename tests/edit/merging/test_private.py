@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from edit import LocalRun, reference
+from edit.codecs.base import PIECE
 from edit.config.gaussian import composed_multiplier, gaussian_delta, gaussian_multiplier, noise_length
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, LocalProtocolError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.merging.merge import Measured, ShardPayload, measure
+from edit.merging.norms import norm
 from edit.merging.outer_state import OuterState
-from edit.merging.private import noise_line
+from edit.merging.private import clip_contributions, noise_line
 from edit.records import Verdict
 from edit.trust.noise import SecretNoise
 from tests.support.encoded import encode
@@ -199,3 +201,16 @@ def test_noise_above_the_contributions_is_a_warning_and_far_above_an_error() -> 
         {"penalty": {"enabled": False}, "sync": {"every": 4, "groups": 2}, "privacy": {**PRIVACY, "denominator": 100}}
     )
     assert "d = 300," in noise_line(groups, SCHEMA)[0], "an outer step exchanges one group"
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_no_clipped_contribution_is_longer_than_the_clip_whatever_its_norm_was_rounded_to(rows: int) -> None:
+    """Norms are summed in fp32: what is small beside a first large row is lost in each lane."""
+    for seed in range(20):
+        vector = torch.full((rows, PIECE), 2.0**-13 * 0.99)
+        vector[0] = torch.randn(PIECE, generator=torch.Generator().manual_seed(seed)).abs()
+        flat = vector.flatten()
+        one = Measured("a", 1, 1, norm(flat), encode("fp32", flat))
+        factor = clip_contributions({0: [one]}, 0.5, 4, numel=flat.numel()).factors["a"]
+        length = float(flat.double().square().sum().sqrt())
+        assert 0.5 * (1 - 1e-5) < factor * length <= 0.5

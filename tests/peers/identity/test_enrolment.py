@@ -465,3 +465,10 @@ def test_the_servers_own_certificate_opens_nothing(run: Run) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         who_am_i(run, credentials)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_coordinators_folder_is_not_made_a_peers(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is the folder of a coordinator; choose another --home"):
+        join(run.invite(1).encode(), tmp_path, NOW)
+    assert [path.name for path in tmp_path.glob("*.p*")] == [] and not (tmp_path / "identity.json").exists()

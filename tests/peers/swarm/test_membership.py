@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -377,3 +379,40 @@ def test_the_first_invitation_is_printed_by_the_first_start_that_serves(
     words = ["swarm", "start", str(founding.run_toml), "--data", str(tmp_path), "--home", str(home), "--invite", "b"]
     ended = [CliRunner().invoke(app, words).exception for _ in range(3)]
     assert isinstance(ended[0], ConfigError) and ended[1:] == [None, None] and printed == ["b"]
+
+
+def test_a_swarm_is_not_founded_in_a_coordinators_folder(tmp_path: Path, founding: Founding) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is the folder of a coordinator; choose another --home"):
+        found(home, founding)
+    assert [path.name for path in home.iterdir()] == ["run.json"]
+
+
+def test_a_folder_that_cannot_be_made_private_is_refused_before_a_key_lies_in_it(
+    tmp_path: Path, founding: Founding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is somebody else's, as a container's volume may be."""
+
+    def chmod(self: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "chmod", chmod)
+    with pytest.raises(
+        ConfigError, match=r"cannot be made a private folder \(Operation not permitted\); choose another --home"
+    ):
+        found(tmp_path / "home", founding)
+    assert not list((tmp_path / "home").iterdir())
+
+
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path, founding: Founding) -> None:
+    home = tmp_path / "home"
+    found(home, founding)
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
+        membership.same_run(home, tmp_path, None, ())
+    (home / "run.toml").unlink()
+    with pytest.raises(ConfigError, match=r"cannot be read \(No such file"):
+        membership.same_run(home, None, None, ())
+    with pytest.raises(ConfigError, match=r"cannot be read \(File name too long\)"):
+        membership.has_served(tmp_path / ("x" * 300))
