@@ -31,7 +31,7 @@ from edit.merging.norms import norm
 from edit.merging.robust import organisations
 from edit.records import Verdict
 
-__all__ = ["Clipped", "Noise", "clip_contributions", "merge_private", "noise_line"]
+__all__ = ["Clipped", "Noise", "clip_contributions", "clip_of_norms", "merge_private", "noise_line"]
 
 Noise = Callable[[int], npt.NDArray[np.float64]]
 """Returns so many independent values of N(0, 1), fp64."""
@@ -49,6 +49,17 @@ class Clipped:
     weights: Mapping[str, float]
     # Of those that do not.
     verdicts: Mapping[str, Verdict]
+
+
+def clip_of_norms(clip: float, numel: int) -> float:
+    """Return the length that a vector may have by its `norm`, so that it is no longer than `clip`.
+
+    numel: of the largest fragment.
+
+    A norm may be too small by the rounding of the squares, of the additions in a lane and of those of the lanes, of which half
+    is in the root, and by that of the product with the factor that shortens it.
+    """
+    return clip * (1 - ((-(-numel // PIECE) + 20) / 2 + 1) * _ROUNDING)
 
 
 def clip_contributions(
@@ -76,9 +87,7 @@ def clip_contributions(
             norms.setdefault(one.peer_id, []).append(one.norm)
     if any(len(each) != len(contributions) for each in norms.values()):
         raise LocalProtocolError("a private merge needs each fragment of each contribution, once")
-    # So that rounding makes no clipped contribution longer than S: of the squares, the additions in a lane, and of the lanes; half
-    # of that is in the root, which is rounded, too.
-    below = 1 - ((-(-numel // PIECE) + 20) / 2 + 1) * _ROUNDING
+    clip = clip_of_norms(clip, numel)
     sizes = {peer_id: math.hypot(*each) for peer_id, each in sorted(norms.items())}
     verdicts = {peer_id: Verdict.NONFINITE for peer_id, size in sizes.items() if not math.isfinite(size)}
     verdicts |= {peer_id: Verdict.REJECTED for peer_id in sizes if peer_id in rejected and peer_id not in verdicts}
@@ -86,7 +95,7 @@ def clip_contributions(
     for group in organisations(good):
         for peer_id in (good[i] for i in group):
             size = sizes[peer_id]
-            factors[peer_id] = (clip / size * below if size > clip else 1.0) / len(group)
+            factors[peer_id] = (clip / size if size > clip else 1.0) / len(group)
             weights[peer_id] = 1 / (len(group) * denominator)
     return Clipped(factors, weights, verdicts)
 

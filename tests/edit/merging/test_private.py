@@ -24,7 +24,7 @@ from edit.fragments.shards import Box, Shard
 from edit.merging.merge import Measured, ShardPayload, measure
 from edit.merging.norms import norm
 from edit.merging.outer_state import OuterState
-from edit.merging.private import clip_contributions, noise_line
+from edit.merging.private import clip_contributions, clip_of_norms, noise_line
 from edit.records import Verdict
 from edit.trust.noise import SecretNoise
 from tests.support.encoded import encode
@@ -81,7 +81,7 @@ def test_it_is_the_oracles_with_the_norm_over_all_fragments() -> None:
     drawn = torch.from_numpy(SecretNoise().normal(sum(SIZES)))
     stream = iter(drawn.split(SIZES))
     found = merged(dict(zip("abcd", deltas, strict=True)), lambda count: next(stream).clone().numpy())
-    expected = reference.private_mean(deltas[:3], 5.0, 10.0 * drawn, 4)
+    expected = reference.private_mean(deltas[:3], clip_of_norms(5.0, max(SIZES)), 10.0 * drawn, 4)
     assert torch.allclose(found.double(), expected.double(), rtol=1e-6, atol=1e-7)
     long_in_one = torch.cat([torch.full((4,), 1.5), torch.full((300,), 4 / 300**0.5)])  # 3 and 4: 5 in all
     assert torch.allclose(merged({"a": long_in_one}), long_in_one / 4)
