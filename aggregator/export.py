@@ -101,6 +101,9 @@ def export_pretrained(folders: Sequence[StateFolder], out: Path, *, averaged: bo
 def write_pretrained(run: Committed, out: Path, *, averaged: bool = False) -> Exported:
     """As `export_pretrained`."""
     named, exported = _named_of(run, averaged=averaged)
+    out = out.absolute()
+    if not out.name:
+        raise ConfigError(f"--out {out}: is the root of all folders; give a new one")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -56,6 +56,8 @@ def write_atomic_with(
 
 def _replace(path: Path, write: Callable[[Path, int], object], mode: int, failures: tuple[type[Exception], ...]) -> None:
     """See `write_atomic_with`. write: is given the empty file's path, and a descriptor of it."""
+    if not path.name:
+        raise StorageError(f"{path}: is a folder; name a file")
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)

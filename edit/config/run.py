@@ -176,6 +176,9 @@ class InnerConfig:
         check_bounds("inner.", self)
         rule = f"must be at least 2 with inner.batch_growth = {self.batch_growth}: variance is measured between micro-batches"
         require(self.batch_growth == 1 or self.accumulation > 1, "inner.accumulation", self.accumulation, rule)
+        for name in ("lr", "weight_decay") if self.optimizer.startswith("torch:") else ("lr",):
+            if name in self.options:
+                raise ConfigError(f"inner.options.{name} has no effect; set inner.{name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -758,6 +761,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     NoEffect("inner", {"state"}, "inner.optimizer", ("muon", "sgd")),
     NoEffect("inner", {"beta1", "beta2"}, "inner.optimizer", ("sgd",)),
     NoEffect("inner", {"norm_test"}, "inner.batch_growth", (1,)),
+    NoEffect("inner", {"weight_decay"}, "inner.optimizer", ("torch:Rprop",)),
     NoEffect(
         "inner",
         {"momentum", "beta1", "beta2", "state"},

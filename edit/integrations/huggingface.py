@@ -26,12 +26,13 @@ PREFIX = "hf:"
 INSTALL = "pip install 'edit-localsgd[hf]'"
 DTYPES = ("float32", "bfloat16")
 LENGTHS = ("max_position_embeddings", "max_seq_len")
+DECODER = "is_decoder"  # without it BERT and its kin see later tokens
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 IDLE = frozenset(  # fields that change nothing in training a causal language model
     {"architectures", "chunk_size_feed_forward", "id2label", "is_encoder_decoder", "label2id", "output_hidden_states"}
     | {"problem_type", "return_dict", "transformers_version", "use_cache"}
 )
-UNCOMPARED = IDLE | {"dtype", "initializer_range", "bos_token_id", "eos_token_id"}
+UNCOMPARED = IDLE | {"dtype", "initializer_range", "bos_token_id", "eos_token_id", DECODER}
 
 
 def configuration(model: ModelConfig) -> Any:
@@ -44,6 +45,10 @@ def configuration(model: ModelConfig) -> Any:
     cls = _configuration_class(model_type)
     options = _canonical(cls, model_type, model.options)
     values = {**_sizes(cls, model_type, model, options), **options}
+    if DECODER in _names(cls):
+        values = {DECODER: True, **values}
+        if values[DECODER] is not True:
+            raise ConfigError(f"model.options.{DECODER}: must be true: else hf:{model_type} sees the tokens that it predicts")
     values |= {name: None for name in TOKEN_IDS if _outside(cls, name, model.vocabulary) and name not in options}
     try:
         return cls(**values)

@@ -82,7 +82,8 @@ class EditCallback(Callback):
         """Report the loss; log how the exchange goes on (verdict 1: ok, 0: any other, absent); stop with the run."""
         if self._attached is None:
             return
-        self._attached.worker.report(loss=outputs.get("loss") if isinstance(outputs, Mapping) else None)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else None  # Lightning has divided it
+        self._attached.worker.report(loss=None if loss is None else loss * trainer.accumulate_grad_batches)
         said = {name: float(value == "ok" if isinstance(value, str) else value) for name, value in self._attached.log().items()}
         pl_module.log_dict(said, on_step=True, on_epoch=False, batch_size=1)
         if self._attached.worker.finished:

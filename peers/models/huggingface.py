@@ -30,12 +30,33 @@ def build(model: ModelConfig, seed: int, folder: Path | None) -> nn.Module:
     Raises ConfigError when the folder does not fit the run.
     """
     config = configuration(model)
-    if folder is None:
-        return _with_loss(build_hf(config, seed))
-    _check_folder(folder, model, config)
-    if not any(folder.glob("*.safetensors")):
-        return _with_loss(build_hf(config, seed))
-    return _with_loss(_load(folder, config))
+    if folder is not None:
+        _check_folder(folder, model, config)
+    whole = folder is not None and any(folder.glob("*.safetensors"))
+    built = _load(folder, config) if folder is not None and whole else build_hf(config, seed)
+    _refuse_foresight(built, model)
+    return _with_loss(built)
+
+
+def _refuse_foresight(module: nn.Module, model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose prediction depends on later tokens: it would learn to copy what it is to predict."""
+    half = min(model.context // 2, 8)
+    if half == 0:
+        return
+    tokens = torch.arange(2 * half).remainder(model.vocabulary).repeat(2, 1)
+    tokens[1, half:] = (tokens[1, half:] + model.vocabulary // 2).remainder(model.vocabulary)
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            logits: Tensor = module(input_ids=tokens, use_cache=False).logits.float()
+    finally:
+        module.train(training)
+    change, largest = (logits[0, :half] - logits[1, :half]).abs().max(), logits.abs().max()
+    exact = next(module.parameters()).dtype == torch.float32  # else a mixture of experts may round in another order
+    if float(change) > (1e-4 if exact else 2e-2) * float(largest):
+        why = "its predictions depend on later tokens, so it cannot learn to predict the next one"
+        raise ConfigError(f"model.name = {model.name!r}: {why}")
 
 
 def _with_loss(module: nn.Module) -> nn.Module:

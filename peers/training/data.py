@@ -166,7 +166,8 @@ def _read_folder(folder: Path, field: str | None) -> npt.NDArray[np.unsignedinte
     joined, named = bytearray(), field is None
     for path in _files(folder, skipped):
         if path.suffix == _JSONL and path.is_file() and path.stat().st_size:
-            text, reason, named = _read_jsonl(path, field), "", True
+            text, named = bytes((SEPARATOR,)).join(_texts(path, field)), True
+            reason = "" if text else "empty"
         else:
             text, reason = _read_text(path)
         if reason:

@@ -72,7 +72,7 @@ def _of_torch(
         raise ConfigError(f"inner.optimizer = {config.optimizer!r}: known are {', '.join(TORCH_OPTIMIZERS)}")
     try:
         return (getattr(torch.optim, name)(_groups(trainable, config), lr=config.lr, **config.options),)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"inner.options: torch.optim.{name} says: {error}") from error
 
 

@@ -11,12 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 from aggregator.cli import app
-from aggregator.export import export_pretrained
+from aggregator.export import export_parameters, export_pretrained
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from edit.config.run import ModelConfig
-from edit.errors import ConfigError
+from edit.errors import ConfigError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 from edit.integrations.huggingface import build, configuration
 from edit.merging.outer_state import OuterState
@@ -119,6 +119,19 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an empty folder"):
         export_pretrained([folder], tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_the_present_folder_can_be_named_by_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = founded(tmp_path / "run", GPT2)
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    export_pretrained([folder], Path())
+    assert (out / "config.json").exists()
+    with pytest.raises(StorageError, match=r"\.: is a folder; name a file"):
+        export_parameters([folder], Path())
+    with pytest.raises(ConfigError, match="--out /: is the root of all folders"):
+        export_pretrained([folder], Path("/"))
 
 
 def test_without_transformers_the_command_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

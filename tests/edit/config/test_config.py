@@ -395,6 +395,17 @@ def test_contradicting_bounds_name_both_settings() -> None:
             {"model": {"options": {"a": 1}}},
             "model.options has no effect with builtin:gpt; remove it",
         ),
+        *(
+            (
+                {"inner": {"optimizer": optimizer, "options": {name: 0.5}}},
+                f"inner.options.{name} has no effect; set inner.{name}",
+            )
+            for optimizer, name in (("torch:Adam", "lr"), ("torch:Adam", "weight_decay"), ("entry:mine", "lr"))
+        ),
+        (
+            {"inner": {"optimizer": "torch:Rprop", "weight_decay": 0.5}},
+            'inner.weight_decay has no effect with inner.optimizer = "torch:Rprop"; remove it',
+        ),
     ],
 )
 def test_t11_a_setting_that_would_be_ignored_is_an_error(mapping: Mapping[str, Any], message: str) -> None:

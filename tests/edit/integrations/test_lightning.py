@@ -236,3 +236,14 @@ def test_the_last_of_several_optimizers_ends_an_inner_step(tmp_path: Path) -> No
     fit(tmp_path, module, [callback, Looker()], max_steps=12)  # Lightning counts the steps of both
     assert counted == [1, 2, 3, 4, 5, 6]
     assert run.state.outer_step > 0 and same(parameters(module), theta(run))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_run_hears_of_the_loss_whatever_is_accumulated(tmp_path: Path, micro_batches: int) -> None:
+    class Constant(Module):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return 8 + 0 * super().training_step(batch, batch_idx)
+
+    collective = run_of().collective("me")
+    fit(tmp_path, Constant(), [EditCallback(collective, CONFIG)], accumulate_grad_batches=micro_batches)
+    assert collective.reported is not None and collective.reported.loss == 8

@@ -147,6 +147,31 @@ def test_what_is_wrong_is_told_in_one_line(name: str, options: dict[str, str | i
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["bert", "electra", "roformer"])
+def test_a_model_that_would_see_later_tokens_is_made_a_decoder(name: str) -> None:
+    sizes: dict[str, str | int | float | bool] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = build(ModelConfig(name=f"hf:{name}", context=8, vocabulary=32, options=sizes), 0, NOBODY).eval()
+    assert model.training is False and model.config.is_decoder is True
+    tokens, _ = batch()
+    other = tokens.clone()
+    other[:, 5:] = (other[:, 5:] + 7) % 32
+    early = [type(model).forward(model, input_ids=each, use_cache=False).logits[:, :5] for each in (tokens, other)]
+    assert torch.equal(*early)
+    with pytest.raises(ConfigError, match=rf"model\.options\.is_decoder: must be true: else hf:{name} sees the tokens"):
+        build(ModelConfig(name=f"hf:{name}", options={"is_decoder": False}), 0, NOBODY)
+
+
+def test_a_model_that_sees_later_tokens_whatever_it_is_told_is_refused() -> None:
+    options: dict[str, str | int | float | bool] = {"d_model": 16, "d_inner": 24, "n_layer": 1, "n_head": 2}
+    with pytest.raises(ConfigError, match=r"model\.name = 'hf:xlnet': its predictions depend on later tokens"):
+        build(ModelConfig(name="hf:xlnet", context=8, vocabulary=32, options=options), 0, NOBODY)
+
+
 def test_run_toml_takes_hf_models_and_refuses_sizes_of_the_builtin() -> None:
     parsed = RunConfig.from_mapping({"model": {"name": "hf:llama", "options": dict(LLAMA)}})
     assert parsed.model.options == LLAMA

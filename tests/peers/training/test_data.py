@@ -49,14 +49,17 @@ class TestOpening:
             "c.txt": b"third",
             "b/picture.png": b"\x89PNG\x00\x00",
             "empty.txt": b"",
+            "blank.jsonl": b"\n",
+            "nothing.jsonl": b'{"text": ""}\n',
+            "d.jsonl": b'{"text": "fourth"}\n',
             ".hidden": b"secret",
             ".git/config": b"secret",
         }.items():
             (tmp_path / name).write_bytes(content)
         (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-        tokens = open_tokens(tmp_path, context=4, vocabulary=256)
-        assert text_of(tokens) == b"first\0third\0second"
-        assert caplog.messages == [f"{tmp_path}: left out: 1 binary, 1 empty, 1 hidden, 1 not a file"]
+        tokens = open_tokens(tmp_path, context=4, vocabulary=256, field="text")
+        assert text_of(tokens) == b"first\0third\0fourth\0second"
+        assert caplog.messages == [f"{tmp_path}: left out: 1 binary, 3 empty, 1 hidden, 1 not a file"]
 
     def test_an_unreadable_file_is_counted(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
