@@ -124,8 +124,7 @@ def init(
         raise ConfigError(f"{config}: is not TOML: {error}") from error
     text = pin(text, allow or ())
     noise = _noise(RunConfig.from_text(text.encode(), state / "run.toml"))
-    if not StateFolder.exists(state):
-        _keep_settings(state / "run.toml", text, config)
+    _keep_settings(state, text, config)
     folder = StateFolder.create(state, text)
     authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
     typer.echo(f"run {folder.run_id} in {state}")
@@ -138,10 +137,15 @@ def init(
     typer.echo(f"next        edit-coordinator serve --state {state}")
 
 
-def _keep_settings(there: Path, text: str, config: Path | None) -> None:
+def _keep_settings(state: Path, text: str, config: Path | None) -> None:
     """Raise ConfigError where a run.toml that somebody has written would be lost."""
+    there = state / "run.toml"
     try:
-        lost = there.exists() and there.read_bytes() != text.encode() and (config is None or not config.samefile(there))
+        begun = StateFolder.exists(state) or not there.exists()
+    except OSError:
+        return  # making the folder says why
+    try:
+        lost = not begun and there.read_bytes() != text.encode() and (config is None or not config.samefile(there))
     except OSError as error:
         raise ConfigError(f"{there}: cannot be read ({error.strerror})") from error
     if lost:

@@ -58,7 +58,7 @@ _Vectors = Mapping[int, Tensor]  # by fragment, held vectors
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A worker's state, read and found to fit the model. vectors: by kind and fragment, this rank's held vectors; outer: None
-    where only the scalars were read. whole: whether nothing that was saved is left out."""
+    where only the scalars were read. whole: whether nothing that was saved is left out, of the model neither."""
 
     replica: Replica
     outer: Outer | None
@@ -69,15 +69,16 @@ class Checkpoint:
     whole: bool = False
 
     @classmethod
-    def read(cls, replica: Replica, state: Mapping[str, Any]) -> Checkpoint:
-        """Raises StorageError, at every rank, when the state is damaged or of another model."""
+    def read(cls, replica: Replica, state: Mapping[str, Any], *, forward: bool = False) -> Checkpoint:
+        """forward: it is not whole, whatever is in it. Raises StorageError, at every rank, when the state is damaged or of
+        another model."""
         if state.keys() == {"scalars"}:
             return cls(replica, None, {}, replica.layout.ranks.together(lambda: _scalars(replica.layout, state)))
         vectors, residuals, scalars, whole = replica.layout.ranks.together(lambda: _read(replica.layout, state))
         outer = replica.outer_of(int(scalars["outer_step"]), str(scalars["digest"]), list(vectors["outer"].values()))
         if combine(outer.hashes) != scalars["holds"]:
             raise StorageError("checkpoint: the outer parameters do not match their digest")
-        return cls(replica, outer, vectors, scalars, residuals, whole)
+        return cls(replica, outer, vectors, scalars, residuals, whole and not forward)
 
 
 # Saving.

@@ -408,17 +408,20 @@ class EditWorker:
         )
         return frozenset[str]().union(*kinds)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, forward: bool = False) -> None:
         """Go on from what `state_dict` gave, on any layout of ranks; before entering, with the model's local parameters loaded.
 
-        Only some kinds of tensors, or none: see `kinds_needed`. Raises StorageError when it is damaged or does not fit.
+        forward: only the kinds of tensors that `kinds_needed` names are given, and not all are; nor were the local parameters
+        loaded. Raises StorageError when it is damaged or does not fit.
         """
         if self._hooks:
             raise LocalProtocolError("load_state_dict() after entering: load before `with EditWorker(...)`")
         with _outside_autograd():
             replicas = self._new_replicas()
             states = separate_states(state, len(replicas))
-            self._checkpoints = tuple(map(Checkpoint.read, replicas, states))
+            self._checkpoints = tuple(
+                Checkpoint.read(replica, each, forward=forward) for replica, each in zip(replicas, states, strict=True)
+            )
 
     # The hooks.
 

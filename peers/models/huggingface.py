@@ -6,6 +6,7 @@ Parameter names are those of transformers, so that a daemon and a user's own loo
 
 from __future__ import annotations
 
+import copy
 import types
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,15 @@ def _refuse_foresight(module: nn.Module, model: ModelConfig) -> None:
         return
     tokens = torch.arange(2 * half).remainder(model.vocabulary).repeat(2, 1)
     tokens[1, half:] = (tokens[1, half:] + model.vocabulary // 2).remainder(model.vocabulary)
+    # RWKV writes into its parameters at a change between training and evaluation.
+    probed = copy.deepcopy(module) if hasattr(module.config, "rescale_every") else module
     training = module.training
-    module.eval()
+    probed.eval()
     try:
         with torch.no_grad():
-            logits: Tensor = module(input_ids=tokens, use_cache=False).logits.float()
+            logits: Tensor = probed(input_ids=tokens, use_cache=False).logits.float()
     finally:
-        module.train(training)
+        probed.train(training)
     change, largest = (logits[0, :half] - logits[1, :half]).abs().max(), logits.abs().max()
     exact = next(module.parameters()).dtype == torch.float32  # else a mixture of experts may round in another order
     if float(change) > (1e-4 if exact else 2e-2) * float(largest):

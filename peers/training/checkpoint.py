@@ -44,7 +44,7 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]: ...
     def kinds_needed(self, scalars: Mapping[str, Any], run_step: int) -> frozenset[str]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any], *, forward: bool = False) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Resumable:
             except StorageError as error:
                 raise StorageError(f"{saved.path}: {error}") from error
         self._put_moments(tensors, parameters)
-        self.worker.load_state_dict({**sections, "scalars": saved.scalars["worker"]})
+        self.worker.load_state_dict({**sections, "scalars": saved.scalars["worker"]}, forward=forward)
         try:
             torch.set_rng_state(own[f"rank/{rank}/random"])
             if (random := own.get(f"rank/{rank}/random.cuda")) is not None:

@@ -57,7 +57,7 @@ class Life:
             if "model" in saved:
                 self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
-            self.worker.load_state_dict(saved["worker"])
+            self.worker.load_state_dict(saved["worker"], forward="model" not in saved)
             self.skip(saved["taken"])
         self.worker.__enter__()
 
@@ -544,6 +544,22 @@ def test_counters_or_theta_suffice_only_where_the_run_is_further() -> None:
     for kept in (only_counters, only("outer")):
         with pytest.raises(StorageError, match=f"without its tensors it cannot be gone on from at outer step {step}"):
             Life(run, "a", free, kept(saved))
+
+
+def test_theta_is_not_all_though_there_is_nothing_else_to_save() -> None:
+    """Without residuals, and with nothing pending: the local parameters are still missing."""
+    run_config = run_of("blocking", up="fp32", strict=False)
+    run = LocalRun(run_config, NAMES[:1])
+    life = Life(run, "a", WorkerConfig.of(run_config))
+    life.step()
+    saved = life.save()
+    assert saved["worker"].keys() == {"scalars", "outer"}
+    life.worker.__exit__(KeyboardInterrupt, None, None)
+    with pytest.raises(StorageError, match="without its tensors it cannot be gone on from at outer step 0"):
+        Life(run, "a", WorkerConfig.of(run_config), only("outer")(saved))
+    whole = Life(run, "a", WorkerConfig.of(run_config), saved)
+    assert whole.worker.round_inner_steps == 1
+    whole.worker.__exit__(KeyboardInterrupt, None, None)
 
 
 @pytest.mark.parametrize("save_after", [4, 6, 9])

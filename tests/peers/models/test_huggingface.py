@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from edit.config.run import ModelConfig, RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import plan_fragments
+from edit.integrations import huggingface as hf
 from peers.models.registry import build
 
 transformers = pytest.importorskip("transformers")
@@ -164,6 +165,18 @@ def test_a_model_that_would_see_later_tokens_is_made_a_decoder(name: str) -> Non
     assert torch.equal(*early)
     with pytest.raises(ConfigError, match=rf"model\.options\.is_decoder: must be true: else hf:{name} sees the tokens"):
         build(ModelConfig(name=f"hf:{name}", options={"is_decoder": False}), 0, NOBODY)
+
+
+def test_looking_at_a_model_changes_nothing_in_it() -> None:
+    """RWKV halves the weights of every sixth layer for evaluation."""
+    sizes: dict[str, str | int | float | bool] = {"hidden_size": 16, "num_hidden_layers": 7, "rescale_every": 2}
+    model = build(ModelConfig(name="hf:rwkv", context=8, vocabulary=32, options=sizes), 0, NOBODY)
+    plain = hf.build(model.config, 0)
+    tokens, _ = batch()
+    for each in (model, plain):
+        type(each).forward(each, input_ids=tokens)
+    assert model.training and plain.training
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_a_model_that_sees_later_tokens_whatever_it_is_told_is_refused() -> None:

@@ -86,7 +86,7 @@ class FakeWorker:
         behind = run_step - int(scalars["outer_step"])
         return frozenset(KINDS if behind <= 0 else {"outer"} if behind == 1 else ())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, forward: bool = False) -> None:
         self.scalars = state["scalars"]
         self.outer, self.residual = state.get("outer", self.outer), state.get("residual", self.residual)
 

@@ -81,7 +81,7 @@ class NoWorker:
     def kinds_needed(self, scalars: Mapping[str, Any], run_step: int) -> frozenset[str]:
         return frozenset(KINDS)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, forward: bool = False) -> None:
         pass
 
 

@@ -175,8 +175,12 @@ def test_what_ends_a_comparison_ends_its_trials(
             self.killed.set()
 
     monkeypatch.setattr(command.subprocess, "Popen", Endless)
-    with pytest.raises(KeyboardInterrupt):
-        run_comparison(options("data-parallel", "diloco"), Outputs(results=tmp_path / "rows.jsonl"), 1, Console())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts with & ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_comparison(options("data-parallel", "diloco"), Outputs(results=tmp_path / "rows.jsonl"), 1, Console())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert recorded(tmp_path / "rows.jsonl") == {}
 
 
