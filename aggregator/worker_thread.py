@@ -14,8 +14,8 @@ __all__ = ["Background"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_NO_BUGS = (ConfigError, StorageError, FormatError)
 _Item = TypeVar("_Item")
+_NO_BUGS = (ConfigError, StorageError, FormatError)  # of settings, a disk or a file: said in one line, without a traceback
 
 
 class Background:
@@ -75,7 +75,7 @@ class Background:
         task.add_done_callback(self._task_done)
 
     def fail(self, error: BaseException) -> None:
-        """Report a bug that leaves the run in an unknown state. The first one is logged and kept."""
+        """Report what ends this process. The first one is kept, and a bug is logged."""
         if self.failure is None:
             if not isinstance(error, _NO_BUGS):
                 _log.critical("a background task failed", exc_info=error)

@@ -30,8 +30,8 @@ class PrivacyConfig:
     # fragments.
     clip: Annotated[float, Between(1e-6, 1e6)] = 1.0
     # `poisson`: each example is in each step by chance, independently, on average inner.batch_size * inner.accumulation of
-    # them; which ones is secret. `shuffle`: every pass takes each example once, in a
-    # step of chance; the noise then counts once for each pass.
+    # them; which ones is secret. `shuffle`: every pass takes each example once, in a step
+    # that is drawn for it; the noise then counts once for each pass.
     sampling: Annotated[str, OneOf("poisson", "shuffle")] = "poisson"
     # What an example is: `sequence`: model.context + 1 tokens of the data in order, or a row of your own loop's dataset;
     # `document`: a row too, of which each has all of a document, so not with the packed data of `edit-peer run`.

@@ -80,7 +80,8 @@ Who comes in
 16. The record has the holders of the authority's key. Where one of them redeems an invitation it says Claim, until a committed
     record has for which key the name was enrolled last, and with which invitation. The first claim of an invitation counts, and
     of two invitations for one name the later. So whoever has the key may redeem any, at the same time, and each is used once.
-    Only who is enrolled is let in.
+    Only who is enrolled is let in. A name that is enrolled with another key is another machine: whatever its clock says, its
+    incarnation is later than that of the one before.
 17. Supersede puts another authority in the place of the present one. Its key has one member, the only holder then. The one
     before stays in the record until all members say that they have a certificate of the new one.
 
@@ -960,7 +961,6 @@ class Council:
             self._draft = replace(record.settled(claim.peer_id), enrolled=enrolled)
             earlier = record.members.get(claim.peer_id)
             if before is not None and before.key != claim.enrolled.key and earlier is not None:
-                # Another machine: whatever its clock says, what was before is older.
                 self._draft = replace(self._draft, members={**record.members, claim.peer_id: replace(earlier, incarnation=0)})
 
     def _hello(self, sender: str, hello: Hello) -> None:

@@ -78,9 +78,8 @@ class Shard:
         if not self.is_whole and (fault := _outside(self.boxes, fragment) or _overlap(self.boxes, fragment)):
             raise RemoteProtocolError(fault)
         self.numel = sum(box.numel for box in self.boxes)
-        self.covered: dict[
-            int, int
-        ] = {}  # elements in the blocks that cover it, by their size: `edit.codecs.blocks` counts them
+        # Elements in the blocks that cover it, by the size of a block: `edit.codecs.blocks` counts them once.
+        self.covered: dict[int, int] = {}
 
     def take(self, flat: Tensor) -> Tensor:
         """Return this shard's vector out of the fragment's; `flat` itself for the whole fragment, else a new tensor."""

@@ -31,6 +31,7 @@ from editpb.messages import Approval, Consent, ContributionHeader, DataStatement
 from editpb.signed_contributions import ContributionSigner, config_digest
 from tests.support.encoded import encode
 from tests.support.keys import member_key
+from tests.support.served import FillableDisk
 
 SCHEMA = Schema(
     tuple(
@@ -209,44 +210,31 @@ def test_what_a_site_says_of_its_data_is_signed(tmp_path: Path) -> None:
 
 
 def test_a_consent_that_cannot_be_written_is_written_before_the_next_commit(tmp_path: Path) -> None:
-    full = [False]
-
-    def write(descriptor: int, data: memoryview) -> int:
-        if full[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return os.write(descriptor, data)
-
-    disk = Disk(write=write)
-    audit = AuditLog.open(tmp_path, "run", CONFIG, lambda: 1.7e9, disk)
+    disk = FillableDisk()
+    audit = AuditLog.open(tmp_path, "run", CONFIG, lambda: 1.7e9, Disk(write=disk.write))
     store = Store(tmp_path / "outer", CONFIG, "run", audit=audit)
     outer = founded(store)
-    full[0] = True
+    disk.full = True
     for peer_id in "ab":
         with pytest.raises(StorageError, match="cannot be written"):
             audit.consent(peer_id, said(peer_id))
-    full[0] = False
+    disk.full = False
     append(store, outer, 1)
     store.close()
     assert {*log_of(tmp_path)[0].consents} == {"a", "b"}
 
 
 def test_an_approval_that_cannot_be_written_is_written_before_the_next_one(tmp_path: Path) -> None:
-    full = [False]
-
-    def write(descriptor: int, data: memoryview) -> int:
-        if full[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return os.write(descriptor, data)
-
-    audit = AuditLog.open(tmp_path, "run", CONFIG, lambda: 1.7e9, Disk(write=write))
+    disk = FillableDisk()
+    audit = AuditLog.open(tmp_path, "run", CONFIG, lambda: 1.7e9, Disk(write=disk.write))
     store = Store(tmp_path / "outer", CONFIG, "run", audit=audit)
     outer = founded(store)
     approval = Approval("1" * 64, "2" * 64, 2, b"certificate", b"s" * 64)
-    full[0] = True
+    disk.full = True
     for approver in ("a", "b"):
         with pytest.raises(StorageError, match="cannot be written"):
             audit.approve(approver, approval)
-    full[0] = False
+    disk.full = False
     for approver in ("b", "a"):
         audit.approve(approver, approval)
     append(store, outer, 1)
