@@ -29,7 +29,7 @@ from tests.aggregator.swarm.test_host import step
 from tests.aggregator.swarm.test_operating import in_thread
 from tests.aggregator.swarm.test_renewal import store
 from tests.support.council.hosts import Hosts, hosts
-from tests.support.loops import pass_time, run_held
+from tests.support.loops import run_held
 
 
 def scenario(tmp_path: Path, body: Callable[[Hosts], Coroutine[Any, Any, None]]) -> None:
@@ -72,7 +72,7 @@ def is_of_the_new(swarm: Hosts, peer_id: str) -> bool:
 async def replaced(swarm: Hosts, *peer_ids: str) -> None:
     """Let so much time pass that these have certificates of the new authority."""
     await swarm.until(lambda: all(len(roots(swarm, each)) > 1 for each in peer_ids), passes=0.1)
-    pass_time(REPLACED_S)
+    await swarm.pass_time(REPLACED_S)
     name = swarm.record.roots[-1].name
     await swarm.until(lambda: all(swarm.record.members[each].authority == name for each in peer_ids), passes=1.0)
 
@@ -105,7 +105,7 @@ def test_who_is_not_enrolled_is_not_let_in_whoever_signed_its_certificate(tmp_pa
         await swarm.start("z")
         stranger = swarm.running.pop("z")
         await step(swarm, 1)
-        pass_time(3.0)
+        await swarm.pass_time(3.0)
         await step(swarm, 2)
         assert {*swarm.record.members} == {*"abc"} and stranger.council.record is None
         swarm.running["z"] = stranger

@@ -211,6 +211,11 @@ class Hosts:
         """Say something again and again while time passes, ten times as fast as outside, until the condition is true."""
         await self._until(condition, 10.0, say)
 
+    async def pass_time(self, seconds: float) -> None:
+        """Let so much time pass while the members hear each other: at once, it would end the leader's lease."""
+        end = self.now() + seconds
+        await self._until(lambda: self.now() >= end, 10.0, None)
+
     async def _until(self, condition: Callable[[], object], passes: float, say: Callable[[], Awaitable[object]] | None) -> None:
         """Where members are slower than usual, because the machine is busy, time waits for them: else a message between them
         would take a lease. It does not wait for who is silent for long outside.
