@@ -20,13 +20,16 @@ from edit.config.run import ModelConfig
 from edit.errors import ConfigError
 from edit.plain_text import parse_json
 
-__all__ = ["PREFIX", "build", "configuration", "first_difference", "save"]
+__all__ = ["PREFIX", "build", "configuration", "first_difference", "last_line", "save"]
 
 PREFIX = "hf:"
 INSTALL = "pip install 'edit-localsgd[hf]'"
 DTYPES = ("float32", "bfloat16")
 LENGTHS = ("max_position_embeddings", "max_seq_len")
 DECODER = "is_decoder"  # without it BERT and its kin see later tokens
+AFTER_PADDING = frozenset(  # their positions count from the one after the padding token's number
+    {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+)
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 IDLE = frozenset(  # fields that change nothing in training a causal language model
     {"architectures", "chunk_size_feed_forward", "id2label", "is_encoder_decoder", "label2id", "output_hidden_states"}
@@ -53,7 +56,7 @@ def configuration(model: ModelConfig) -> Any:
     try:
         return cls(**values)
     except Exception as error:  # a library's validation raises many kinds
-        raise ConfigError(f"model.options: not a configuration of hf:{model_type}: {_last_line(error)}") from error
+        raise ConfigError(f"model.options: not a configuration of hf:{model_type}: {last_line(error)}") from error
 
 
 def build(config: Any, seed: int) -> nn.Module:
@@ -67,7 +70,7 @@ def build(config: Any, seed: int) -> nn.Module:
             torch.manual_seed(seed)
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # head counts that do not divide, a missing kernel package, ...
-        raise ConfigError(f"model.options: hf:{config.model_type} cannot be built: {_last_line(error)}") from error
+        raise ConfigError(f"model.options: hf:{config.model_type} cannot be built: {last_line(error)}") from error
     return model
 
 
@@ -205,8 +208,12 @@ def _sizes(cls: Any, model_type: str, model: ModelConfig, options: Mapping[str, 
     field = next((names[name] for name in LENGTHS if name in names), None)
     if field is None:  # no position table: any length
         return values
-    if (length := options.get(field, model.context)) < model.context:
-        raise ConfigError(f"model.options.{field} = {length}: must be at least model.context ({model.context})")
+    least, why = model.context, f"model.context ({model.context})"
+    if model_type in AFTER_PADDING:
+        padding = options.get("pad_token_id", cls.pad_token_id)
+        least, why = model.context + padding + 1, f"model.context + {padding + 1}, the position of the first token"
+    if (length := options.get(field, least)) < least:
+        raise ConfigError(f"model.options.{field} = {length}: must be at least {why}")
     return {**values, field: length}
 
 
@@ -216,6 +223,7 @@ def _outside(cls: Any, name: str, vocabulary: int) -> bool:
     return isinstance(default, int) and not 0 <= default < vocabulary
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
+    """Return the last line of what a library's error says: the one that says what was wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from edit.config.run import ModelConfig
 from edit.errors import ConfigError
-from edit.integrations.huggingface import PREFIX, configuration, first_difference
+from edit.integrations.huggingface import PREFIX, configuration, first_difference, last_line
 from edit.integrations.huggingface import build as build_hf
 from edit.plain_text import parse_json
 
@@ -53,6 +53,8 @@ def _refuse_foresight(module: nn.Module, model: ModelConfig) -> None:
     try:
         with torch.no_grad():
             logits: Tensor = probed(input_ids=tokens, use_cache=False).logits.float()
+    except Exception as error:  # more experts per token than experts, head sizes that do not divide, ...
+        raise ConfigError(f"model.options: {model.name} cannot compute with these: {last_line(error)}") from error
     finally:
         probed.train(training)
     change, largest = (logits[0, :half] - logits[1, :half]).abs().max(), logits.abs().max()

@@ -148,6 +148,23 @@ def test_what_is_wrong_is_told_in_one_line(name: str, options: dict[str, str | i
     assert "\n" not in str(error.value)
 
 
+def test_what_cannot_compute_is_told_before_the_run() -> None:
+    options = {**LLAMA, "num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 8}
+    with pytest.raises(ConfigError, match=r"^model\.options: hf:qwen3_moe cannot compute with these: .*out of range$"):
+        build(ModelConfig(name="hf:qwen3_moe", context=8, vocabulary=32, options=options), 0, NOBODY)
+
+
+def test_positions_that_count_from_the_padding_tokens_number_have_room_for_the_context() -> None:
+    sizes: dict[str, str | int | float | bool] = {**LLAMA, "hidden_size": 16}
+    del sizes["num_key_value_heads"]
+    model = build(ModelConfig(name="hf:roberta", context=8, vocabulary=32, options=sizes), 0, NOBODY)
+    assert model.config.max_position_embeddings == 8 + 1 + 1
+    tokens = torch.arange(2, 10)[None]
+    assert model(tokens, tokens).isfinite()
+    with pytest.raises(ConfigError, match=r"must be at least model\.context \+ 2, the position of the first token"):
+        build(ModelConfig(name="hf:roberta", context=8, options={**sizes, "max_position_embeddings": 9}), 0, NOBODY)
+
+
 @pytest.mark.parametrize("name", ["bert", "electra", "roformer"])
 def test_a_model_that_would_see_later_tokens_is_made_a_decoder(name: str) -> None:
     sizes: dict[str, str | int | float | bool] = {
