@@ -476,10 +476,12 @@ class Exchange:
         if pending is not None and answer.merged:
             group = pending.outer_step % sync.groups
             replaced = sync.mode == "delayed" and sync.mix == "replace" and not pending.outcome_overdue
-            schedule.merged(schedule.work(group) if replaced or answer.refused else pending.work, group)
+            schedule.merged(schedule.work(group) if replaced else pending.work, group)
             self.began = answer.outer_step
         if answer.inner_steps:
             schedule.adopt(answer.inner_steps)
+        if pending is not None and answer.refused:
+            schedule.dropped(pending.outer_step % sync.groups)
         schedule.completed((yield from self._now()))
         self.pending = None
 

@@ -105,6 +105,16 @@ class SyncSchedule:
         before = self._work[group]
         self._work[group] = Work(before.inner_steps - work.inner_steps, before.tokens - work.tokens)
 
+    def dropped(self, group: int = 0) -> None:
+        """The work of that group is dropped, also what was done since a contribution.
+
+        Where nothing is left for the next contribution it comes half of `every` steps from now, or later: with a few steps
+        behind it it would count as idle, or as much as those of others.
+        """
+        self._work[group] = Work()
+        if len(self._work) == 1:
+            self._round_inner_steps = min(self._round_inner_steps, self._every // 2)
+
     def abandoned(self) -> None:
         """The work that no commit has merged is dropped, and the count towards the next contribution starts again."""
         self._round_inner_steps = 0

@@ -122,6 +122,37 @@ def test_what_is_dropped_with_a_refused_contribution_does_not_count_behind_the_n
     assert [c.inner_steps for c in p.collective.rounds()[1]] == [EVERY - DELAY] * 2
 
 
+@pytest.mark.parametrize("mode", ["delayed", "eager"])
+@pytest.mark.parametrize("delay", [EVERY - 1, EVERY])
+def test_after_a_refused_contribution_that_leaves_next_to_nothing_half_of_h_follows(
+    peer: Callable[..., Peer], mode: str, delay: int
+) -> None:
+    p = peer(**((EAGER if mode == "eager" else {}) | {"delay": delay}))
+    p.step(EVERY)
+    commit_next(p, [Verdict.NONFINITE, Verdict.IDLE])
+    p.step(delay)
+    assert p.worker.outer_step == 1 and not p.worker.pending
+    p.step(EVERY // 2 - 1)
+    assert not p.worker.pending
+    p.step()
+    assert [c.inner_steps for c in p.collective.rounds()[1]] == [EVERY // 2] * 2
+
+
+def test_a_blocking_peer_that_learns_late_that_its_contribution_was_refused_trains_before_the_next(
+    peer: Callable[..., Peer],
+) -> None:
+    p = peer(mode="blocking")
+    p.step(EVERY)
+    p.collective.answers[0].append(None)
+    p.forward()
+    p.step(EVERY - 1)
+    commit_next(p, [Verdict.NONFINITE, Verdict.IDLE])
+    p.step()
+    assert p.worker.outer_step == 1 and not p.worker.pending
+    p.step(EVERY // 2)
+    assert [c.inner_steps for c in p.collective.rounds()[1]] == [EVERY // 2] * 2
+
+
 def test_a_lost_round_leaves_a_delayed_peer_as_it_is_and_its_work_in_the_next(peer: Callable[..., Peer]) -> None:
     p = peer()
     p.step(EVERY)
