@@ -110,7 +110,7 @@ def keyed(name: RoundName, peers: Sequence[str], dropped: str, clock: Clock) -> 
                     tell(peer, effect)
 
     def client(peer: str, pem: bytes) -> MaskClient:
-        return MaskClient(peer, signer=Signer(pem), of_round=name, min_peers=3, revealed=RevealedSets(), draw=draw)
+        return MaskClient(peer, signer=Signer(pem), of_round=name, min_peers=3, quorum=3, revealed=RevealedSets(), draw=draw)
 
     clients = {peer: own(peer, lambda: client(peer, pem)) for peer, pem in zip(peers, pems, strict=True)}  # noqa: B023
     for peer in peers:

@@ -28,8 +28,8 @@ Rules
 4. Collect. The sharers are known when all peers of the roster have shared or left, or after floor_s, if max(t, quorum,
    min_peers) have. Each then masks its vectors for exactly these sharers. The round machine closes: U, the survivors, are
    sharers whose vectors are complete and sound, at least max(t, quorum, min_peers).
-5. Confirm. A survivor signs (h, sharers, U) if it would reveal for U: U is large enough and no difference with an earlier sum
-   is too small (`edit.trust.revealed_sets`). It signs one U per round.
+5. Confirm. A survivor signs (h, sharers, U) if it would reveal for U: U is large enough, and earlier sums and this one tell no
+   group of peers apart that is too small (`edit.trust.revealed_sets`). It signs one U per round.
 6. Reveal. With t signatures on one U a survivor reveals its shares of b of each of U, and of r of the sharers outside U. With
    t such answers the coordinator rebuilds the keys and opens the sum.
 
@@ -316,7 +316,7 @@ class MaskClient:
         peer_id: of this peer.
         signer: signs with its certificate's key.
         of_round: the round, as this peer knows it: run, configuration, round, and the peer's own outer step.
-        min_peers: how many a sum has at least, by this peer's configuration.
+        min_peers, quorum: how many a sum has at least, by this peer's configuration; a difference of sums has `min_peers`.
         revealed: what this peer revealed for before, from its file.
         draw: returns that many bytes from a cryptographic source.
         members: `key_hash` of the public keys of the members that the operator pinned, by peer; None: whom the coordinator
@@ -330,6 +330,7 @@ class MaskClient:
         signer: Signer,
         of_round: RoundName,
         min_peers: int,
+        quorum: int,
         revealed: RevealedSets,
         draw: Callable[[int], bytes],
         members: Mapping[str, str] | None = None,
@@ -337,7 +338,7 @@ class MaskClient:
         self._peer_id = peer_id
         self._signer = signer
         self._round = of_round
-        self._min_peers = min_peers
+        self._min_peers, self._least = min_peers, max(min_peers, quorum)
         self._revealed = revealed
         self._draw = draw
         self._members = members
@@ -387,8 +388,8 @@ class MaskClient:
         place = roster.places.get(self._peer_id)
         if place is None or roster.adverts[place] != self.advert:
             raise ValueError("the roster does not have the key that this peer advertised")
-        if len(roster.adverts) < self._min_peers:
-            raise ValueError(f"{len(roster.adverts)} peers would be in the sum, at least {self._min_peers} are asked for")
+        if len(roster.adverts) < self._least:
+            raise ValueError(f"{len(roster.adverts)} peers would be in the sum, at least {self._least} are asked for")
         if self._members is not None:
             for advert in roster.adverts:
                 if self._members.get(advert.peer_id) != key_hash(advert.public_key):
@@ -474,7 +475,7 @@ class MaskClient:
         ]
         if len(signed) < roster.threshold:
             raise ValueError(f"{len(signed)} peers signed for this set, {roster.threshold} are needed")
-        self._revealed = self._revealed.with_set(self._round.outer_step, survivors)
+        self._revealed = self._revealed.with_set(self._round.outer_step, survivors, self._round.plan)
         reveal = Reveal(
             peer_id=self._peer_id,
             self_shares={dealer: self._shares[dealer][0] for dealer in sorted(survivors)},
@@ -488,12 +489,12 @@ class MaskClient:
         if self._peer_id not in survivors or not survivors <= self._sharers:
             raise ValueError("the set to open does not have this peer, or has others than those who shared their keys")
         self._check_size(survivors, "are left")
-        reason = self._revealed.why_not(self._round.outer_step, survivors, self._min_peers)
+        reason = self._revealed.why_not(self._round.outer_step, survivors, self._min_peers, self._round.plan)
         if reason:
             raise ValueError(reason)
 
     def _check_size(self, peers: Collection[str], what: str) -> None:
-        least = max(self._known_roster()[0].threshold, self._min_peers)
+        least = max(self._known_roster()[0].threshold, self._least)
         if len(peers) < least:
             raise ValueError(f"{len(peers)} peers {what}, at least {least} are needed")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -22,6 +23,8 @@ from aggregator.storage.state_folder import StateFolder
 from edit import Collective, LocalRun
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, TransportError
+from edit.merging.merge import Merged
+from edit.merging.outer_state import OuterState
 from edit.records import Verdict
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.mask_roster import Advert
@@ -302,6 +305,36 @@ def test_where_an_opened_sum_came_to_no_commit_and_a_peer_is_gone_the_outer_step
         assert [(each.peer_id, each.verdict) for each in verdicts] == [(name, Verdict.OK) for name in "abc"]
         assert len({peers[name].worker.digest for name in "abc"}) == 1
         assert not torch.equal(here.run.rounds.outer.theta[0], before)
+
+
+def test_what_was_in_an_opened_sum_goes_into_no_other_one_whatever_the_coordinator_says_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It opens the sum of all, and commits that nobody was in it. Then the sum of three would show what the fourth sent."""
+    folder = new_folder(tmp_path / "run", toml=toml())
+    with running(folder) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, "abcd")
+        honest = OuterState.reduce_sum
+
+        def lies(*given: Any) -> Merged:
+            return replace(honest(*given), merged=None, verdicts=())
+
+        monkeypatch.setattr(OuterState, "reduce_sum", lies)
+        exchange(peers, "abcd")
+        monkeypatch.undo()
+        assert {peer.worker.outer_step for peer in peers.values()} == {2}
+        assert [each.verdicts for each in here.run.recent_rounds[-1].fragments] == [(), ()]
+        assert caplog.text.count("outer step 2 lacks a contribution whose masked sum was opened; it is dropped") == len(NAMES)
+        for peer in peers.values():
+            theta = peer.worker.outer_state_dict()
+            assert not peer.worker.pending and all(torch.equal(own, theta[name]) for name, own in peer.model.named_parameters())
+            assert peer.worker.last_commit is not None
+            assert {mine.verdict for part in peer.worker.last_commit.fragments if (mine := part.verdict_of(peer.name))} == {
+                Verdict.REJECTED
+            }
+        exchange(peers, "abcd")
+        assert {peer.worker.outer_step for peer in peers.values()} == {3}
 
 
 def test_where_too_few_are_sound_nothing_is_opened_or_merged_and_all_go_back_to_the_outer_parameters(

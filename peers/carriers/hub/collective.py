@@ -44,12 +44,15 @@ from edit.records import (
     DescribedSnapshot,
     Evicted,
     Finished,
+    FragmentCommit,
     Lacking,
     Lacks,
     NeedsSnapshot,
     Outcome,
+    PeerVerdict,
     Progress,
     Snapshot,
+    Verdict,
 )
 from edit.replica.ranks import ALONE, Ranks
 from edit.trust.checkpoints import Cosigner
@@ -88,6 +91,7 @@ class LeaderDecision:
     round_id: int = 0  # the round that its contribution names, or 0
     carried: bool = False  # a contribution that the commit does not have may be part of a later one
     inner_steps: int = 0  # until the next contribution; 0: as before
+    opened: bool = False  # this peer helped to open a masked sum with its contribution
 
 
 _HIDDEN: Mapping[str, Any] = MappingProxyType(
@@ -391,6 +395,7 @@ class HubCollective:
             run_id=self._identity.run_id,
             config_digest=config_digest(config),
             min_peers=config.secagg.min_peers,
+            quorum=config.rounds.quorum,
             file=self._site.masks.revealed,
             members=self._site.masks.members,
             saw=self._saw_masks,
@@ -566,7 +571,8 @@ class HubCollective:
         decision, reason = session.decide(outer_step, sent, time.monotonic())
         inner_steps = session.view.inner_steps if session.view is not None else 0
         carried = session.carried_past(outer_step + 1, sent)
-        return LeaderDecision(decision, reason, sent.round_id if sent is not None else 0, carried, inner_steps)
+        opened = self._masking is not None and self._masking.opened(outer_step)
+        return LeaderDecision(decision, reason, sent.round_id if sent is not None else 0, carried, inner_steps, opened)
 
     async def _withdraw(self, outer_step: int) -> bool:
         uplink, _ = self._joined()
@@ -615,6 +621,9 @@ class HubCollective:
         if (follower := self._follower) is not None:
             self._io.post(partial(follower.took, outcome.commit))
         carried = leader.carried and not outcome.commit.has(self.peer_id)
+        if leader.opened and not outcome.commit.has(self.peer_id):
+            _log.warning("outer step %d lacks a contribution whose masked sum was opened; it is dropped", outer_step)
+            outcome = dataclasses.replace(outcome, commit=_dropped(outcome.commit, self.peer_id))
         return dataclasses.replace(outcome, carried=carried, inner_steps=leader.inner_steps)
 
     def _end_attempt(self, leader: LeaderDecision, outcome: Outcome) -> None:
@@ -755,6 +764,16 @@ class HubCollective:
 
     def _set_state(self, state: PeerState) -> None:
         self._say(dataclasses.replace(self._report.heartbeat, state=state))
+
+
+def _dropped(commit: Commit, peer_id: str) -> Commit:
+    """Return the commit as if it had refused a contribution that it does not name."""
+    verdict = PeerVerdict(peer_id=peer_id, verdict=Verdict.REJECTED, norm=0.0, weight=0.0)
+
+    def refused(part: FragmentCommit) -> FragmentCommit:
+        return dataclasses.replace(part, verdicts=tuple(sorted((*part.verdicts, verdict), key=lambda one: one.peer_id)))
+
+    return dataclasses.replace(commit, fragments=tuple(refused(part) for part in commit.fragments))
 
 
 async def _arrived(coming: concurrent.futures.Future[tuple[Schema, Snapshot]], schema: Schema) -> Snapshot | None:

@@ -123,7 +123,7 @@ class MaskingSession:
         peer_id: of this peer.
         signer: signs with its certificate's key.
         run_id, config_digest: the run, and its configuration as this peer has it.
-        min_peers: how many a sum has at least.
+        min_peers, quorum: how many a sum has at least; a difference of sums has `min_peers`.
         file: which sums this peer helped to open; it is read, and written before each reveal.
         members: `key_hash` of the public keys that this peer's operator pinned, by peer; None: whom the coordinator names is
             believed.
@@ -143,6 +143,7 @@ class MaskingSession:
         run_id: str,
         config_digest: str,
         min_peers: int,
+        quorum: int,
         file: Path,
         members: Mapping[str, str] | None = None,
         draw: Callable[[int], bytes] = secrets.token_bytes,
@@ -150,7 +151,8 @@ class MaskingSession:
     ) -> None:
         self._io, self._calls, self._peer_id = io, calls, peer_id
         self._signer, self._run_id, self._config_digest = signer, run_id, config_digest
-        self._min_peers, self._file, self._members, self._draw = min_peers, file, members, draw
+        self._min_peers, self._quorum = min_peers, quorum
+        self._file, self._members, self._draw = file, members, draw
         self._saw = saw
         self._revealed = RevealedSets.read(file)
         self._told = ""  # the pin of the roster that the log has
@@ -184,6 +186,10 @@ class MaskingSession:
         """
         if self._ready is ready:
             self._ready = None
+
+    def opened(self, outer_step: int) -> bool:
+        """See `RevealedSets.opened`."""
+        return self._revealed.opened(outer_step)
 
     async def _take_part(self, round_id: int, outer_step: int, due: tuple[int, ...]) -> None:
         try:
@@ -219,6 +225,7 @@ class MaskingSession:
             signer=self._signer,
             of_round=name,
             min_peers=self._min_peers,
+            quorum=self._quorum,
             revealed=self._revealed,
             draw=self._draw,
             members=self._members,

@@ -51,7 +51,10 @@ def names(count: int) -> list[str]:
 
 
 class MaskedRound:
-    """One round of these peers. `tamper` gets each message to the coordinator and its sender, and returns what arrives."""
+    """One round of these peers. `tamper` gets each message to the coordinator and its sender, and returns what arrives.
+
+    known_quorum: by the peers' configuration; None: the coordinator's own.
+    """
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class MaskedRound:
         of_round: RoundName = ROUND,
         min_peers: int = 3,
         quorum: int = 2,
+        known_quorum: int | None = None,
         revealed: Mapping[str, RevealedSets] | None = None,
         tamper: Callable[[str, Any], Any] = lambda sender, message: message,
         seed: int = 0,
@@ -86,6 +90,7 @@ class MaskedRound:
                 signer=signer(peer),
                 of_round=of_round,
                 min_peers=min_peers,
+                quorum=quorum if known_quorum is None else known_quorum,
                 revealed=(revealed or {}).get(peer, RevealedSets()),
                 draw=draw,
                 members=keys,

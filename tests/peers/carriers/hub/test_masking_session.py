@@ -34,7 +34,7 @@ class Rounds:
         )
         self._servers[round_id] = MaskServer(name, "ab", min_peers=2, quorum=2, floor_s=9.0, answer_s=9.0, now=0.0)
         self._others[round_id] = MaskClient(
-            "b", signer=signer("b"), of_round=name, min_peers=2, revealed=RevealedSets(), draw=secrets.token_bytes
+            "b", signer=signer("b"), of_round=name, min_peers=2, quorum=2, revealed=RevealedSets(), draw=secrets.token_bytes
         )
         return PLAN
 
@@ -73,6 +73,7 @@ def test_the_masks_of_a_newer_round_that_came_while_those_of_another_were_taken_
             run_id="run",
             config_digest="digest",
             min_peers=2,
+            quorum=2,
             file=tmp_path / "revealed.json",
         )
         first, second = (ready(io, session, round_id) for round_id in (1, 2))
