@@ -146,7 +146,7 @@ def _table(title: str) -> Table:
 
 def _columns(table: Table, justify: JustifyMethod, *names: str) -> None:
     for name in names:
-        table.add_column(name, justify=justify, no_wrap=True)
+        table.add_column(Text(name), justify=justify, no_wrap=True)
 
 
 _Column = tuple[str, JustifyMethod, Callable[[PeerRow], Text]]

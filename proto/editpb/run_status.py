@@ -122,7 +122,7 @@ class RoundReport:
         sum_i w_i <Delta_i, D> = ||D||^2 for D = sum_i w_i Delta_i. Only a merger that is a weighted mean has one;
         with a robust rule, whose weights are those of contributions made equally long, it is an estimate.
         """
-        above = sum(fragment.merged_norm**2 for fragment in self.fragments)
+        above = sum(fragment.merged_norm * fragment.merged_norm for fragment in self.fragments)
         below = sum(v.weight * v.norm * each.merged_norm for each in self.fragments for v in each.verdicts if v.weight > 0)
         share = above / below if below > 0 else math.nan
         return min(share, 1.0) if 0 <= share <= 1.001 else None
@@ -241,7 +241,7 @@ class Curve:
     peer_id: str = ""  # empty: of the run
     x: tuple[float, ...] = ()
     t: tuple[float, ...] = ()  # seconds since 1970
-    y: tuple[float, ...] = ()  # finite
+    y: tuple[float, ...] = ()  # finite, also their sums and squares
     kept: int = 0  # in a message that is news: so many of the points that were told before stay, and these come after them
 
     def at(self, place: float) -> tuple[float, float]:
