@@ -210,6 +210,13 @@ def test_names_of_others_are_text_on_the_screen(terminal: bool) -> None:
     assert text_of(RunState.of(told)).count("[/x] [2J") == 2  # its row, and its column of the rounds
 
 
+def test_a_loss_that_no_model_has_is_short_and_the_screen_goes_on() -> None:
+    curve = Curve(kind="loss", peer_id="a", x=(1.0, 100.0, 300.0), t=(1.0, 2.0, 3.0), y=(4.0, 1.7e308, 1.7e308))
+    told = replace(status(), members=(replace(MEMBER, loss=1.7e308),), curves=(curve, replace(curve, kind="held_out")))
+    text = text_of(RunState.of(told))
+    assert "1.7e+308" in text and "0000000000" not in text
+
+
 @pytest.mark.parametrize("every", ["9" * 5000, "²", "-1", "[" * 100_000, "1e400"])
 def test_an_h_that_cannot_be_is_not_known(every: str) -> None:
     settings = {"sync.every": every, "sync.groups": "1", "sync.milestones": "[]"}
