@@ -19,7 +19,7 @@ from edit.errors import ConfigError
 from edit.plain_text import parse_json, printable
 from edit.view.observations import Point, Status, SwarmStatus
 from edit.view.overlaid import mean
-from editpb.run_status import Curve, MemberStatus, RoundReport, RunStatus
+from editpb.run_status import DAMAGE, Curve, MemberStatus, RoundReport, RunStatus
 
 __all__ = ["Cell", "Event", "PeerRow", "RoundRow", "RunState", "Total"]
 
@@ -277,7 +277,7 @@ class RunState:
             return
         try:
             take(record)
-        except (KeyError, TypeError, ValueError):
+        except DAMAGE:
             return
 
     def _member(self, record: Record) -> None:
