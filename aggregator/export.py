@@ -113,8 +113,9 @@ def write_pretrained(run: Committed, out: Path, *, averaged: bool = False) -> Ex
         hf.save(run.config.model, named, temporary)
         (temporary / "run.json").write_text(json.dumps(exported.origin(), indent=1), encoding="utf-8")
         temporary.replace(out)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from error
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"--out {out}: cannot be written ({reason})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return exported

@@ -16,7 +16,7 @@ from cryptography import x509
 
 from aggregator.storage.state_folder import StateFolder
 from edit.durable_files import read_private
-from edit.errors import ConfigError, EditError, RefusedError, TransportError
+from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, TransportError
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
 from editpb.run_status import RunStatus
@@ -109,14 +109,12 @@ async def ask_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -
             raise
         answers.failures.append(str(error))
     for number, address in enumerate(addresses, start=1):
+        who = f"aggregator {number} ({address})"
         try:
-            answers.said[number] = await _ask(
-                partial(_connect_further, folder, address), call, f"aggregator {number} ({address})"
-            )
-        except TransportError as error:
-            answers.failures.append(str(error))
+            answers.said[number] = await _ask(partial(_connect_further, folder, address), call, who)
         except EditError as error:
-            answers.failures.append(f"aggregator {number} ({address}): {error}")
+            said = str(error)
+            answers.failures.append(said if said.startswith(who) else f"{who}: {said}")
     return answers
 
 
@@ -134,6 +132,8 @@ async def _ask(connection: Callable[[], grpc.aio.Channel], call: Callable[[Any],
     async with connection() as channel:
         try:
             return await call(control_pb2_grpc.ControlStub(channel))
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(f"{who}: {error}") from error
         except grpc.aio.AioRpcError as error:
             if (stranger := handshake_refusal(error.details() or "")) is not None:
                 raise RefusedError(f"{who}: {stranger}") from error

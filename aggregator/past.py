@@ -25,8 +25,9 @@ from edit.errors import RemoteProtocolError, TransportError
 from edit.fragments.schema import Schema
 from edit.plain_text import parse_json
 from edit.rounds.deadlines import PeerPhase
+from editpb.limits import MAX_UNIX
 from editpb.messages import Heartbeat, PeerState
-from editpb.run_status import KEPT_EVENTS, KEPT_ROUNDS, MemberStatus, RoundReport, RunStatus
+from editpb.run_status import DAMAGE, KEPT_EVENTS, KEPT_ROUNDS, MemberStatus, RoundReport, RunStatus
 from editpb.transport.whole_hub import whole_hub
 
 __all__ = ["PAST_BYTES", "Past", "Saved", "last_status", "whole_status"]
@@ -112,7 +113,7 @@ class Saved:
                 said = parse_json((file.metadata() or {})["edit"])
             schema = Schema.from_json(said["schema"])
             return cls(int(said["outer_step"]), int(said["tokens"]), schema.numel)
-        except (OSError, SafetensorError, RemoteProtocolError, KeyError, ValueError, TypeError):
+        except (OSError, SafetensorError, RemoteProtocolError, KeyError, ValueError, TypeError, OverflowError):
             return cls()
 
 
@@ -139,6 +140,8 @@ class Past:
         """Take one line; of another kind, or without what its kind has, it is left out."""
         try:
             t = float(line["t"])
+            if not 0 <= t <= MAX_UNIX:
+                return
             match line["kind"]:
                 case "round":
                     report = RoundReport.from_json(line)
@@ -157,7 +160,7 @@ class Past:
                 case _:
                     return
             self.t = t
-        except (KeyError, TypeError, ValueError):
+        except DAMAGE:
             return
 
     def _count(self, report: RoundReport) -> None:

@@ -25,7 +25,7 @@ from aggregator.run_feed import (
 from edit.records import Verdict
 from edit.rounds.deadlines import PeerPhase
 from edit.view.state import Steps
-from editpb.limits import one_line
+from editpb.limits import MAX_SHOWN, one_line
 from editpb.run_status import KEPT_EVENTS, SHARES, Curve, Event, PeerRound
 
 __all__ = ["History", "Line"]
@@ -54,8 +54,11 @@ class Line:
         self._thinned = 0  # the number of the point with which points were dropped last
 
     def add(self, x: float, t: float, y: float, number: int = 0) -> None:
-        """Add a point; what is not finite is left out. number: of the point among those of all lines, ascending."""
-        if not (math.isfinite(x) and math.isfinite(y)):
+        """Add a point; what is not finite, or as large as no float32 is, is left out.
+
+        number: of the point among those of all lines, ascending.
+        """
+        if not (abs(x) <= MAX_SHOWN and abs(y) <= MAX_SHOWN):
             return
         self._last = (x, t, y)
         if self._count % self._every == 0:

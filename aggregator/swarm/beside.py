@@ -11,7 +11,7 @@ from aggregator.swarm import watching
 from edit.errors import ConfigError
 from edit.plain_text import parse_json
 from edit.view.overlaid import HANDED_ON, read_beside
-from editpb.run_status import RunStatus
+from editpb.run_status import DAMAGE, RunStatus
 
 __all__ = ["kept_status", "runs_beside"]
 
@@ -29,7 +29,7 @@ def kept_status(path: Path) -> RunStatus:
     if path.parent == HANDED_ON:
         try:
             return RunStatus.from_json(parse_json(path.read_bytes()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, *DAMAGE) as error:
             raise ConfigError(f"{path}: does not say how a run stands ({error})") from error
     if (path / "peer.pem").exists():
         if not (path / "run.toml").exists():

@@ -95,7 +95,7 @@ def save(model: ModelConfig, parameters: Mapping[str, Tensor], out: Path) -> Non
         out: the folder; it is created.
 
     Raises ConfigError when the run's model is not an `hf:` one, or the tensors are not its weights (a run of adapters, say);
-    OSError when the folder cannot be written.
+    OSError and SafetensorError when the folder cannot be written.
     """
     if not model.name.startswith(PREFIX):
         raise ConfigError(f'--format hf: only for runs whose model.name is hf:MODEL_TYPE; this one trains "{model.name}"')

@@ -10,6 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from edit.errors import BusyError, TransportError
+from edit.plain_text import printable
 from edit.view.display import open_display
 from edit.view.screen import Frame
 from edit.view.state import RunState
@@ -40,14 +41,14 @@ async def show(
     problem, started = "", unix()
 
     def frame(rounds: int, events: int) -> Frame:
-        run_id = status.run_id if status is not None else ""
+        run_id = printable(status.run_id) if status is not None else ""
         return Frame(
             run_id=run_id,
             started=started,
             now=unix(),
             rounds=rounds,
             events=events,
-            problem=problem,
+            problem=printable(problem),
             width=console.width,
             swarm=status is not None and status.council is not None,
         )

@@ -16,7 +16,7 @@ from rich.text import Text
 from edit.records import round_number
 from edit.view.observations import SwarmStatus
 from edit.view.state import Cell, Event, PeerRow, RoundRow, RunState
-from edit.view.units import bytes_text, duration_text, resample, sparkline
+from edit.view.units import bytes_text, duration_text, loss_text, resample, sparkline
 
 __all__ = ["Frame", "event_line", "progress_line", "render"]
 
@@ -146,7 +146,7 @@ def _table(title: str) -> Table:
 
 def _columns(table: Table, justify: JustifyMethod, *names: str) -> None:
     for name in names:
-        table.add_column(name, justify=justify, no_wrap=True)
+        table.add_column(Text(name), justify=justify, no_wrap=True)
 
 
 _Column = tuple[str, JustifyMethod, Callable[[PeerRow], Text]]
@@ -176,7 +176,7 @@ def _peer_columns(state: RunState, frame: Frame) -> list[_Column]:
     columns += [
         ("outer", "right", lambda row: Text(str(row.outer_step))),
         ("steps", "right", lambda row: Text(str(row.steps.value))),
-        ("loss", "right", lambda row: Text("" if math.isnan(row.loss) else f"{row.loss:.3f}")),
+        ("loss", "right", lambda row: Text("" if math.isnan(row.loss) else loss_text(row.loss))),
         ("tok/s", "right", lambda row: Text(f"{row.tokens_per_s:.0f}" if row.tokens_per_s else "")),
         ("up", "right", lambda row: Text(bytes_text(row.sent))),
         ("down", "right", lambda row: Text(bytes_text(row.received))),
@@ -260,7 +260,7 @@ def curves(state: RunState, width: int = _WIDE) -> RenderableType:
         if all(math.isnan(value) for value in values):
             continue
         newest = next((value for value in reversed(values) if not math.isnan(value)), math.nan)
-        number = "" if math.isnan(newest) else f"{newest:.3f}"
+        number = "" if math.isnan(newest) else loss_text(newest)
         table.add_row(name, Text(sparkline(_carried(values), low, high), style=style), Text(number, style=style))
     return table
 
@@ -291,11 +291,11 @@ def progress_line(state: RunState, frame: Frame) -> str:
     losses = [row.loss for row in state.peers.values() if not math.isnan(row.loss)]
     parts = [f"{duration_text(frame.now - frame.started):>5}  outer step {state.outer_step}/{state.outer_steps}"]
     if losses:
-        parts.append(f"loss {sum(losses) / len(losses):.3f}")
+        parts.append(f"loss {loss_text(sum(losses) / len(losses))}")
     if state.lone:
-        parts.append(f"lone {state.lone[-1].loss:.3f}")
+        parts.append(f"lone {loss_text(state.lone[-1].loss)}")
     if state.validation.get("outer"):
-        parts.append(f"held out {state.validation['outer'][-1].loss:.3f}")
+        parts.append(f"held out {loss_text(state.validation['outer'][-1].loss)}")
     parts.append(f"sent {bytes_text(sum(row.sent for row in state.peers.values()))}")
     if state.rounds:
         parts.append(f"last round {state.rounds[-1].seconds:.1f} s, {state.rounds[-1].reason}")

@@ -19,12 +19,13 @@ from edit.errors import ConfigError
 from edit.plain_text import parse_json, printable
 from edit.view.observations import Point, Status, SwarmStatus
 from edit.view.overlaid import mean
-from editpb.run_status import Curve, MemberStatus, RoundReport, RunStatus
+from editpb.run_status import DAMAGE, Curve, MemberStatus, RoundReport, RunStatus
 
 __all__ = ["Cell", "Event", "PeerRow", "RoundRow", "RunState", "Total"]
 
 Record = Mapping[str, Any]
 _RATED_S = 0.4  # a rate is over at least so long
+_EVERY_DIGITS = 15  # of H; no run has more
 _BAD_ORDER = (
     "nonfinite",
     "anomalous",
@@ -213,9 +214,9 @@ class RunState:
     def of(cls, status: RunStatus) -> RunState:
         """Return what a screen shows of a run that stands so."""
         settings = {setting.name: setting.value for setting in status.settings}
-        every = settings.get("sync.every", "0")
+        every = _every(settings)
         trains = [one for one in status.members if one.role in ("peer", "region")]
-        state = cls([printable(one.peer_id) for one in trains], status.outer_steps, int(every) if every.isdecimal() else 0)
+        state = cls([printable(one.peer_id) for one in trains], status.outer_steps, every)
         if (planned := _planned(settings, status.outer_steps)) is not None:
             state.planned = planned
         state.status = Status(
@@ -276,7 +277,7 @@ class RunState:
             return
         try:
             take(record)
-        except (KeyError, TypeError, ValueError):
+        except DAMAGE:
             return
 
     def _member(self, record: Record) -> None:
@@ -356,6 +357,12 @@ def _cell(fragments: list[tuple[str, float, float]]) -> Cell:
         bad=sum(verdict != "ok" for verdict in verdicts),
         fragments=len(fragments),
     )
+
+
+def _every(settings: Mapping[str, str]) -> int:
+    """Return H of a run; 0: it does not say it, or what it says cannot be."""
+    text = settings.get("sync.every", "")
+    return int(text) if text.isdecimal() and len(text) <= _EVERY_DIGITS else 0
 
 
 def _planned(settings: Mapping[str, str], outer_steps: int) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from edit.view.observations import Point
 
-__all__ = ["bytes_text", "duration_text", "resample", "sparkline"]
+__all__ = ["bytes_text", "duration_text", "loss_text", "resample", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -27,6 +27,11 @@ def duration_text(seconds: float) -> str:
     return f"{hours}{whole // 60 % 60:{'02' if hours else ''}}:{whole % 60:02}"
 
 
+def loss_text(loss: float) -> str:
+    """2.5 -> '2.500'; one of many digits, as a diverged peer's, in few: 1e300 -> '1e+300'."""
+    return f"{loss:.3f}" if abs(loss) < 1e6 else f"{loss:.3g}"
+
+
 def resample(points: Sequence[Point], bins: int, last_step: int) -> list[float]:
     """Return the mean loss in each of `bins` equal parts of 0 .. last_step; NaN where there is no point."""
     sums = [[0.0, 0] for _ in range(bins)]
@@ -40,4 +45,6 @@ def resample(points: Sequence[Point], bins: int, last_step: int) -> list[float]:
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
     """Return one block per value and a space for NaN, scaled from `low` to `high`, so that several lines can be compared."""
     span = max(high - low, 1e-9)
-    return "".join(" " if math.isnan(value) else _BLOCKS[min(7, max(0, round((value - low) / span * 7)))] for value in values)
+    return "".join(
+        " " if math.isnan(value) else _BLOCKS[round(min(7.0, max(0.0, (value - low) / span * 7)))] for value in values
+    )

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from edit.plain_text import printable
 from edit.view.explain import STAYS, TRACKERS, Leaving, leaving
+from edit.view.units import loss_text
 from editpb.run_status import SHARES, Curve, MemberStatus, PeerRound, RoundReport, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
 
@@ -153,7 +154,7 @@ def overview(status: RunStatus, problem: str = "") -> Overview:
     tiles = [
         (f"{status.outer_step:,}", f"of {status.outer_steps:,} outer steps"),
         (f"{len(here)} of {len(peers)}", "peers here"),
-        (f"{sum(losses) / len(losses):.3f}" if losses else "–", "mean training loss"),
+        (loss_text(sum(losses) / len(losses)) if losses else "–", "mean training loss"),
         (_short(speed) if speed else "–", "tokens per second"),
         (_short(status.tokens) if status.tokens else "–", "tokens merged"),
         (_short(status.parameters) if status.parameters else "–", "parameters"),
@@ -267,7 +268,7 @@ def _phase(row: MemberStatus) -> str:
 def _loss(row: MemberStatus) -> str:
     if not math.isfinite(row.loss):
         return "" if row.inner_steps == 0 else "not shared"
-    return f"{row.loss:.3f}" if row.inner_steps else ""
+    return loss_text(row.loss) if row.inner_steps else ""
 
 
 def _speed(row: MemberStatus) -> str:

@@ -37,12 +37,15 @@ __all__ = [
     "MAX_READ_S",
     "MAX_RUNS",
     "MAX_RUNS_OF_REQUEST",
+    "MAX_SECONDS",
     "MAX_SEEN_PROOFS",
+    "MAX_SHOWN",
     "MAX_STEP",
     "MAX_STEP_S",
     "MAX_TENSORS",
     "MAX_TEXT_CHARS",
     "MAX_TOKENS_PER_S",
+    "MAX_UNIX",
     "MAX_VERDICTS",
     "MIN_RATE",
     "MIN_STEP_S",
@@ -53,6 +56,7 @@ __all__ = [
     "check_measured",
     "check_metrics",
     "check_name",
+    "check_number",
     "check_share",
     "check_text",
     "fail",
@@ -92,6 +96,9 @@ MAX_STEP = 1 << 48  # outer and inner steps
 MAX_COUNT = (1 << 63) - 1  # round ids, counters of bytes and tokens
 MIN_STEP_S, MAX_STEP_S = 1e-6, 1e6  # seconds of an inner step, where they are known
 MIN_RATE, MAX_TOKENS_PER_S = 1e-6, 1e12  # tokens per second, where they are known
+MAX_UNIX = 253_402_300_799.0  # seconds since 1970: the end of the year 9999, as a certificate may say
+MAX_SECONDS = 1e30  # until something that a status foretells
+MAX_SHOWN = 1e100  # of a curve: no float32 goes as far, and sums and squares of such numbers are finite
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -178,6 +185,13 @@ def check_measured(field: str, value: float, low: float, high: float) -> float:
     """Return `value` when it is 0 (not measured yet) or low <= value <= high."""
     if not (value == 0 or low <= value <= high):
         fail(f"{field} is {value}, neither 0 (not measured) nor {low:g} to {high:g}")
+    return value
+
+
+def check_number(field: str, value: float, low: float, high: float) -> float:
+    """Return `value` when low <= value <= high; so it is finite."""
+    if not low <= value <= high:
+        fail(f"{field} is {value}, not {low:g} to {high:g}")
     return value
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from edit.records import FragmentCommit, PeerVerdict, Verdict, round_number
 
 __all__ = [
+    "DAMAGE",
     "KEPT_EVENTS",
     "KEPT_ROUNDS",
     "SHARES",
@@ -33,6 +34,7 @@ __all__ = [
 
 KEPT_ROUNDS, KEPT_EVENTS = 200, 500  # that a status shows
 SHARES = ("computing", "exchanging", "waiting")  # of a peer's time, in a `MemberStatus` and as kinds of curves
+DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # what from_json may raise
 _KEPT_POINTS = 1024  # of a curve, whatever an aggregator says
 WORST = (  # verdicts, the worst one first
     Verdict.NONFINITE,
@@ -122,7 +124,7 @@ class RoundReport:
         sum_i w_i <Delta_i, D> = ||D||^2 for D = sum_i w_i Delta_i. Only a merger that is a weighted mean has one;
         with a robust rule, whose weights are those of contributions made equally long, it is an estimate.
         """
-        above = sum(fragment.merged_norm**2 for fragment in self.fragments)
+        above = sum(fragment.merged_norm * fragment.merged_norm for fragment in self.fragments)
         below = sum(v.weight * v.norm * each.merged_norm for each in self.fragments for v in each.verdicts if v.weight > 0)
         share = above / below if below > 0 else math.nan
         return min(share, 1.0) if 0 <= share <= 1.001 else None
@@ -149,7 +151,7 @@ class RoundReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RoundReport:
-        """Return the round that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        """Return the round that `as_json` wrote. Raises DAMAGE for anything else."""
         return cls(
             round_id=int(values["round_id"]),
             outer_step=int(values["outer_step"]),
@@ -214,7 +216,7 @@ class MemberStatus:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MemberStatus:
-        """Return the member that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        """Return the member that `as_json` wrote. Raises DAMAGE for anything else."""
         metrics = {str(name): _number(value) for name, value in values.get("metrics", {}).items()}
         return cls(**_typed(cls, values), metrics=metrics)
 
@@ -241,7 +243,7 @@ class Curve:
     peer_id: str = ""  # empty: of the run
     x: tuple[float, ...] = ()
     t: tuple[float, ...] = ()  # seconds since 1970
-    y: tuple[float, ...] = ()  # finite
+    y: tuple[float, ...] = ()  # finite, also their sums and squares
     kept: int = 0  # in a message that is news: so many of the points that were told before stay, and these come after them
 
     def at(self, place: float) -> tuple[float, float]:
@@ -272,7 +274,7 @@ class Curve:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Curve:
-        """Return the curve that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        """Return the curve that `as_json` wrote. Raises DAMAGE for anything else."""
         x, t, y = (tuple(map(float, values[name])) for name in ("x", "t", "y"))
         return cls(kind=str(values["kind"]), peer_id=str(values["peer_id"]), x=x, t=t, y=y)
 
@@ -294,7 +296,7 @@ class Event:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Event:
-        """Return the event that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        """Return the event that `as_json` wrote. Raises DAMAGE for anything else."""
         return cls(**_typed(cls, values))
 
 
@@ -317,7 +319,7 @@ class Setting:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Setting:
-        """Return the setting that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        """Return the setting that `as_json` wrote. Raises DAMAGE for anything else."""
         return cls(**_typed(cls, values))
 
 
@@ -333,7 +335,7 @@ class CouncilPart:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CouncilPart:
-        """Return the part that `as_json` of a status wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        """Return the part that `as_json` of a status wrote. Raises DAMAGE for anything else."""
         return cls(**_typed(cls, values))
 
 
@@ -349,7 +351,7 @@ class CouncilMember:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CouncilMember:
-        """Return the member that `as_json` of a status wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        """Return the member that `as_json` of a status wrote. Raises DAMAGE for anything else."""
         return cls(**_typed(cls, values), owns=tuple(map(int, values.get("owns", ()))))
 
 
@@ -373,7 +375,7 @@ class CouncilStatus:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CouncilStatus:
-        """Return the status that `as_json` wrote. Raises KeyError, TypeError, ValueError for anything else."""
+        """Return the status that `as_json` wrote. Raises DAMAGE for anything else."""
         return cls(
             **_typed(cls, values),
             parts=tuple(map(CouncilPart.from_json, values["parts"])),
@@ -467,7 +469,7 @@ class RunStatus:
     def from_json(cls, values: Mapping[str, Any]) -> RunStatus:
         """Return the status that `as_json` wrote, also with null for what is not finite.
 
-        Raises KeyError, TypeError, ValueError for anything else.
+        Raises DAMAGE for anything else.
         """
         kinds: dict[str, Any] = {
             "members": MemberStatus,

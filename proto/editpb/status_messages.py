@@ -1,9 +1,12 @@
 """Converts StatusReply and the verdicts of control.proto to and from records. Like the records, it needs no torch.
 
-`x_to_pb(record)` never fails; `x_from_pb(message)` raises RemoteProtocolError with one line, and nothing else.
+`x_to_pb(record)` never fails; `x_from_pb(message)` raises RemoteProtocolError with one line, and nothing else. Names, times and
+the points of curves are bounded here, so views compute with them as they are; other text is made printable when it is shown.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from edit.records import FragmentCommit, PeerVerdict, Verdict
 from editpb import control_pb2 as cpb
@@ -56,11 +59,14 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
 
 
 def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
-    """Return the status that the aggregator of this number answered."""
+    """Return the status that the aggregator of this number answered.
+
+    Losses and norms may be NaN or infinite, as they are in a run that diverges.
+    """
     if reply.view.phase not in cpb.RunPhase.values():
         fail(f"run phase {reply.view.phase} is not known")
     return RunStatus(
-        run_id=reply.run_id,
+        run_id=check_id("run_id", reply.run_id),
         phase=cpb.RunPhase.Name(reply.view.phase).removeprefix(_PHASE).lower(),
         outer_step=reply.view.outer_step,
         outer_steps=reply.outer_steps,
@@ -74,18 +80,15 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
         digest=reply.view.digest,
         parameters=reply.parameters,
         peak_memory_bytes=reply.peak_memory_bytes,
-        expected=tuple(reply.expected),
-        arrived=tuple(reply.arrived),
-        deadline_in_s=reply.deadline_in_s if reply.deadline_in_s >= 0 else None,
+        expected=_names("expected", reply.expected),
+        arrived=_names("arrived", reply.arrived),
+        deadline_in_s=_seconds_left("deadline_in_s", reply.deadline_in_s),
         members=tuple(_member_from_pb(row) for row in reply.members),
         rounds=tuple(_round_from_pb(row) for row in reply.rounds),
-        t=reply.t,
-        eta_s=reply.eta_s if reply.eta_s >= 0 else None,
+        t=_moment("t", reply.t),
+        eta_s=_seconds_left("eta_s", reply.eta_s),
         curves=tuple(_curve_from_pb(row) for row in reply.curves),
-        events=tuple(
-            Event(number=row.number, t=row.t, kind=row.kind, peer_id=row.peer_id, text=row.text, tone=row.tone)
-            for row in reply.events
-        ),
+        events=tuple(_event_from_pb(row) for row in reply.events),
         settings=tuple(Setting(name=row.name, value=row.value, default=row.default) for row in reply.settings),
         masks=reply.masks,
         privacy=reply.privacy,
@@ -96,10 +99,23 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
     )
 
 
+def _event_from_pb(row: cpb.StatusEvent) -> Event:
+    peer_id = _name_or_run("peer_id of an event", row.peer_id)
+    t = _moment("t of an event", row.t)
+    return Event(number=row.number, t=t, kind=row.kind, peer_id=peer_id, text=row.text, tone=row.tone)
+
+
 def _curve_from_pb(row: cpb.Curve) -> Curve:
     if not len(row.x) == len(row.t) == len(row.y):
         fail(f"curve {row.kind[:32]!r}: {len(row.x)}, {len(row.t)} and {len(row.y)} values")
-    return Curve(kind=row.kind, peer_id=row.peer_id, x=tuple(row.x), t=tuple(row.t), y=tuple(row.y), kept=row.kept)
+    return Curve(
+        kind=row.kind,
+        peer_id=_name_or_run("peer_id of a curve", row.peer_id),
+        x=_within("x of a curve", row.x, -lim.MAX_SHOWN, lim.MAX_SHOWN),
+        t=_within("t of a curve", row.t, 0, lim.MAX_UNIX),
+        y=_within("y of a curve", row.y, -lim.MAX_SHOWN, lim.MAX_SHOWN),
+        kept=row.kept,
+    )
 
 
 def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:
@@ -145,7 +161,7 @@ def _member_to_pb(member: MemberStatus) -> cpb.MemberStatus:
 def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
     heartbeat = row.heartbeat
     return MemberStatus(
-        peer_id=row.peer_id,
+        peer_id=check_id("peer_id", row.peer_id),
         role=row.role,
         state=row.state,
         reason=row.reason,
@@ -169,12 +185,12 @@ def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
         compute_s=row.compute_s,
         upload_s=row.upload_s,
         optional=row.optional,
-        quarantined_s=row.quarantined_s,
-        expires=row.expires,
+        quarantined_s=lim.check_number("quarantined_s", row.quarantined_s, 0, lim.MAX_SECONDS),
+        expires=_moment("expires", row.expires),
         device=row.device,
-        computing=row.computing,
-        exchanging=row.exchanging,
-        waiting=row.waiting,
+        computing=lim.check_share("computing", row.computing),
+        exchanging=lim.check_share("exchanging", row.exchanging),
+        waiting=lim.check_share("waiting", row.waiting),
         verdict=row.verdict,
         verdict_reason=row.verdict_reason,
         consented=row.consented,
@@ -212,11 +228,11 @@ def _round_from_pb(row: cpb.RoundStatus) -> RoundReport:
         seconds=row.seconds,
         bytes_in=row.bytes_in,
         bytes_out=row.bytes_out,
-        missing=tuple(row.missing),
+        missing=_names("missing", row.missing),
         digest=row.digest,
         fragments=tuple(fragment_verdicts_from_pb(fragment) for fragment in row.fragments),
-        carried=tuple(row.carried),
-        t=row.t,
+        carried=_names("carried", row.carried),
+        t=_moment("t of a round", row.t),
         every=row.every,
         batch=row.batch,
         outer_lr=row.outer_lr,
@@ -266,6 +282,32 @@ def _verdict_from_pb(message: cpb.PeerVerdict) -> PeerVerdict:
         weight=lim.check_share("weight", message.weight),
         staleness=within("staleness", message.staleness, 0, lim.MAX_STEP),
     )
+
+
+def _names(field: str, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(check_id(field, name) for name in names)
+
+
+def _name_or_run(field: str, name: str) -> str:
+    """Return a peer's name, or '', which stands for the run."""
+    return check_id(field, name) if name else name
+
+
+def _moment(field: str, unix: float) -> float:
+    return lim.check_number(field, unix, 0, lim.MAX_UNIX)
+
+
+def _seconds_left(field: str, seconds: float) -> float | None:
+    """Return the seconds until something; None: below 0, which stands for not known."""
+    return lim.check_number(field, seconds, 0, lim.MAX_SECONDS) if not seconds < 0 else None
+
+
+def _within(field: str, values: Iterable[float], low: float, high: float) -> tuple[float, ...]:
+    """As `check_number` of each; a status has many of them."""
+    found = tuple(values)
+    if not all(low <= value <= high for value in found):
+        lim.check_number(field, next(value for value in found if not low <= value <= high), low, high)
+    return found
 
 
 def _norm(field: str, value: float) -> float:

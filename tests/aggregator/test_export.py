@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from aggregator.cli import app
@@ -119,6 +122,22 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an empty folder"):
         export_pretrained([folder], tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("No space left on device")]
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    folder, _ = founded(tmp_path / "run", GPT2)
+
+    def fill(tensors: object, path: Path, metadata: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fill)
+    with pytest.raises(ConfigError, match=r"^--out .*exported: cannot be written \(No space left on device\)$"):
+        export_pretrained([folder], tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_the_present_folder_can_be_named_by_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from aggregator.past import Past, whole_status
 from aggregator.security.members import Members
 from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError, TransportError
+from edit.plain_text import json_text
 from tests.aggregator.test_run_feed import REPORT
 from tests.support.loops import on_a_loop, until
 from tests.support.served import SCHEMA, TOML, Served, found_run, held_clock, new_folder, served, theta
@@ -106,7 +108,20 @@ def test_a_report_has_all_starts_of_a_run_whether_it_is_served_or_not(tmp_path: 
 
 def test_lines_that_are_damaged_or_of_another_kind_are_left_out() -> None:
     past = Past()
-    for line in ({}, {"kind": "round", "t": 1.0}, {"kind": "peer", "t": "x"}, {"kind": "news", "t": 2.0}):
+    closed = json.loads(json_text({**REPORT.as_json(), "kind": "round", "t": 1.0}))
+    report = {"kind": "peer", "t": 1.0, "peer_id": "b", "state": "training"}
+    for line in (
+        {},
+        {"kind": "round", "t": 1.0},
+        {"kind": "peer", "t": "x"},
+        {"kind": "news", "t": 2.0},
+        {**closed, "round_id": math.inf},  # as 1e400 is read
+        {**closed, "t": math.inf},
+        {**closed, "t": 10**400},
+        {**closed, "verdicts": [{**closed["verdicts"][0], "peers": []}]},
+        {**report, "inner_steps": math.inf},
+        {**report, "metrics": []},
+    ):
         past.take(line)
     past.take({"kind": "member", "t": 3.0, "peer_id": "a", "state": "lost", "reason": "silent"})
     assert past.t == 3.0 and past.rounds == [] and [*past.members] == ["a"]

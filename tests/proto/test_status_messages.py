@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -195,6 +196,71 @@ def test_curves_whose_lists_differ_in_length_are_an_error_of_one_line() -> None:
         status_from_pb(reply)
 
 
+def changed(**values: object) -> RunStatus:
+    return dataclasses.replace(STATUS, **values)  # type: ignore[arg-type]
+
+
+def with_member(**values: object) -> RunStatus:
+    return changed(members=(dataclasses.replace(MEMBER, **values),))  # type: ignore[arg-type]
+
+
+def with_curve(**values: object) -> RunStatus:
+    return changed(curves=(dataclasses.replace(STATUS.curves[0], **values),))  # type: ignore[arg-type]
+
+
+def with_event(**values: object) -> RunStatus:
+    return changed(events=(dataclasses.replace(STATUS.events[0], **values),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (changed(t=math.nan), "t is nan, not 0 to 2.53402e+11"),
+        (changed(eta_s=math.inf), "eta_s is inf, not 0 to 1e+30"),
+        (changed(eta_s=math.nan), "eta_s is nan"),
+        (changed(deadline_in_s=math.inf), "deadline_in_s is inf"),
+        (changed(run_id="r\x1b[2J"), r"run_id 'r\x1b[2J' is not 1 to 64 of letters"),
+        (changed(expected=("a b",)), "expected 'a b' is not 1 to 64"),
+        (changed(arrived=("",)), "arrived '' is not 1 to 64"),
+        (changed(rounds=(dataclasses.replace(ROUND, t=1e30),)), "t of a round is 1e+30"),
+        (changed(rounds=(dataclasses.replace(ROUND, missing=("[/x]",)),)), "missing '[/x]' is not"),
+        (changed(rounds=(dataclasses.replace(ROUND, carried=("[/x]",)),)), "carried '[/x]' is not"),
+        (with_event(t=1e30), "t of an event is 1e+30"),
+        (with_event(t=-1.0), "t of an event is -1.0"),
+        (with_event(peer_id="[/x]"), "peer_id of an event '[/x]' is not"),
+        (with_member(peer_id="[/x]"), "peer_id '[/x]' is not 1 to 64"),
+        (with_member(expires=math.inf), "expires is inf"),
+        (with_member(quarantined_s=math.inf), "quarantined_s is inf"),
+        (with_member(computing=-1e300), "computing is -1e+300, not 0 to 1"),
+        (with_member(exchanging=math.nan), "exchanging is nan, not 0 to 1"),
+        (with_member(waiting=2.0), "waiting is 2.0, not 0 to 1"),
+        (with_curve(x=(1.0, math.nan)), "x of a curve is nan"),
+        (with_curve(x=(1.0, math.inf)), "x of a curve is inf"),
+        (with_curve(t=(1e300, 1.0)), "t of a curve is 1e+300"),
+        (with_curve(y=(1.0, 1e308)), "y of a curve is 1e+308, not -1e+100 to 1e+100"),
+        (with_curve(y=(-math.inf, 1.0)), "y of a curve is -inf"),
+        (with_curve(peer_id="[/x]"), "peer_id of a curve '[/x]' is not"),
+    ],
+)
+def test_what_no_aggregator_says_is_an_error_of_one_line(status: RunStatus, said: str) -> None:
+    message = cpb.StatusReply.FromString(status_to_pb(status).SerializeToString())
+    with pytest.raises(RemoteProtocolError, match=f"^{re.escape(said)}") as found:
+        status_from_pb(message)
+    assert str(found.value).isprintable()
+
+
+def test_what_a_run_that_diverges_says_is_shown() -> None:
+    """So is a member that was never heard, and a certificate that never ends."""
+    verdicts = (VERDICT, dataclasses.replace(VERDICT, peer_id="b", norm=math.inf))
+    fragments = (FRAGMENT, dataclasses.replace(FRAGMENT, fragment_id=2, verdicts=verdicts, merged_norm=1e200))
+    status = with_curve(y=(1e30, -1e45), peer_id="")
+    for loss in (math.inf, 1.7e308):
+        member = dataclasses.replace(MEMBER, loss=loss, silent_s=math.inf, expires=253_402_300_799.0)
+        status = dataclasses.replace(status, members=(member,), rounds=(dataclasses.replace(ROUND, fragments=fragments),))
+        assert status_from_pb(cpb.StatusReply.FromString(status_to_pb(status).SerializeToString())) == status
+    assert json.loads(json_text(status.as_json()))["rounds"][0]["cosine"] is None
+
+
 def test_json_of_several_aggregators() -> None:
     further = dataclasses.replace(STATUS, aggregator=1)
     shown = dataclasses.replace(STATUS, aggregators=(further,)).as_json()
@@ -213,7 +279,7 @@ def test_an_unknown_phase_or_verdict_is_an_error_of_one_line() -> None:
     with pytest.raises(RemoteProtocolError, match="run phase 77 is not known"):
         status_from_pb(cpb.StatusReply(view=cpb.View(phase=77)))  # type: ignore[arg-type]
     verdicts = cpb.FragmentVerdicts(verdicts=[cpb.PeerVerdict(peer_id="a", verdict="splendid")])
-    reply = cpb.StatusReply(rounds=[cpb.RoundStatus(fragments=[verdicts])])
+    reply = cpb.StatusReply(run_id="run", rounds=[cpb.RoundStatus(fragments=[verdicts])])
     with pytest.raises(RemoteProtocolError, match="verdict 'splendid' is not known"):
         status_from_pb(reply)
 

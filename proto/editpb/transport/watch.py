@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from edit.errors import RefusedError, TransportError
+from edit.errors import RefusedError, RemoteProtocolError, TransportError
 from editpb import control_pb2 as pb
 from editpb.run_status import RunStatus
 from editpb.status_messages import status_from_pb
@@ -38,7 +38,10 @@ async def watch(stub: Any, who: str, every_s: float = 1.0) -> AsyncGenerator[Run
                 reply = await call.read()
             if reply is grpc.aio.EOF:
                 break
-            news = status_from_pb(reply)
+            try:
+                news = status_from_pb(reply)
+            except RemoteProtocolError as error:
+                raise RemoteProtocolError(f"{who}: {error}") from error
             status = news if status is None else status.updated(news)
             yield status
         if (code := await call.code()) is not grpc.StatusCode.OK:

@@ -76,6 +76,7 @@ def test_a_line_keeps_its_first_and_newest_points_and_never_more_than_it_may() -
     assert len(short.x) <= 4 + 1 and short.x[-1] == 999
     line.add(1000, 0.0, math.nan)
     line.add(math.inf, 0.0, 1.0)
+    line.add(1000, 0.0, 1.7e308)
     assert line.curve("loss", "a").x[-1] == 999
 
 
@@ -97,6 +98,13 @@ def test_who_is_told_only_new_points_has_the_same_curves(peers: int, monkeypatch
             after = told.history.points
             sent += sum(len(one.x) for one in news) < sum(len(one.x) for one in whole) / 2
     assert sent >= 20
+
+
+def test_a_loss_that_no_model_has_is_no_point_and_one_that_diverges_is() -> None:
+    told = Told()
+    for step, loss in enumerate((3.0, 1.7e308, -1.7e308, 1e30, math.inf), 1):
+        told.report("a", step, loss)
+    assert told.curve("loss", "a").y == (3.0, 1e30)
 
 
 def test_a_killed_peers_loss_goes_on_where_it_was() -> None:

@@ -196,6 +196,34 @@ def test_a_coordinator_that_took_the_last_outer_step_and_is_gone_has_ended_with_
     assert last is not None and (last.phase, last.waiting_for) == ("finished", "")
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_of_others_are_text_on_the_screen(terminal: bool) -> None:
+    named = replace(MEMBER, peer_id="[/x]\x1b[2J")
+    told = replace(status(), run_id="r\x1b[2J\x1b]0;mine\x07", members=(named,), phase="finished")
+
+    async def source() -> AsyncGenerator[RunStatus, None]:
+        yield told
+
+    screen = Console(width=120, height=50, file=io.StringIO(), color_system=None, force_terminal=terminal)
+    assert asyncio.run(show(source, screen, lambda: 1010.0)) == told
+    assert "\x1b[2J" not in shown(screen) and "\x1b]" not in shown(screen)
+    assert text_of(RunState.of(told)).count("[/x] [2J") == 2  # its row, and its column of the rounds
+
+
+def test_a_loss_that_no_model_has_is_short_and_the_screen_goes_on() -> None:
+    curve = Curve(kind="loss", peer_id="a", x=(1.0, 100.0, 300.0), t=(1.0, 2.0, 3.0), y=(4.0, 1.7e308, 1.7e308))
+    told = replace(status(), members=(replace(MEMBER, loss=1.7e308),), curves=(curve, replace(curve, kind="held_out")))
+    text = text_of(RunState.of(told))
+    assert "1.7e+308" in text and "0000000000" not in text
+
+
+@pytest.mark.parametrize("every", ["9" * 5000, "²", "-1", "[" * 100_000, "1e400"])
+def test_an_h_that_cannot_be_is_not_known(every: str) -> None:
+    settings = {"sync.every": every, "sync.groups": "1", "sync.milestones": "[]"}
+    told = replace(status(), settings=tuple(Setting(name=name, value=value, default="") for name, value in settings.items()))
+    assert RunState.of(told).sync_every == 0 and "outer step 3/10" in text_of(RunState.of(told))
+
+
 def test_a_run_that_never_answered_or_refuses_ends_the_command() -> None:
     for error in (TransportError("the coordinator does not answer"), RefusedError("not a member")):
 

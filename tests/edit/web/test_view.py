@@ -33,6 +33,14 @@ def test_no_two_lines_of_a_chart_have_one_colour_also_beside_another_run() -> No
             assert all(a != b for a, b in pairwise(found)), chart
 
 
+def test_a_loss_of_many_digits_is_told_in_few() -> None:
+    run = busy_run()
+    members = tuple(replace(one, loss=1e300) for one in run.members)
+    told = replace(run, members=members)
+    assert ("1e+300", "mean training loss") in view.overview(told).tiles
+    assert {row.loss for row in view.member_rows(told, told.t)} == {"1e+300", ""}
+
+
 def test_the_key_of_the_grid_says_each_kind_of_cell_that_it_has_and_no_other() -> None:
     assert set(view.grid(busy_run()).kinds) == {"ok", "carried", "absent", *(each.value for each in WORSE.values())}
     round_ = busy_run().rounds[-1]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from edit.errors import RefusedError, RemoteProtocolError, TransportError
+from edit.web.page import render_live
+from editpb import control_pb2 as cpb
 from editpb.run_status import RunStatus, Setting
+from editpb.status_messages import status_to_pb
+from editpb.transport.watch import watch
 from editpb.transport.whole_hub import HubWatch, Statuses, further_aggregators, whole_hub
 from tests.support.loops import pass_time, run_held
 from tests.support.statuses import busy_run
@@ -110,6 +117,37 @@ def test_an_aggregator_lies_about_its_own_share_only() -> None:
     assert (told.outer_steps, told.t, told.settings) == (COORDINATOR.outer_steps, COORDINATOR.t, COORDINATOR.settings)
     other = whole_hub(COORDINATOR, [replace(FURTHER, run_id="another-run")])
     assert other.parameters == 10 and other.run_id == COORDINATOR.run_id
+
+
+class Tells:
+    """A stub of an aggregator that sends these messages on Watch, and then no more."""
+
+    def __init__(self, *replies: cpb.StatusReply) -> None:
+        self._replies = iter(replies)
+
+    def Watch(self, request: cpb.WatchRequest) -> Tells:
+        return self
+
+    async def read(self) -> cpb.StatusReply:
+        return next(self._replies, None) or await asyncio.Event().wait()
+
+    def cancel(self) -> None:
+        return
+
+
+def test_one_whose_status_cannot_be_is_named_and_the_others_are_shown() -> None:
+    async def body() -> None:
+        good = status_to_pb(FURTHER)
+        bad = cpb.StatusReply.FromString(good.SerializeToString())
+        bad.events[0].t = math.nan
+        one, other = (partial(watch, Tells(reply), f"aggregator {n} (b:{n})") for n, reply in ((1, good), (2, bad)))
+        async with aclosing(hub(says(COORDINATOR), one, other).statuses()) as told:
+            status = await anext(told)
+        assert status.reason == "aggregator 2 (b:2): t of an event is nan, not 0 to 2.53402e+11"
+        assert status.parameters == 17 and status.outer_step == 33
+        render_live(status)
+
+    held(body)
 
 
 def settings(addresses: str) -> RunStatus:

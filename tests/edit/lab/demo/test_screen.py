@@ -1,4 +1,5 @@
 import io
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from edit.view.display import LiveDisplay, PlainDisplay, open_display
 from edit.view.observations import Point, Status, SwarmStatus
 from edit.view.screen import Frame, progress_line, render
 from edit.view.state import RunState
-from edit.view.units import bytes_text, duration_text, resample, sparkline
+from edit.view.units import bytes_text, duration_text, loss_text, resample, sparkline
 
 FRAME = Frame(run_id="demo-1a2b3c4d", role_of=plan_faults(DemoOptions()).role_of, started=100.0, now=183.0, rounds=8)
 
@@ -143,6 +144,11 @@ def test_a_curve_as_blocks_keeps_its_scale_and_its_gaps():
     values = resample([Point(0.0, step, loss) for step, loss in ((0, 4.0), (5, 2.0), (25, 1.0), (40, 1.0))], 4, 40)
     assert values[0] == 3.0
     assert sparkline(values, 1.0, 3.0) == "█ ▁▁"
+    assert sparkline([-math.inf, 1e308, math.inf, math.nan], -1e-30, 1e-30) == "▁██ "
+
+
+def test_a_loss_of_many_digits_is_told_in_few():
+    assert [loss_text(loss) for loss in (2.5, 999_999.0, 1.7e308, -math.inf)] == ["2.500", "999999.000", "1.7e+308", "-inf"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
