@@ -34,6 +34,7 @@ the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "UpToDate",
     "catch_up",
     "resume",
+    "updates_suffice",
 ]
 
 
@@ -116,7 +118,7 @@ def resume(
 
     strict, max_staleness: of the run; with max_staleness > 0 rounds need not wait for this peer, because contributions outlive
     them. same_digest: False where the outer parameters saved are not the run's although both are at the same outer step.
-    updates_do: whether the updates that lead from those to the run's are kept, and fewer bytes than these.
+    updates_do: whether `updates_suffice`.
     """
     if saved_step > run_step:
         return NotOfThisRun(
@@ -131,3 +133,15 @@ def resume(
     if strict or max_staleness > 0 or saved_step == run_step:
         return ResumeExactly()
     return ResumeForward(by_updates=updates_do)
+
+
+def updates_suffice(
+    saved_step: int, run_step: int, *, kept_updates: int, update_bytes: Callable[[int], int], all_bytes: int
+) -> bool:
+    """Return whether the updates that lead from a saved theta to the run's are kept, and fewer bytes than the parameters.
+
+    kept_updates: how many the run keeps; update_bytes: of the update FROM an outer step; all_bytes: of the parameters in fp32.
+    """
+    if not 0 < run_step - saved_step <= kept_updates:
+        return False
+    return sum(map(update_bytes, range(saved_step, run_step))) < all_bytes

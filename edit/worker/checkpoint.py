@@ -38,7 +38,7 @@ from edit.replica.layout import Layout, local_of
 from edit.replica.replica import Outer, Replica
 from edit.trust.mask_plan import FragmentPlan
 from edit.worker.apply import ShareExchange
-from edit.worker.catch_up import NotOfThisRun, ResumeExactly, ResumeForward, resume
+from edit.worker.catch_up import NotOfThisRun, ResumeExactly, ResumeForward, resume, updates_suffice
 from edit.worker.config import WorkerConfig
 from edit.worker.contribution import SentTensors
 from edit.worker.exchange import Pending
@@ -351,11 +351,16 @@ def _updates_do(
     config: WorkerConfig, scalars: Mapping[str, Any], saved_step: int, run_step: int, fragments: Sequence[FragmentSpec]
 ) -> bool:
     """Whether the updates from a saved theta to the run's are kept and fewer bytes than the parameters in fp32."""
-    if _partly_applied(scalars) or not 0 < run_step - saved_step <= config.kept_updates:
+    if _partly_applied(scalars):
         return False
-    sizes = [codec_of(each, config.codec.downlink).encoded_size(each.numel) for each in fragments]
-    steps = (fragments_due(step, len(sizes), config.sync.groups, config.sync.pattern) for step in range(saved_step, run_step))
-    return sum(sizes[i] for due in steps for i in due) < 4 * sum(each.numel for each in fragments)
+    sync, sizes = config.sync, [codec_of(each, config.codec.downlink).encoded_size(each.numel) for each in fragments]
+    return updates_suffice(
+        saved_step,
+        run_step,
+        kept_updates=config.kept_updates,
+        update_bytes=lambda step: sum(sizes[i] for i in fragments_due(step, len(sizes), sync.groups, sync.pattern)),
+        all_bytes=4 * sum(each.numel for each in fragments),
+    )
 
 
 def _partly_applied(scalars: Mapping[str, Any]) -> bool:

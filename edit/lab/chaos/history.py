@@ -94,14 +94,20 @@ class Incident:
 class _Steps:
     """Inner steps of one life of a peer, from its file."""
 
-    first: int
-    last: int
+    last: int = 0
+    lines: int = 0
+    restarts: int = 0  # without a new life: its torchrun has restarted the ranks
     killed: bool = False
+
+    def add(self, step: int) -> None:
+        """Add a line."""
+        self.restarts += step <= self.last
+        self.last, self.lines = step, self.lines + 1
 
     @property
     def made(self) -> int:
-        """An upper bound: there may have been more before the first line and, if it was killed, after the last."""
-        return self.last - self.first + LINE_STEPS + (LINE_STEPS - 1 if self.killed else 0)
+        """About: the most that its lines stand for and, if it was killed, the most that came after the last."""
+        return LINE_STEPS * self.lines + (LINE_STEPS - 1 if self.killed else 0)
 
 
 @dataclass(slots=True)
@@ -180,15 +186,22 @@ class History:
             self.claims.append(Claim(t, who, *said))
 
     def _step(self, who: str, step: int) -> None:
-        seen = self._steps.setdefault((who, self.life(who)), _Steps(step, step))
-        seen.last = max(seen.last, step)
+        self._steps.setdefault((who, self.life(who)), _Steps()).add(step)
 
     # ---- derived values -------------------------------------------------------------------------------------------------
 
     @property
     def inner_steps_made(self) -> int:
-        """Of all lives of all peers; an upper bound."""
+        """Of all lives of all peers, about: those after the last line of a life that was not killed are left out."""
         return sum(steps.made for steps in self._steps.values())
+
+    @property
+    def inner_steps_at_most(self) -> int:
+        """Never fewer than were made: each line stands for the steps since the one before, and every process, even one without
+        a line, may have made more steps after its last."""
+        lines = sum(steps.lines for steps in self._steps.values())
+        processes = sum(self.life(peer) + 1 for peer in self.peers) + sum(steps.restarts for steps in self._steps.values())
+        return LINE_STEPS * lines + (LINE_STEPS - 1) * processes
 
     @property
     def inner_steps_counted(self) -> int:

@@ -63,6 +63,7 @@ def broken_at_end(history: History, bounds: Bounds, now: float) -> Iterator[Viol
     """Yield the rules that are broken at the end, when every line is in."""
     yield from broken(history, bounds, now)
     yield from _uncommitted(history)
+    yield from _merged_twice(history, now)
     yield from _memory(history)
 
 
@@ -150,6 +151,13 @@ def _uncommitted(history: History) -> Iterator[Violation]:
             text = f"{claim.who} is at outer step {claim.outer_step}, which was never committed"
             yield Violation("digests are equal", claim.t, text, (claim.who, COORDINATOR))
             return
+
+
+def _merged_twice(history: History, now: float) -> Iterator[Violation]:
+    """When every line is in, no more inner steps are merged than were made. Hostile members write no lines, and lie."""
+    if not history.hostile and history.inner_steps_counted > history.inner_steps_at_most:
+        text = f"{history.inner_steps_counted} inner steps are merged, and at most {history.inner_steps_at_most} were made"
+        yield Violation("no work is merged twice", now, text, (COORDINATOR,))
 
 
 def _backwards(history: History) -> Iterator[Violation]:

@@ -27,6 +27,7 @@ DEFAULT_EVERY = 30
 _TAKE_OUTER_STEPS = ("exchange", "one-replica")
 
 _HARNESS = ("warmup", "mu_x", "mu_y", "topk", "chunk", "decay")
+_WHOLE = {"chunk": 181, "topk": 181**2}  # from 1 to this: a place in a block is sent as an int16
 _OF_RUN = ("sync.outer_steps", "sync.tokens", "seed", "rounds.start_peers", "rounds.quorum")
 
 
@@ -156,6 +157,9 @@ def _harness(text: str, section: object) -> dict[str, float]:
             raise ConfigError(f"{text}: compare.{key}: unknown key; known keys: {', '.join(_HARNESS)}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
             raise ConfigError(f"{text}: compare.{key} = {value!r}: must be a number between 0 and 1e+06")
+        most = _WHOLE.get(key)
+        if most is not None and not (value == int(value) and 1 <= value <= most):
+            raise ConfigError(f"{text}: compare.{key} = {value!r}: must be a whole number from 1 to {most}")
     return {key: float(value) for key, value in section.items()}
 
 

@@ -69,6 +69,7 @@ class Coordinator:
         self._held: list[dict[str, _Held]] = [{} for _ in range(fragments)]  # by fragment and peer
         self._merging: dict[int, tuple[str, ...]] = {}  # by fragment, the peers in the open round's Reduce
         self._merged: dict[int, frozenset[str]] = {}  # by outer step, the peers in the commit TO it
+        self._refused: dict[int, frozenset[str]] = {}  # those of them of which it has nothing but refused fragments
         self._last_closed: tuple[int, bool, str] = (0, False, "")  # round_id, committed, reason
         self._busy_until = 0.0  # the worker thread
         self._tick_at = math.inf  # the next look at the clock
@@ -94,6 +95,10 @@ class Coordinator:
     def took_part(self, outer_step: int, peer_id: str) -> bool:
         """Return whether the commit TO `outer_step` has a verdict on this peer."""
         return peer_id in self._merged.get(outer_step, ())
+
+    def refused(self, outer_step: int, peer_id: str) -> bool:
+        """Return whether the commit TO `outer_step` has verdicts on this peer, none of them OK."""
+        return peer_id in self._refused.get(outer_step, ())
 
     # -- what peers say ----------------------------------------------------------------------------------------------------
 
@@ -230,7 +235,9 @@ class Coordinator:
             contributors.update(peers)
             merged.update(set(peers) - bad)
         self._merged[effect.outer_step] = frozenset(contributors)
-        self._merged.pop(effect.outer_step - 2 * self._scenario.run.kept_updates, None)
+        self._refused[effect.outer_step] = frozenset(contributors - merged)
+        for by_step in (self._merged, self._refused):
+            by_step.pop(effect.outer_step - 2 * self._scenario.run.kept_updates, None)
         self._accounting.close(committed=True, contributors=len(contributors), live=len(self._here))
         self.membership.count(merged=merged, rejected=contributors - merged, absent=effect.missing)
         self._feed(events.CommitSucceeded(effect.round_id))

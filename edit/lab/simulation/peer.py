@@ -26,7 +26,7 @@ from edit.lab.simulation.scenario import Scenario
 from edit.lab.simulation.sending import Pending, Sending
 from edit.lab.simulation.training import Training, Work
 from edit.records import Aborted, Finished, NeedsSnapshot
-from edit.worker.catch_up import ResumeExactly, resume
+from edit.worker.catch_up import NotOfThisRun, ResumeExactly, ResumeForward, resume, updates_suffice
 from edit.worker.exchange import (
     Action,
     Advanced,
@@ -280,23 +280,46 @@ class Peer:
         self._coordinator.listeners.pop(self.peer_id, None)
 
     def _go_on_or_begin_anew(self) -> Life:
-        """Decide as a real peer does that enters with a checkpoint, or without one."""
-        exchange, run = self._exchange, self._scenario.run
-        outer_step = yield from self._fetch_snapshot()
-        if self._kept:
-            strict, max_staleness = run.sync.strict, run.rounds.max_staleness
-            if isinstance(resume(exchange.outer_step, outer_step, strict=strict, max_staleness=max_staleness), ResumeExactly):
-                return
-        self._work.begin_anew(self._training.trained, outer_step)
-        exchange.schedule.abandoned()
-        yield from self._run(exchange.begin(outer_step))
+        """Decide as a real peer does that enters with a checkpoint, or without one; fetch what it lacks."""
+        exchange = self._exchange
+        yield self._queue.now + self._line.latency_s
+        way = self._way(self._coordinator.machine.outer_step)
+        if isinstance(way, ResumeForward) and not way.by_updates:
+            exchange.outer_step = yield from self._fetch_snapshot()
+        else:
+            yield self._queue.now + self._line.latency_s
+        if isinstance(way, ResumeForward):
+            exchange.schedule.abandoned()
+            yield from self._run(exchange.catch_up())
+            self._work.begin_anew(self._training.trained, exchange.outer_step)
+            yield from self._run(exchange.begin(exchange.outer_step))
+
+    def _way(self, run_step: int) -> ResumeExactly | ResumeForward:
+        """How it goes on, where the run has reached `run_step`. The initial parameters are the same at all peers."""
+        own_step, run = self._exchange.outer_step, self._scenario.run
+        if not self._kept:
+            return ResumeForward(by_updates=run_step == 0)
+        way = resume(
+            own_step,
+            run_step,
+            strict=self._sync.strict,
+            max_staleness=run.rounds.max_staleness,
+            updates_do=updates_suffice(
+                own_step,
+                run_step,
+                kept_updates=run.kept_updates,
+                update_bytes=self._update_bytes,
+                all_bytes=self._scenario.snapshot_bytes,
+            ),
+        )
+        assert not isinstance(way, NotOfThisRun)
+        return way
 
     def _go_on(self) -> Life:
         """Train until an outcome or a contribution is due, and see to it."""
         exchange = self._exchange
-        if steps := self._steps_ahead():
-            yield self._training.begin(steps, self._queue.now)
-            yield from self._run(exchange.stepped(self._end_training()))
+        yield self._training.begin(self._steps_ahead(), self._queue.now)
+        yield from self._run(exchange.stepped(self._end_training()))
         if (yield from self._run(exchange.contribute_if_due())):
             yield from self._run(exchange.take())
 
@@ -308,7 +331,7 @@ class Peer:
             stop = min(self._sync.delay, schedule.every)
         elif pending is not None:
             stop = (since // schedule.every + 1) * schedule.every
-        return max(0, stop - since)
+        return max(1, stop - since)  # nothing but an inner step starts an exchange
 
     def _end_training(self) -> int:
         """The phase of training is over: count it. Returns its steps."""
@@ -337,8 +360,10 @@ class Peer:
                     self._sending.advance(self._session)
                     yield VIEW
                 return answer
-            case Apply(answer, _, carried):
-                return (yield from self._apply(answer, carried))
+            case Apply(answer, pending, carried):
+                delayed = self._sync.mode == "delayed" and pending is not None and not pending.outcome_overdue
+                replaced = delayed and self._sync.mix == "replace"
+                return (yield from self._apply(answer, carried, dropped=replaced or answer.refused))
             case TakeSnapshot(_, reason):
                 return (yield from self._move_to_snapshot(reason))
             case Contribute(pending):
@@ -360,8 +385,9 @@ class Peer:
                 return None
             case Decision.COMMITTED:
                 merged = pending is not None and self._coordinator.took_part(outer_step + 1, self.peer_id)
+                refused = merged and self._coordinator.refused(outer_step + 1, self.peer_id)
                 carried = pending is not None and self._session.carried_past(outer_step + 1, pending.sent)
-                return Advanced(outer_step + 1, merged, carried and not merged)
+                return Advanced(outer_step + 1, merged, carried and not merged, refused=refused)
             case Decision.ABORTED:
                 return Aborted(reason)
             case Decision.BEHIND:
@@ -401,12 +427,17 @@ class Peer:
 
     def _fetch_update(self) -> float:
         """When the update from the present outer step is here, asked for now."""
-        count = len(self._due[self._exchange.outer_step % self._sync.groups]) * self._down_bytes
+        count = self._update_bytes(self._exchange.outer_step)
         self._accounting.bytes_down += count
         return self._line.fetch(count, self._queue.now)
 
-    def _apply(self, answer: Advanced, carried: bool) -> Generator[float, None, Moved]:
-        """Fetch the update and apply it. carried: what is pending is not part of it, and is pending still."""
+    def _update_bytes(self, outer_step: int) -> int:
+        """Of the update from this outer step."""
+        return len(self._due[outer_step % self._sync.groups]) * self._down_bytes
+
+    def _apply(self, answer: Advanced, carried: bool, dropped: bool) -> Generator[float, None, Moved]:
+        """Fetch the update and apply it. carried: what is pending is not part of it, and is pending still. dropped: the steps
+        taken since sending do not count, either."""
         pending = self._sending.pending
         at = pending.fetched_at if pending is not None and pending.fetched_at is not None else self._fetch_update()
         if pending is None or at > self._queue.now:
@@ -416,21 +447,26 @@ class Peer:
             self._listen()
         else:
             if pending is not None and answer.merged:
-                self._work.merged(pending.shares, self._training.trained, answer.outer_step)
+                self._work.merged(pending.shares, self._training.trained, answer.outer_step, dropped=dropped)
             self._drop()
-        self._presence.report(answer.outer_step, self._pace.step_s)
-        return Moved(answer.outer_step, answer.reason)
+        return self._moved(answer.outer_step, answer.reason)
 
     def _move_to_snapshot(self, reason: str) -> Generator[float, None, Moved]:
         """Take a snapshot; whether what is pending is in it cannot be known, so only the work since is kept."""
+        yield self._queue.now + self._line.latency_s
         outer_step = yield from self._fetch_snapshot()
         self._work.in_doubt(self._sending.pending.shares if self._sending.pending else (), outer_step)
         self._drop()
-        self._presence.report(outer_step, self._pace.step_s)
+        return self._moved(outer_step, reason)
+
+    def _moved(self, outer_step: int, reason: str) -> Moved:
+        """Say so, unless this peer is about to enter: it says where it is once it has."""
+        if self._presence.outer_step >= 0:
+            self._presence.report(outer_step, self._pace.step_s)
         return Moved(outer_step, reason)
 
     def _fetch_snapshot(self) -> Generator[float, None, int]:
-        yield self._queue.now + self._line.latency_s
+        """Fetch all of them, as they are now; return their outer step."""
         outer_step = self._coordinator.machine.outer_step
         self._accounting.snapshots += 1
         self._accounting.bytes_down += self._scenario.snapshot_bytes

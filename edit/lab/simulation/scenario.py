@@ -1,7 +1,7 @@
 """What is simulated: the fleet, its links, its faults, and the run's own settings; their bounds and their TOML.
 
 Every key but those of `Scenario` is one of run.toml and means what it means there; a key that a simulation has no use for is an
-error.
+error, unless it says what is the default.
 """
 
 from __future__ import annotations
@@ -17,12 +17,22 @@ from typing import Any
 
 from edit.codecs import codec
 from edit.config.overrides import set_key
-from edit.config.run import RunConfig, SyncConfig, build
+from edit.config.plugins import is_entry
+from edit.config.run import RunConfig, build
 from edit.errors import ConfigError
 
 __all__ = ["Compute", "Faults", "Hub", "Link", "PeerClass", "Scenario", "Size"]
 
-SHARED = ("sync", "rounds", "membership", "storage", "codec", "penalty")  # tables of run.toml that a simulation obeys
+# By table of run.toml that a simulation obeys: the keys that it does not. Of [penalty], what changes no verdict.
+_NOT_SIMULATED = {
+    "sync": ("schedule", "time_s", "dylu", "tokens", "alpha"),
+    "rounds": (),
+    "membership": ("share_losses", "consent"),
+    "storage": ("buffer_bytes", "checkpoint_every", "keep_checkpoints"),
+    "codec": ("up_decay", "down_decay", "up_residual", "record", "down_residual", "fragments"),
+    "penalty": ("options", "temperature", "clip", "norm", "max_share", "weighting", "staleness", "damping"),
+}
+SHARED = tuple(_NOT_SIMULATED)
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
@@ -143,7 +153,7 @@ class Scenario:
     peers: int = 100
     hours: float = 8760.0  # of virtual time, after which an unfinished run ends
     seed: int = 0
-    merge: bool = False  # merge small vectors for real, with [penalty]
+    merge: bool = False  # merge small vectors for real, with the verdicts of [penalty]
     damaged: float = 0.0  # share of the contributions that are not finite or a thousand times too long; needs merge
     compute: Compute = field(default_factory=Compute)
     link: Link = field(default_factory=Link)
@@ -165,11 +175,7 @@ class Scenario:
         for name in ("quorum", "start_peers"):
             if (wanted := getattr(self.run.rounds, name)) > self.peers:
                 raise ConfigError(f"rounds.{name} = {wanted}: there are {self.peers} peers, so nothing would ever commit")
-        for name in ("schedule", "dylu", "tokens"):
-            if getattr(self.run.sync, name) != getattr(SyncConfig(), name):
-                raise ConfigError(f"sync.{name} is not simulated; remove it")
-        if self.run.codec.fragments:
-            raise ConfigError("codec.fragments is not simulated; remove it")
+        _check_simulated(self.run)
         if self.run.sync.groups > self.size.fragments:
             raise ConfigError(f"sync.groups = {self.run.sync.groups}: size.fragments is {self.size.fragments}")
 
@@ -222,6 +228,21 @@ class Scenario:
             return cls.from_mapping(tables)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}" if path is not None else str(error)) from error
+
+
+def _check_simulated(run: RunConfig) -> None:
+    """Raise ConfigError for a setting that would change nothing, or of which the simulation does not know what it changes."""
+    for section, keys in _NOT_SIMULATED.items():
+        config = getattr(run, section)
+        default = type(config)()
+        for key in keys:
+            if getattr(config, key) != getattr(default, key):
+                raise ConfigError(f"{section}.{key} is not simulated; remove it")
+    if run.sync.mix == "lerp":
+        raise ConfigError('sync.mix = "lerp" is not simulated; remove it')
+    for name, value in (("codec.up", run.codec.up), ("codec.down", run.codec.down), ("penalty.detector", run.penalty.detector)):
+        if is_entry(value):
+            raise ConfigError(f"{name} = {value!r}: plug-ins are not simulated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,11 +65,14 @@ class Work:
         """What a contribution brings, made after so many inner steps."""
         return [(i, Share(self._known[i], trained, self._based[i])) for i in fragments]
 
-    def merged(self, shares: Iterable[tuple[int, Share]], trained: int, outer_step: int) -> None:
-        """The commit TO `outer_step` has these; training has gone on to `trained` since, from the step before, if at all."""
+    def merged(self, shares: Iterable[tuple[int, Share]], trained: int, outer_step: int, *, dropped: bool = False) -> None:
+        """The commit TO `outer_step` has these; training has gone on to `trained` since, from the step before, if at all.
+
+        dropped: what was done since is dropped.
+        """
         for i, share in shares:
-            self._known[i] = share.until
-            self._based[i] = outer_step if trained == share.until else outer_step - 1
+            self._known[i] = trained if dropped else share.until
+            self._based[i] = outer_step if trained == self._known[i] else outer_step - 1
 
     def in_doubt(self, shares: Iterable[tuple[int, Share]], outer_step: int | None = None) -> None:
         """Nobody can tell whether the run has these: never bring them again. outer_step: of the snapshot that was taken."""

@@ -11,6 +11,7 @@ from edit.worker.catch_up import (
     UpToDate,
     catch_up,
     resume,
+    updates_suffice,
 )
 
 
@@ -63,3 +64,20 @@ def test_a_checkpoint_of_another_run_is_refused_in_one_line(strict: bool, max_st
     ):
         assert isinstance(refused, NotOfThisRun)
         assert said in refused.reason and refused.reason.endswith("remove it to start from the run's parameters")
+
+
+@pytest.mark.parametrize(
+    ("saved", "run", "kept", "suffice"),
+    [
+        (3, 3, 4, False),  # there are none
+        (3, 4, 4, True),
+        (4, 5, 4, False),  # as many bytes as the parameters
+        (3, 5, 4, False),
+        (5, 7, 4, True),
+        (5, 7, 1, False),  # one is no longer kept
+        (4, 3, 4, False),
+    ],
+)
+def test_updates_suffice_where_all_are_kept_and_they_are_fewer_bytes(saved: int, run: int, kept: int, suffice: bool) -> None:
+    sizes = {3: 9, 4: 10, 5: 4, 6: 5}
+    assert updates_suffice(saved, run, kept_updates=kept, update_bytes=sizes.__getitem__, all_bytes=10) is suffice

@@ -389,6 +389,33 @@ def test_steps_of_killed_processes_are_counted_as_lost_rather_than_not() -> None
     assert history.inner_steps_counted == 2 * 3 * 10
 
 
+def test_more_steps_merged_than_can_have_been_made() -> None:
+    history = good(2)
+    most = 3 * (20 + 9)  # the three have written lines at steps 10 and 20
+    history.tokens = most * 64
+    assert rules(history) == []
+    history.tokens += 64
+    assert rules(history) == ["no work is merged twice"]
+    history.started("a")  # a life without a line
+    assert rules(history) == []
+    history.tokens += 9 * 64
+    assert rules(history) == ["no work is merged twice"]
+
+
+def test_steps_made_once_more_by_ranks_that_torchrun_has_restarted_are_made_too() -> None:
+    history = good(2)
+    for step in (10, 20, 30):
+        history.take("a", {"kind": "step", "t": 9.0, "step": step, "outer_step": 2})
+    assert history.inner_steps_at_most == 3 * (20 + 9) + 30 + 9
+
+
+def test_what_hostile_members_claim_is_not_held_against_the_steps_of_the_others() -> None:
+    history = good(2)
+    history.hostile = ("hostile-0",)
+    history.tokens = 10_000 * 64
+    assert "no work is merged twice" not in rules(history)
+
+
 def test_lost_rounds_are_counted_and_change_nothing() -> None:
     history = good()
     history.take(COORDINATOR, {**committed(21), "committed": False})

@@ -1,19 +1,22 @@
 """The simulated run against closed formulas, and against the rules that the real machine keeps."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edit.codecs import codec
-from edit.config.run import CODECS
+from edit.config.algorithm import RoundsConfig
+from edit.config.run import CODECS, RunConfig
 from edit.errors import ConfigError, LocalProtocolError
 from edit.lab.simulation.accounting import Accounting, Share
 from edit.lab.simulation.event_queue import EventQueue
 from edit.lab.simulation.link import HubLink
 from edit.lab.simulation.outcome import Outcome
-from edit.lab.simulation.scenario import Scenario
+from edit.lab.simulation.scenario import _NOT_SIMULATED, SHARED, Scenario
 from edit.lab.simulation.simulate import Simulation, simulate
 from edit.rounds import events
 
@@ -138,17 +141,37 @@ def test_what_a_checkpoint_holds_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keeps", "away_s", "lost"),
-    [("sync.strict=false", 3.0, 0), ("sync.strict=false", 45.0, 4), ("rounds.max_staleness=1", 45.0, 0)],
+    ("keeps", "away_s", "lost", "snapshots", "updates"),
+    [
+        ("sync.strict=false", 3.0, 0, 0, 0),
+        ("sync.strict=false", 45.0, 4, 1, -2),
+        ("codec.down=int4", 45.0, 4, 0, 0),
+        ("codec.down=int4", 105.0, 4, 1, -5),
+        ("rounds.max_staleness=1", 45.0, 0, 0, 0),
+        ("rounds.max_staleness=1", 105.0, 0, 1, -6),
+    ],
 )
-def test_a_peer_that_returns_to_a_run_that_is_further_goes_on_as_a_real_one(keeps: str, away_s: float, lost: int) -> None:
-    """From its checkpoint where the run is strict, carries contributions or has not moved; else forward, from a snapshot."""
-    simulation = Simulation(Scenario.read(None, [*FLEET, "faults.checkpoint_steps=1", keeps]))
+def test_a_peer_that_returns_to_a_run_that_is_further_goes_on_as_a_real_one(
+    keeps: str, away_s: float, lost: int, snapshots: int, updates: int
+) -> None:
+    """From its checkpoint where the run is strict, carries contributions or has not moved; else forward, by updates where these
+    are kept and fewer bytes than the parameters. What it has is not fetched."""
+    scenario = Scenario.read(None, [*FLEET, "faults.checkpoint_steps=1", keeps])
+    simulation = Simulation(scenario)
     peer, queue = simulation.peers[0], simulation.queue
     queue.at(45.0, lambda: peer.die(away_s))
     outcome = simulation.run()
-    assert (outcome.failures, outcome.returns, outcome.snapshots) == (1, 1, 1)
+    assert (outcome.failures, outcome.returns, outcome.snapshots) == (1, 1, snapshots)
     assert outcome.steps_trained - outcome.steps_counted == lost
+    fetched = outcome.bytes_down - snapshots * scenario.snapshot_bytes
+    assert fetched == (39 * 6 + updates) * scenario.down_bytes  # the run has ended before the last one is fetched
+
+
+def test_a_peer_that_returns_before_the_first_outer_step_fetches_nothing() -> None:
+    simulation = Simulation(Scenario.read(None, FLEET))
+    simulation.queue.at(5.0, lambda: simulation.peers[0].die(3.0))
+    outcome = simulation.run()
+    assert (outcome.returns, outcome.snapshots) == (1, 0) and outcome.commits == 40
 
 
 def test_a_tenfold_slower_peer_holds_nobody_up_beyond_the_ceiling_and_its_work_still_counts() -> None:
@@ -187,10 +210,48 @@ def test_every_arrival_is_a_commit_where_each_is_merged() -> None:
     assert max(map(int, outcome.staleness)) >= 5 and outcome.stuck == 0 and outcome.goodput > 0.95
 
 
-@pytest.mark.parametrize("setting", ["sync.schedule=time", "sync.dylu=true", "sync.tokens=5"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "sync.schedule=time",
+        "sync.dylu=true",
+        "sync.tokens=5",
+        "storage.buffer_bytes=0",
+        "storage.checkpoint_every=1",
+        "storage.keep_checkpoints=9",
+        "membership.consent=true",
+        "membership.share_losses=true",
+        "codec.up_residual=int8",
+        "codec.up_decay=0.5",
+        "penalty.temperature=5.0",
+        "penalty.clip=1.0",
+    ],
+)
 def test_a_setting_that_is_not_simulated_is_an_error(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]} is not simulated"):
-        Scenario.read(None, [setting])
+        Scenario.read(None, [setting, *(["merge=true"] if setting.startswith("penalty") else [])])
+
+
+def test_neither_a_share_of_the_local_parameters_nor_plug_ins_are_simulated() -> None:
+    with pytest.raises(ConfigError, match=r'sync\.mix = "lerp" is not simulated'):
+        Scenario.read(None, ["sync.mode=delayed", "sync.mix=lerp"])
+    with pytest.raises(ConfigError, match=r"codec\.up = 'entry:own': plug-ins are not simulated"):
+        Scenario.read(None, ["codec.up=entry:own"])
+
+
+def test_every_setting_of_the_tables_is_simulated_or_known_not_to_be() -> None:
+    """A new one has to be put in its place."""
+    verdicts = {"enabled", "detector", "alpha", "delta", "observations", "step_power", "relearn", "max_ratio", "idle_ratio"}
+    simulated = {
+        "sync": {"every", "milestones", "outer_steps", "groups", "pattern", "mode", "delay", "mix", "strict"},
+        "rounds": {each.name for each in dataclasses.fields(RoundsConfig)},
+        "membership": {"heartbeat_s", "lease_s"},
+        "storage": {"keep_updates"},
+        "codec": {"up", "down"},
+        "penalty": verdicts,
+    }
+    for section, config in ((section, getattr(RunConfig(), section)) for section in SHARED):
+        assert {each.name for each in dataclasses.fields(config)} == simulated[section] | set(_NOT_SIMULATED[section])
 
 
 def test_the_aggregators_link_is_shared() -> None:
@@ -206,6 +267,39 @@ def test_merging_for_real_rejects_the_damaged_and_their_steps_do_not_count() -> 
     assert sound.steps_counted == 40 * 6 * 20 and sound.rejected == 0
     assert 0.03 < damaged.rejected / (40 * 6) < 0.2
     assert damaged.steps_counted == (40 * 6 - damaged.rejected) * 20
+
+
+def test_what_was_done_since_a_refused_contribution_does_not_count() -> None:
+    """Nor does it with a real peer: the local parameters are theta again."""
+    overlapping = ("peers=2", "sync.mode=delayed", "sync.delay=10", "merge=true", "size.fragments=2")
+
+    def lost(refused: Mapping[int, Mapping[int, frozenset[str]]]) -> float:
+        simulation = Simulation(Scenario.read(None, [*FLEET, *overlapping]))
+        coordinator = simulation.coordinator
+        merger = SimpleNamespace(rejected=lambda i, _: refused.get(coordinator.machine.outer_step, {}).get(i, frozenset()))
+        coordinator._merger = merger  # type: ignore[assignment]
+        outcome = simulation.run()
+        return outcome.steps_trained - outcome.steps_counted
+
+    both = {i: frozenset({"peer-000000"}) for i in range(2)}
+    assert lost({}) == 0
+    assert lost({7: both}) == 20 + 10
+    assert lost({7: both, 8: both}) == 20 + 10 + 10 + 10
+    assert lost({7: {0: both[0]}}) == 20 / 2, "the other fragment was merged: the peer goes on from there"
+
+
+def test_what_is_replaced_by_the_update_does_not_count() -> None:
+    replay, replace = (run("sync.mode=delayed", "sync.delay=10", f"sync.mix={mix}") for mix in ("replay", "replace"))
+    assert (replay.steps_trained, replay.steps_counted) == (40 * 6 * 20, 40 * 6 * 20)
+    assert (replace.steps_trained, replace.steps_counted) == (40 * 6 * 20, 6 * (20 + 39 * 10))
+    assert replace.staleness == {"0": 40 * 6} and replay.staleness == {"0": 6, "1": 39 * 6}
+
+
+def test_a_peer_that_was_refused_goes_on_where_all_that_it_did_since_is_dropped() -> None:
+    """The exchange takes as long as the training between two: nothing is left when the next contribution is due."""
+    outcome = run("sync.mode=delayed", "sync.delay=20", "merge=true", "damaged=0.3")
+    assert outcome.finished and outcome.rejected > 0
+    assert outcome.steps_trained - outcome.steps_counted > 15 * outcome.rejected
 
 
 def test_a_step_that_counts_twice_is_a_bug() -> None:
