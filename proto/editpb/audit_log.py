@@ -36,6 +36,7 @@ from edit.trust.signatures import is_signed
 from editpb.approvals import ApprovalRules
 from editpb.consents import check_consent
 from editpb.limits import MAX_ENTRY_BYTES
+from editpb.logged_privacy import LoggedPrivacy, bound_of
 from editpb.messages import (
     Approval,
     ConfigChange,
@@ -288,11 +289,7 @@ def _trust(scorers: Sequence[str], trust: Mapping[str, Trust]) -> _Entry:
 
 def claimed_privacy(config: RunConfig) -> dict[str, object] | None:
     """Return what an entry says of the bound that each peer keeps for itself, where there is one."""
-    privacy = config.privacy
-    if not privacy.of_examples:
-        return None
-    most = {"epsilon_max": privacy.epsilon_max, "delta": privacy.delta}
-    return {"level": privacy.level, "unit": privacy.unit, **most}
+    return bound_of(config.privacy) if config.privacy.of_examples else None
 
 
 def completed(entry: bytes, commit: Commit) -> bytes:
@@ -591,7 +588,6 @@ class LogVerifier:
         self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions and consents
         self.confirmed = 0  # commits of a masked sum that says which peers have confirmed it
         self.unconfirmed = 0  # and those that do not: an earlier version wrote them
-        self.privacy = ""  # what the last commit says of differential privacy, in words
         self.changes: list[Changed] = []  # of the configuration
         self.configuration = Configuration(0, "")  # the present one
         self._approvals: list[tuple[str, Approval]] = []  # of changes of the present configuration: approver and approval
@@ -599,7 +595,7 @@ class LogVerifier:
         self.trust: dict[str, tuple[float, int]] = {}
         self._knows_trust = False  # whether that is all; not where the log begins, or goes on, in the middle of a run
         self._scores: dict[str, dict[str, float]] = {}  # since the last commit, by scorer: the last ones that it said
-        self._attempts = 0  # the most that one of them counts
+        self._privacy = LoggedPrivacy()
         self._config = self._schema_hash = ""
         self._merged: dict[str, dict[tuple[int, int], int]] = {}  # by peer: fragment, rank -> round of what was merged last
 
@@ -628,6 +624,7 @@ class LogVerifier:
                     self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
                     self.continued.append(self.outer_step)
                     self._knows_trust = False
+                    self._privacy.gap()
                 case "commit":
                     self._commit(entry)
                 case "consent":
@@ -644,6 +641,11 @@ class LogVerifier:
             raise _fault(index, error) from error
         self.tree.append(leaf_hash(line))
         return entry
+
+    @property
+    def privacy(self) -> str:
+        """What the last commit says of differential privacy, in words."""
+        return self._privacy.words
 
     @property
     def signed(self) -> Signed:
@@ -709,12 +711,15 @@ class LogVerifier:
         self.run_id, self._schema_hash = str(entry["run_id"]), str(entry["schema_hash"])
         self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
         self._knows_trust = self.outer_step == 0
+        if self.outer_step:
+            self._privacy.gap()
         self._take_config(entry)
 
     def _take_config(self, entry: _Entry) -> None:
         self._config = str(entry["config_digest"])
         if hashlib.sha256(str(entry["config"]).encode()).hexdigest() != self._config:
             raise ValueError("config_digest is not that of the configuration")
+        self._privacy.configure(str(entry["config"]))
         before, after = self.configuration, Configuration(self.configuration.number + 1, str(entry["config"]))
         if before.number:
             given = tuple(each for _, each in self._approvals if each.config_digest == after.digest)
@@ -784,7 +789,7 @@ class LogVerifier:
             self.unconfirmed += 1
         if self._signatures:
             self.verified += _check_signatures(self.signed, entry)
-        self._take_privacy(entry.get("privacy"))
+        self._privacy.commit(entry.get("privacy"))
         self._take_trust(entry.get("trust"))
         self._count(entry)
 
@@ -829,23 +834,6 @@ class LogVerifier:
         self.trust = {peer: (each.mean, each.count) for peer, each in after.items()}
         if self.trust != logged:
             raise ValueError("the trust in peers does not follow from the scores before it")
-
-    def _take_privacy(self, said: _Entry | None) -> None:
-        """Take what a commit says of privacy. With that of organisations each commit costs an attempt at least."""
-        self.privacy = ""
-        if said is None:
-            return
-        level, delta = str(said["level"]), float.fromhex(said["delta"])
-        if level != "organisation":
-            self.privacy = (
-                f"{level}-level, eps of each peer at most {float.fromhex(said['epsilon_max']):.4g} at delta {delta:g}"
-            )
-            return
-        attempts, before = int(said["attempts"]), self._attempts
-        self._attempts = max(attempts, before)
-        self.privacy = f"{level}-level, eps {float.fromhex(said['epsilon']):.4g} at delta {delta:g}, {attempts} attempts"
-        if attempts <= before:
-            self.privacy += f": more was spent, since a commit before it counts {before}"
 
     def _check_seen(self, peer: str, heads: Sequence[SeenHead]) -> None:
         """Raise LogFault unless this log begins with what a peer has seen of it."""

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from aggregator.storage.journal import Disk, Journal, replay_segments
 from aggregator.storage.journal_records import records
 from aggregator.storage.store import Store
 from edit.config.audit import AuditConfig
-from edit.config.run import CodecConfig, OuterConfig, PrivacyConfig, RunConfig, StorageConfig
+from edit.config.gaussian import gaussian_epsilon
+from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, PrivacyConfig, RunConfig, StorageConfig
 from edit.errors import ConfigError, RefusedError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
@@ -448,15 +449,48 @@ def test_the_bound_that_peers_keep_for_their_examples_is_in_each_commit(tmp_path
     assert log.privacy == "example-level, eps of each peer at most 8 at delta 1e-05"
 
 
-def test_a_ledger_of_privacy_that_lost_attempts_is_seen_in_the_log(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    outer, said = founded(store), {"level": "organisation", "delta": 1e-5, "epsilon": 1.5, "by": "exact"}
-    for round_id, attempts in ((1, 3), (2, 4), (3, 2), (4, 5)):
-        append(store, outer, round_id, {**said, "attempts": attempts})
-        log, _ = log_of(tmp_path)
-        lost = ": more was spent, since a commit before it counts 4" if round_id == 3 else ""
-        assert log.privacy == f"organisation-level, eps 1.5 at delta 1e-05, {attempts} attempts{lost}"
+PRIVATE = replace(
+    CONFIG,
+    penalty=PenaltyConfig(enabled=False),
+    privacy=PrivacyConfig(level="organisation", delta=1e-5, epsilon_max=100.0, noise_multiplier=2.0, denominator=2),
+)
+
+
+def spent(attempts: int) -> dict[str, object]:
+    epsilon = gaussian_epsilon(1e-5, attempts, 2.0)
+    return {"level": "organisation", "delta": 1e-5, "epsilon": epsilon, "attempts": attempts, "by": "exact"}
+
+
+def privately(folder: Path, parts: Sequence[Mapping[str, object] | None]) -> str:
+    """A log whose commits have these parts, and what it says of privacy in the end."""
+    store = opened(folder, config=PRIVATE)
+    outer = founded(store)
+    for round_id, part in enumerate(parts, 1):
+        append(store, outer, round_id, part)
     store.close()
+    log = LogVerifier(signatures=False)
+    for line in (folder / "audit-log.jsonl").read_bytes().splitlines():
+        log.take(line)
+    return log.privacy
+
+
+def test_a_ledger_of_privacy_that_lost_attempts_is_seen_in_the_log(tmp_path: Path) -> None:
+    said = privately(tmp_path, [spent(attempts) for attempts in (3, 4, 3)])
+    least = gaussian_epsilon(1e-5, 5, 2.0)
+    assert "3 attempts: more was spent" in said and said.endswith(f"eps {least:.4g} at least")
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({**spent(2), "epsilon": 0.5}, "says epsilon 0.5, and 2 attempts cost"),
+        ({**spent(2), "delta": 1e-9}, "says delta 1e-09"),
+        (None, "lacks what was spent"),
+    ],
+)
+def test_a_commit_that_says_less_than_was_spent_is_found(tmp_path: Path, part: Mapping[str, object] | None, why: str) -> None:
+    with pytest.raises(LogFault, match=f"entry 2: .*{why}"):
+        privately(tmp_path, [spent(1), part])
 
 
 def test_another_configuration_and_commits_without_a_log_are_seen_in_it(tmp_path: Path) -> None:
