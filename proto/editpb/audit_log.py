@@ -35,7 +35,7 @@ from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
 from edit.trust.signatures import is_signed
 from editpb.approvals import ApprovalRules
 from editpb.consents import check_consent
-from editpb.limits import MAX_ENTRY_BYTES
+from editpb.limits import MAX_ENTRY_BYTES, is_id
 from editpb.logged_privacy import LoggedPrivacy, bound_of
 from editpb.messages import (
     Approval,
@@ -76,6 +76,7 @@ __all__ = [
     "commit_entry",
     "completed",
     "config_entry",
+    "consent_entry",
     "consent_in",
     "continued_entry",
     "counts_anybody",
@@ -111,6 +112,9 @@ of the log, that head's place in the peer's list `seen`, a number. Bytes are bas
 
 
 _RESULT_BYTES = len(f',"update":"{"0" * 64}"')  # of the hash of an update in an entry; of the digest after it, no more
+
+
+_LAST_TIME = 253_402_300_799  # the end of the year 9999
 
 
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
@@ -555,6 +559,12 @@ def is_signed_part(signed: Signed, peer: str, key: bytes, values: Sequence[Any],
     return is_signed(key, signature, contribution_statement(header, signed.config_digest, part["boxes"]))
 
 
+def _name(peer: object) -> str:
+    if not isinstance(peer, str) or not is_id(peer):
+        raise ValueError(f"{str(peer)[:80]!r} is no name of a peer")
+    return peer
+
+
 def _place(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError("the place of a head is no number")
@@ -613,6 +623,9 @@ class LogVerifier:
                 raise LogFault(f"entry {index - 1} was changed, or one before it, or what entry {index} says of them")
             if (entry["kind"] == "genesis") != (index == 0):
                 raise ValueError("the first entry is a log's genesis, and no other is")
+            of_part = self.part is not None or (index == 0 and "part" in entry)  # whose entries have no time
+            if not of_part and not (type(entry["time"]) is int and 0 <= entry["time"] <= _LAST_TIME):
+                raise ValueError("its time is none")
             if self.part is not None and entry["kind"] != "commit":
                 raise ValueError(f"is of the kind {entry['kind']}, and only commits are in the log of a swarm's part")
             match entry["kind"]:
@@ -681,9 +694,9 @@ class LogVerifier:
         """
         size = self.check_head(note)
         assert self.key is not None
-        members = [NoteKey.of_member(peer, key) for peer, known in self.keys.items() for key in known]
-        named = {(each.name, each.key_id) for each in (self.key, *members)}
         try:
+            members = [NoteKey.of_member(peer, key) for peer, known in self.keys.items() for key in known]
+            named = {(each.name, each.key_id) for each in (self.key, *members)}
             for name, key_id, _ in signatures_under(note):
                 if (name, key_id) not in named:
                     raise ValueError(f"{name} has cosigned with a key that no entry names")
@@ -752,7 +765,7 @@ class LogVerifier:
             check_consent(consent, self.run_id, peer_id, self._config)
         except RemoteProtocolError as error:
             raise ValueError(str(error)) from error
-        self.consents[peer_id] = consent
+        self.consents[_name(peer_id)] = consent
         self.keys.setdefault(peer_id, set()).add(consent.public_key)
 
     def _commit(self, entry: _Entry) -> None:
@@ -770,6 +783,8 @@ class LogVerifier:
         self.outer_step, self.digest = entry["outer_step"], str(entry["after"])
         self.commits += 1
         contributed: dict[int, set[str]] = {}
+        for peer in (*entry["missing"], *entry["unmerged"], *entry["contributions"]):
+            _name(peer)
         for peer, given in entry["contributions"].items():
             self._check_seen(peer, seen_heads(given))
             self.keys.setdefault(peer, set()).add(base64.b64decode(given["key"], validate=True))
@@ -805,10 +820,10 @@ class LogVerifier:
     def _take_score(self, entry: _Entry) -> None:
         if entry["outer_step"] != self.outer_step:
             raise ValueError(f"scores of outer step {entry['outer_step']}, and the last one is {self.outer_step}")
-        scores = {str(peer): float.fromhex(value) for peer, value in entry["scores"].items()}
+        scores = {_name(peer): float.fromhex(value) for peer, value in entry["scores"].items()}
         if not all(abs(value) <= 1 for value in scores.values()):
             raise ValueError("a score is not between -1 and 1")
-        scorer = str(entry["scorer"])
+        scorer = _name(entry["scorer"])
         key, signature = (base64.b64decode(entry[name], validate=True) for name in ("key", "signature"))
         report = ScoreReport(run_id=self.run_id, outer_step=self.outer_step, scores=scores, public_key=key, signature=signature)
         try:
@@ -825,7 +840,7 @@ class LogVerifier:
             return
         from edit.merging.trust import Trust, after_scores, agreed  # needs torch, which few logs do
 
-        logged = {str(peer): (float.fromhex(mean), int(count)) for peer, (mean, count) in said["peers"].items()}
+        logged = {_name(peer): (float.fromhex(mean), int(count)) for peer, (mean, count) in said["peers"].items()}
         if not self._knows_trust:
             self.trust, self._knows_trust = logged, True
             return
@@ -849,6 +864,8 @@ class LogVerifier:
         shares = dict.fromkeys(entry["contributions"], 0.0)
         for fragment in fragments:
             for peer, (verdict, _, weight, *_) in fragment["verdicts"].items():
+                if not isinstance(verdict, str):
+                    raise ValueError(f"the verdict of {peer} is none")
                 self._usage_of(peer).verdicts[verdict] += 1
                 shares[peer] += float.fromhex(weight)
         for peer, share in shares.items():
