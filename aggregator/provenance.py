@@ -113,7 +113,7 @@ def provenance_of(lines: Iterable[bytes], key: NoteKey, head: bytes, files: Sequ
                 },
                 "internalParameters": {},
                 "resolvedDependencies": [
-                    _data(log.run_id, peer, consent) for peer, consent in sorted(log.consents.items()) if consent.data
+                    _data(log.run_id, peer, consent) for peer, consent in sorted(log.confirmed_consents.items()) if consent.data
                 ],
             },
             "runDetails": {

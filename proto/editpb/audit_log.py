@@ -32,7 +32,7 @@ from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signatures_under
 from edit.trust.mask_roster import Advert, AgreedSet, Roster, RoundName
 from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
-from edit.trust.signatures import is_signed
+from edit.trust.signatures import is_signed, key_hash
 from editpb.approvals import ApprovalRules
 from editpb.consents import check_consent
 from editpb.limits import MAX_ENTRY_BYTES, is_id
@@ -594,8 +594,10 @@ class LogVerifier:
         self.recovered: list[Recovered] = []  # in a part's log: where another lineage begins
         self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
         self.usage: dict[str, Usage] = {}
-        self.consents: dict[str, Consent] = {}  # by peer: the last one
-        self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions and consents
+        self.consents: dict[str, Consent] = {}  # by peer: the last one; whose key it is, `confirmed_consents` says
+        self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions, consents and scores
+        self.contributors: dict[str, set[bytes]] = {}  # by peer: those that have signed contributions
+        self.scorers: dict[str, set[bytes]] = {}  # by scorer: those that have signed scores
         self.confirmed = 0  # commits of a masked sum that says which peers have confirmed it
         self.unconfirmed = 0  # and those that do not: an earlier version wrote them
         self.changes: list[Changed] = []  # of the configuration
@@ -656,6 +658,21 @@ class LogVerifier:
         return entry
 
     @property
+    def confirmed_consents(self) -> dict[str, Consent]:
+        """The consents that are signed with a key that has signed contributions of their peer, by peer.
+
+        A consent names its key itself, and with a key of its own a coordinator makes up any. It cannot show a peer a receipt
+        with a contribution that is not the peer's.
+        """
+        return {peer: each for peer, each in self.consents.items() if each.public_key in self.contributors.get(peer, ())}
+
+    @property
+    def doubtful_consents(self) -> dict[str, str]:
+        """By peer, of the other consents: SHA-256 of the key."""
+        confirmed = self.confirmed_consents
+        return {peer: key_hash(each.public_key) for peer, each in sorted(self.consents.items()) if peer not in confirmed}
+
+    @property
     def privacy(self) -> str:
         """What the last commit says of differential privacy, in words."""
         return self._privacy.words
@@ -690,7 +707,8 @@ class LogVerifier:
     def check_cosigned(self, note: bytes) -> tuple[int, tuple[str, ...]]:
         """Check a head of this log that members have cosigned; return its size, and who has signed it. Raises LogFault.
 
-        All entries are to be taken before: the keys of the members are those that they name.
+        All entries are to be taken before: the keys of the members are those that they name. Who has signed it with a key
+        that has signed none of its contributions is not named.
         """
         size = self.check_head(note)
         assert self.key is not None
@@ -703,7 +721,7 @@ class LogVerifier:
             _, signed = open_note(note, [self.key, *members])
         except ValueError as error:
             raise LogFault(f"the cosigned head of {size} entries: {error}") from error
-        return size, tuple(sorted(each.name for each in signed if each != self.key))
+        return size, tuple(sorted(each.name for each in signed if each.public in self.contributors.get(each.name, ())))
 
     def _begin(self, entry: _Entry) -> None:
         """Take what a log of a part says of the entries before its first one."""
@@ -787,7 +805,10 @@ class LogVerifier:
             _name(peer)
         for peer, given in entry["contributions"].items():
             self._check_seen(peer, seen_heads(given))
-            self.keys.setdefault(peer, set()).add(base64.b64decode(given["key"], validate=True))
+            key = base64.b64decode(given["key"], validate=True)
+            self.keys.setdefault(peer, set()).add(key)
+            if given["parts"]:
+                self.contributors.setdefault(peer, set()).add(key)
             merged = self._merged.setdefault(peer, {})
             for values in given["parts"]:
                 fragment, rank, number = values[:3]
@@ -831,7 +852,8 @@ class LogVerifier:
         except RemoteProtocolError as error:
             raise ValueError(str(error)) from error
         self._scores[scorer] = scores
-        self.keys.setdefault(scorer, set()).add(key)
+        for keys in (self.keys, self.scorers):
+            keys.setdefault(scorer, set()).add(key)
 
     def _take_trust(self, said: _Entry | None) -> None:
         """Compute what the trust in peers comes to, by the scores that count, and compare."""
