@@ -25,10 +25,11 @@ from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.checkpoints import MOST_NOTE_BYTES, NoteKey
 from edit.trust.envelopes import signed_envelope
+from edit.trust.signatures import key_hash
 from editpb.audit_log import LogFault, LogVerifier, Usage
 from editpb.messages import DataStatement
 
-__all__ = ["audit", "print_usage", "usage_values"]
+__all__ = ["audit", "print_keys", "print_usage", "usage_values"]
 
 audit = typer.Typer(no_args_is_help=True, help="Verify, sum up or copy the audit log of a run (docs/audit.md).")
 _Log = Annotated[Path, typer.Option("--state", help="The folder of the run, or one that an export has written.")]
@@ -82,6 +83,7 @@ def verify(
         typer.echo(f"masked      {_masked(log)}")
     if log.privacy:
         typer.echo(f"privacy     {printable(log.privacy)}")
+    print_keys(log)
     if log.continued:
         typer.echo(
             f"continued   at outer steps {', '.join(map(str, log.continued))}: earlier commits are not in the log, or were lost"
@@ -216,12 +218,13 @@ def card(
 
 def usage_values(log: LogVerifier) -> dict[str, object]:
     """Return what a verified log says of each peer, as JSON values."""
-    data = _data(log)
+    data, consents, doubtful = _data(log), log.confirmed_consents, log.doubtful_consents
     return {
         peer: {
             **_fields(one),
             "verdicts": dict(one.verdicts),
-            "consented": peer in log.consents,
+            "consented": peer in consents,
+            "doubtful_consent": doubtful.get(peer),
             "data": asdict(data[peer]) if peer in data else None,
         }
         for peer, one in _peers(log).items()
@@ -236,11 +239,33 @@ def print_usage(log: LogVerifier) -> None:
         share = one.share / log.commits if log.commits else 0.0
         table.add_row(printable(peer), str(one.outer_steps), str(one.tokens), f"{share:.1%}", str(one.missing), verdicts)
     Console().print(table)
-    if log.consents:
-        typer.echo(f"consented: {', '.join(printable(peer) for peer in sorted(log.consents))}")
+    if consents := log.confirmed_consents:
+        typer.echo(f"consented: {', '.join(printable(peer) for peer in sorted(consents))}")
     for peer, said in sorted(_data(log).items()):
         typer.echo(f"{printable(peer)}'s data: {printable(_words_of(said))}")
+    for peer, key in log.doubtful_consents.items():
+        typer.echo(f"doubtful: {_doubtful(peer, key)}")
     typer.echo("Tokens, and what is said of data, are what each peer says of itself.")
+
+
+def print_keys(log: LogVerifier, indent: str = "") -> None:
+    """Print keys of which somebody should ask whose they are: the log does not show it."""
+    for peer, key in log.doubtful_consents.items():
+        typer.echo(f"{indent}doubtful    {_doubtful(peer, key)}")
+    for scorer, keys in _scorers(log).items():
+        typer.echo(f"{indent}scored      by {printable(scorer)}, key {', '.join(f'sha256:{key}' for key in keys)}")
+    for peer, known in sorted(log.contributors.items()):
+        if len(known) > 1:
+            each = ", ".join(f"sha256:{key_hash(key)}" for key in sorted(known))
+            typer.echo(f"{indent}keys        of {printable(peer)}, which contributed with {len(known)}: {each}")
+
+
+def _doubtful(peer: str, key: str) -> str:
+    return f"the consent of {printable(peer)}, by a key that has signed no contribution of it: sha256:{key}"
+
+
+def _scorers(log: LogVerifier) -> dict[str, list[str]]:
+    return {scorer: sorted(map(key_hash, keys)) for scorer, keys in sorted(log.scorers.items())}
 
 
 def _peers(log: LogVerifier) -> dict[str, Usage]:
@@ -248,7 +273,7 @@ def _peers(log: LogVerifier) -> dict[str, Usage]:
 
 
 def _data(log: LogVerifier) -> dict[str, DataStatement]:
-    return {peer: consent.data for peer, consent in log.consents.items() if consent.data}
+    return {peer: consent.data for peer, consent in log.confirmed_consents.items() if consent.data}
 
 
 def _of_replay(state: Path, step: int) -> list[Path]:
@@ -352,6 +377,8 @@ def _said(log: LogVerifier, signed: int) -> dict[str, object]:
         "root": log.tree.root(signed).hex(),
         "key": log.key.text() if log.key is not None else "",
         "continued": log.continued,
+        "doubtful_consents": log.doubtful_consents,
+        "scorers": _scorers(log),
         "changes": [change._asdict() for change in log.changes],
         **({"masked": {"confirmed": log.confirmed, "unconfirmed": log.unconfirmed}} if log.confirmed + log.unconfirmed else {}),
         **({"privacy": log.privacy} if log.privacy else {}),

@@ -8,7 +8,8 @@ code gives the same bits on every machine.
  1. The log holds together up to its signed head, and has the commit.
  2. What is kept is what the entry names: each shard has the signature that stands there, which is of its header, and its bytes
     have the hash that was signed. Nothing is missing, nothing is there beside it.
- 3. What counted for a contribution is no more than its peer claimed; less where the claim was not believed.
+ 3. What counted for a contribution is no more than its peer claimed; less where the claim was not believed. Inner steps may be
+    more up to the fewest that any contribution counts for (`edit.rounds.work_claims`).
  4. Verdicts, weights, norms, the merged pseudo-gradient, the update and the outer parameters after it are those of the entry.
 """
 
@@ -38,7 +39,7 @@ from edit.merging.merge import Measured, measure
 from edit.merging.mergers import admission, screen
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.plain_text import printable
-from edit.rounds.work_claims import Work
+from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.canonical import canonical, parse_canonical
 from editpb.audit_log import DAMAGE, PART, LogFault, fragment_entry
 from editpb.signed_contributions import check_signature, config_digest
@@ -128,7 +129,7 @@ def _replayed(entry: Mapping[str, Any], trust: Mapping[str, Any] | None, outer: 
     if trust is not None and {peer: [each.mean.hex(), each.count] for peer, each in outer.trust.items()} != trust:
         raise LogFault(f"outer step {outer_step - 1}: the trust in peers is not what the log says")
     try:
-        _check_kept(kept, entry)
+        _check_kept(kept, entry, UsualWork.of(outer.config))
         _compare(asyncio.run(_merged(kept, outer)), outer, entry)
     except DAMAGE as error:
         raise LogFault(f"the commit to outer step {outer_step}: {error!r}") from error
@@ -169,7 +170,7 @@ def _less(one: Kept) -> bool:
     return one.work.inner_steps < one.header.inner_steps or one.work.tokens < one.header.tokens
 
 
-def _check_kept(kept: Sequence[Kept], entry: Mapping[str, Any]) -> None:
+def _check_kept(kept: Sequence[Kept], entry: Mapping[str, Any], usual: UsualWork) -> None:
     """Rules 2 and 3. Raises LogFault, and what DAMAGE has."""
     named: dict[tuple[str, int, int], tuple[str, str, str]] = {}
     for peer, given in entry["contributions"].items():
@@ -189,7 +190,8 @@ def _check_kept(kept: Sequence[Kept], entry: Mapping[str, Any]) -> None:
             raise LogFault(f"{what} is kept with a header that its peer has not signed") from error
         if blake3(one.data).digest() != header.payload_blake3:
             raise LogFault(f"{what} is kept with other bytes than were signed")
-        if one.work.tokens > header.tokens:
+        most = usual.most_inner_steps(header.inner_steps, header.outer_step, entry["outer_step"] - 1)
+        if one.work.tokens > header.tokens or one.work.inner_steps > most:
             raise LogFault(f"{what} counted for more than its peer claimed")
     for peer, fragment, rank in sorted(named):
         raise LogFault(

@@ -16,6 +16,9 @@ from editpb.audit_log import Usage
 
 __all__ = ["model_card"]
 
+_DOUBTFUL = (
+    "Doubtful: a consent by a key that has signed no contribution of that participant; what it says of data is left out."
+)
 _MARKUP = "\\`*_{}[]()<>#+-.!|~&:@$^=/\"'"
 
 
@@ -60,6 +63,7 @@ def model_card(lines: Iterable[bytes], key: NoteKey, head: str) -> str:
             *(_row(past, peer) for peer in sorted(log.usage.keys() | log.consents.keys())),
             "",
             f"{merged:,} tokens in all.",
+            *([_DOUBTFUL] if log.doubtful_consents else []),
             "",
             "## Privacy",
             "",
@@ -96,7 +100,7 @@ def _text(words: str) -> str:
 
 def _row(past: Past, peer: str) -> str:
     log = past.log
-    usage, consent = log.usage.get(peer, Usage()), log.consents.get(peer)
+    usage, consent = log.usage.get(peer, Usage()), log.confirmed_consents.get(peer)
     said = []
     if consent is not None and consent.data:
         licence = f"licence {consent.data.licence}" if consent.data.licence else ""
@@ -107,7 +111,7 @@ def _row(past: Past, peer: str) -> str:
         str(usage.outer_steps),
         f"{usage.tokens:,}",
         f"{usage.share / log.commits:.1%}",
-        "yes" if consent is not None else "",
+        "yes" if consent is not None else "doubtful" if peer in log.consents else "",
         _text("; ".join(said)),
     )
     return f"| {' | '.join(cells)} |"

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 import edit
 from edit.errors import ConfigError
 from edit.trust.checkpoints import NoteKey
-from editpb.audit_log import LogVerifier, log_origin
+from editpb.audit_log import LogFault, LogVerifier, log_origin
 from editpb.messages import Consent
 
 __all__ = ["PAYLOAD_TYPE", "Past", "provenance_of", "read_past", "share_of", "utc"]
@@ -57,13 +57,22 @@ def read_past(lines: Iterable[bytes], key: NoteKey) -> Past:
     for line in lines:
         entry = past.log.take(line)
         if "config" in entry:
-            values = json.loads(entry["config"])
+            values = _settings(entry)
             past.configurations.append(Configured(entry["config_digest"], past.log.outer_step, values))
         if entry["kind"] == "genesis":
             past.begun, past.first_step, past.first_digest = int(entry["time"]), past.log.outer_step, past.log.digest
         if entry["kind"] == "commit":
             past.ended = int(entry["time"])
     return past
+
+
+def _settings(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of an entry. Raises LogFault where it lacks what is shown of it."""
+    values: Mapping[str, Any] = json.loads(entry["config"])
+    sections = [values.get(name, {}) for name in ("model", "aggregators")]
+    if not all(isinstance(each, Mapping) for each in sections) or not isinstance(sections[0].get("name"), str):
+        raise LogFault(f"entry {entry['index']}: its configuration names no model, or its aggregators are none")
+    return values
 
 
 def share_of(past: Past) -> str:
@@ -104,7 +113,7 @@ def provenance_of(lines: Iterable[bytes], key: NoteKey, head: bytes, files: Sequ
                 },
                 "internalParameters": {},
                 "resolvedDependencies": [
-                    _data(log.run_id, peer, consent) for peer, consent in sorted(log.consents.items()) if consent.data
+                    _data(log.run_id, peer, consent) for peer, consent in sorted(log.confirmed_consents.items()) if consent.data
                 ],
             },
             "runDetails": {

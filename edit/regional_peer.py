@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from edit.codecs import decode
 from edit.collective import Collective
-from edit.config.run import RunConfig
+from edit.config.run import PrivacyConfig, RunConfig
 from edit.errors import ConfigError, RefusedError
 from edit.fragments.schema import Schema, plan_fragments
 from edit.fragments.shards import Shard
@@ -381,6 +381,8 @@ def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
         raise ConfigError(
             'privacy.level: the run above asks for "example", and the peers of the run below add no noise; set it there'
         )
+    if upper.privacy.of_examples:
+        _check_bound(upper.privacy, lower.privacy)
     for which, run in (("above", upper), ("below", lower)):
         if run.sync.milestones:
             raise ConfigError(
@@ -392,3 +394,17 @@ def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
             f"the run above exchanges every {upper.sync.interval} inner steps, the run below every {lower.sync.interval}: "
             "sync.every of the run above must be a multiple"
         )
+
+
+def _check_bound(above: PrivacyConfig, below: PrivacyConfig) -> None:
+    """Raise ConfigError unless the peers below keep to the bound that the run above says of its peers."""
+    if below.unit != above.unit:
+        raise ConfigError(
+            f'privacy.unit: the run above protects each {above.unit}, the run below each {below.unit}; set "{above.unit}" there'
+        )
+    for name in ("epsilon_max", "delta"):
+        most, found = getattr(above, name), getattr(below, name)
+        if found > most:
+            raise ConfigError(
+                f"privacy.{name}: the run above asks for at most {most:g}, the run below has {found:g}; lower it there"
+            )

@@ -15,7 +15,7 @@ import typer
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from aggregator.audit_commands import print_usage, usage_values
+from aggregator.audit_commands import print_keys, print_usage, usage_values
 from aggregator.audit_verification import entries_of, verified_log
 from aggregator.storage.state_folder import part_logs
 from aggregator.swarm.host_folder import identity_of
@@ -84,6 +84,7 @@ def verify(
             typer.echo(f"  seen        the log has the last {seen} entries that this member's peer has seen")
         if log.privacy:
             typer.echo(f"  privacy     {printable(log.privacy)}")
+        print_keys(log, "  ")
 
 
 @audit.command()
@@ -264,5 +265,6 @@ def _values(one: _Log) -> dict[str, object]:
         "outer_step": log.outer_step,
         "digest": log.digest,
         "root": log.tree.root().hex(),
+        "doubtful_consents": log.doubtful_consents,
         "recovered": [each._asdict() for each in log.recovered],
     }

@@ -151,9 +151,9 @@ class Verification:
         """Rule 4."""
         usual, outer_step = self._usual, header.outer_step
         granted = usual.slack * usual.sync.interval_at(outer_step) * (usual.groups + 1)
-        highest = usual.least(outer_step, outer_step)  # of a peer that was at this outer step all the time
+        most = usual.most_inner_steps(header.inner_steps, outer_step, outer_step)
         least = max(usual.least(0, outer_step), min(header.inner_steps, granted))
-        if not least <= work.inner_steps <= max(highest, header.inner_steps):
+        if not least <= work.inner_steps <= most:
             raise RemoteProtocolError(f"{who}: {header.inner_steps} inner steps count as {work.inner_steps}")
         least = min(header.tokens, usual.most_tokens(work.inner_steps))
         if not least <= work.tokens <= header.tokens:

@@ -76,6 +76,11 @@ class UsualWork:
         """Return the fewest inner steps of a contribution to `outer_step` by a peer that was at the outer step `first`."""
         return 1 if self.at_any_step else self.sync.least_interval(first, outer_step)
 
+    def most_inner_steps(self, claimed: int, first: int, last: int) -> int:
+        """Return the most that a claim may count for, of a contribution to the outer step `first`, begun by the one `last`."""
+        changes = (outer_step for outer_step, _ in self.sync.milestones if first < outer_step <= last)
+        return max(claimed, *(self.least(outer_step, outer_step) for outer_step in (first, *changes)))
+
     def most_tokens(self, inner_steps: int, usual: float | None = None) -> int:
         """Return how many tokens so many inner steps count for. usual: of one; None: as configured."""
         per_step = max(_PER_STEP * (self.step_tokens if usual is None else usual), self.growth * self.step_tokens)

@@ -32,10 +32,11 @@ from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signatures_under
 from edit.trust.mask_roster import Advert, AgreedSet, Roster, RoundName
 from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
-from edit.trust.signatures import is_signed
+from edit.trust.signatures import is_signed, key_hash
 from editpb.approvals import ApprovalRules
 from editpb.consents import check_consent
-from editpb.limits import MAX_ENTRY_BYTES
+from editpb.limits import MAX_ENTRY_BYTES, is_id
+from editpb.logged_privacy import LoggedPrivacy, bound_of
 from editpb.messages import (
     Approval,
     ConfigChange,
@@ -75,6 +76,7 @@ __all__ = [
     "commit_entry",
     "completed",
     "config_entry",
+    "consent_entry",
     "consent_in",
     "continued_entry",
     "counts_anybody",
@@ -110,6 +112,9 @@ of the log, that head's place in the peer's list `seen`, a number. Bytes are bas
 
 
 _RESULT_BYTES = len(f',"update":"{"0" * 64}"')  # of the hash of an update in an entry; of the digest after it, no more
+
+
+_LAST_TIME = 253_402_300_799  # the end of the year 9999
 
 
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
@@ -288,11 +293,7 @@ def _trust(scorers: Sequence[str], trust: Mapping[str, Trust]) -> _Entry:
 
 def claimed_privacy(config: RunConfig) -> dict[str, object] | None:
     """Return what an entry says of the bound that each peer keeps for itself, where there is one."""
-    privacy = config.privacy
-    if not privacy.of_examples:
-        return None
-    most = {"epsilon_max": privacy.epsilon_max, "delta": privacy.delta}
-    return {"level": privacy.level, "unit": privacy.unit, **most}
+    return bound_of(config.privacy) if config.privacy.of_examples else None
 
 
 def completed(entry: bytes, commit: Commit) -> bytes:
@@ -558,6 +559,12 @@ def is_signed_part(signed: Signed, peer: str, key: bytes, values: Sequence[Any],
     return is_signed(key, signature, contribution_statement(header, signed.config_digest, part["boxes"]))
 
 
+def _name(peer: object) -> str:
+    if not isinstance(peer, str) or not is_id(peer):
+        raise ValueError(f"{str(peer)[:80]!r} is no name of a peer")
+    return peer
+
+
 def _place(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError("the place of a head is no number")
@@ -587,11 +594,12 @@ class LogVerifier:
         self.recovered: list[Recovered] = []  # in a part's log: where another lineage begins
         self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
         self.usage: dict[str, Usage] = {}
-        self.consents: dict[str, Consent] = {}  # by peer: the last one
-        self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions and consents
+        self.consents: dict[str, Consent] = {}  # by peer: the last one; whose key it is, `confirmed_consents` says
+        self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions, consents and scores
+        self.contributors: dict[str, set[bytes]] = {}  # by peer: those that have signed contributions
+        self.scorers: dict[str, set[bytes]] = {}  # by scorer: those that have signed scores
         self.confirmed = 0  # commits of a masked sum that says which peers have confirmed it
         self.unconfirmed = 0  # and those that do not: an earlier version wrote them
-        self.privacy = ""  # what the last commit says of differential privacy, in words
         self.changes: list[Changed] = []  # of the configuration
         self.configuration = Configuration(0, "")  # the present one
         self._approvals: list[tuple[str, Approval]] = []  # of changes of the present configuration: approver and approval
@@ -599,7 +607,7 @@ class LogVerifier:
         self.trust: dict[str, tuple[float, int]] = {}
         self._knows_trust = False  # whether that is all; not where the log begins, or goes on, in the middle of a run
         self._scores: dict[str, dict[str, float]] = {}  # since the last commit, by scorer: the last ones that it said
-        self._attempts = 0  # the most that one of them counts
+        self._privacy = LoggedPrivacy()
         self._config = self._schema_hash = ""
         self._merged: dict[str, dict[tuple[int, int], int]] = {}  # by peer: fragment, rank -> round of what was merged last
 
@@ -617,6 +625,9 @@ class LogVerifier:
                 raise LogFault(f"entry {index - 1} was changed, or one before it, or what entry {index} says of them")
             if (entry["kind"] == "genesis") != (index == 0):
                 raise ValueError("the first entry is a log's genesis, and no other is")
+            of_part = self.part is not None or (index == 0 and "part" in entry)  # whose entries have no time
+            if not of_part and not (type(entry["time"]) is int and 0 <= entry["time"] <= _LAST_TIME):
+                raise ValueError("its time is none")
             if self.part is not None and entry["kind"] != "commit":
                 raise ValueError(f"is of the kind {entry['kind']}, and only commits are in the log of a swarm's part")
             match entry["kind"]:
@@ -628,6 +639,7 @@ class LogVerifier:
                     self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
                     self.continued.append(self.outer_step)
                     self._knows_trust = False
+                    self._privacy.gap()
                 case "commit":
                     self._commit(entry)
                 case "consent":
@@ -644,6 +656,26 @@ class LogVerifier:
             raise _fault(index, error) from error
         self.tree.append(leaf_hash(line))
         return entry
+
+    @property
+    def confirmed_consents(self) -> dict[str, Consent]:
+        """The consents that are signed with a key that has signed contributions of their peer, by peer.
+
+        A consent names its key itself, and with a key of its own a coordinator makes up any. It cannot show a peer a receipt
+        with a contribution that is not the peer's.
+        """
+        return {peer: each for peer, each in self.consents.items() if each.public_key in self.contributors.get(peer, ())}
+
+    @property
+    def doubtful_consents(self) -> dict[str, str]:
+        """By peer, of the other consents: SHA-256 of the key."""
+        confirmed = self.confirmed_consents
+        return {peer: key_hash(each.public_key) for peer, each in sorted(self.consents.items()) if peer not in confirmed}
+
+    @property
+    def privacy(self) -> str:
+        """What the last commit says of differential privacy, in words."""
+        return self._privacy.words
 
     @property
     def signed(self) -> Signed:
@@ -675,20 +707,21 @@ class LogVerifier:
     def check_cosigned(self, note: bytes) -> tuple[int, tuple[str, ...]]:
         """Check a head of this log that members have cosigned; return its size, and who has signed it. Raises LogFault.
 
-        All entries are to be taken before: the keys of the members are those that they name.
+        All entries are to be taken before: the keys of the members are those that they name. Who has signed it with a key
+        that has signed none of its contributions is not named.
         """
         size = self.check_head(note)
         assert self.key is not None
-        members = [NoteKey.of_member(peer, key) for peer, known in self.keys.items() for key in known]
-        named = {(each.name, each.key_id) for each in (self.key, *members)}
         try:
+            members = [NoteKey.of_member(peer, key) for peer, known in self.keys.items() for key in known]
+            named = {(each.name, each.key_id) for each in (self.key, *members)}
             for name, key_id, _ in signatures_under(note):
                 if (name, key_id) not in named:
                     raise ValueError(f"{name} has cosigned with a key that no entry names")
             _, signed = open_note(note, [self.key, *members])
         except ValueError as error:
             raise LogFault(f"the cosigned head of {size} entries: {error}") from error
-        return size, tuple(sorted(each.name for each in signed if each != self.key))
+        return size, tuple(sorted(each.name for each in signed if each.public in self.contributors.get(each.name, ())))
 
     def _begin(self, entry: _Entry) -> None:
         """Take what a log of a part says of the entries before its first one."""
@@ -709,12 +742,15 @@ class LogVerifier:
         self.run_id, self._schema_hash = str(entry["run_id"]), str(entry["schema_hash"])
         self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
         self._knows_trust = self.outer_step == 0
+        if self.outer_step:
+            self._privacy.gap()
         self._take_config(entry)
 
     def _take_config(self, entry: _Entry) -> None:
         self._config = str(entry["config_digest"])
         if hashlib.sha256(str(entry["config"]).encode()).hexdigest() != self._config:
             raise ValueError("config_digest is not that of the configuration")
+        self._privacy.configure(str(entry["config"]))
         before, after = self.configuration, Configuration(self.configuration.number + 1, str(entry["config"]))
         if before.number:
             given = tuple(each for _, each in self._approvals if each.config_digest == after.digest)
@@ -747,7 +783,7 @@ class LogVerifier:
             check_consent(consent, self.run_id, peer_id, self._config)
         except RemoteProtocolError as error:
             raise ValueError(str(error)) from error
-        self.consents[peer_id] = consent
+        self.consents[_name(peer_id)] = consent
         self.keys.setdefault(peer_id, set()).add(consent.public_key)
 
     def _commit(self, entry: _Entry) -> None:
@@ -765,9 +801,14 @@ class LogVerifier:
         self.outer_step, self.digest = entry["outer_step"], str(entry["after"])
         self.commits += 1
         contributed: dict[int, set[str]] = {}
+        for peer in (*entry["missing"], *entry["unmerged"], *entry["contributions"]):
+            _name(peer)
         for peer, given in entry["contributions"].items():
             self._check_seen(peer, seen_heads(given))
-            self.keys.setdefault(peer, set()).add(base64.b64decode(given["key"], validate=True))
+            key = base64.b64decode(given["key"], validate=True)
+            self.keys.setdefault(peer, set()).add(key)
+            if given["parts"]:
+                self.contributors.setdefault(peer, set()).add(key)
             merged = self._merged.setdefault(peer, {})
             for values in given["parts"]:
                 fragment, rank, number = values[:3]
@@ -784,7 +825,7 @@ class LogVerifier:
             self.unconfirmed += 1
         if self._signatures:
             self.verified += _check_signatures(self.signed, entry)
-        self._take_privacy(entry.get("privacy"))
+        self._privacy.commit(entry.get("privacy"))
         self._take_trust(entry.get("trust"))
         self._count(entry)
 
@@ -800,10 +841,10 @@ class LogVerifier:
     def _take_score(self, entry: _Entry) -> None:
         if entry["outer_step"] != self.outer_step:
             raise ValueError(f"scores of outer step {entry['outer_step']}, and the last one is {self.outer_step}")
-        scores = {str(peer): float.fromhex(value) for peer, value in entry["scores"].items()}
+        scores = {_name(peer): float.fromhex(value) for peer, value in entry["scores"].items()}
         if not all(abs(value) <= 1 for value in scores.values()):
             raise ValueError("a score is not between -1 and 1")
-        scorer = str(entry["scorer"])
+        scorer = _name(entry["scorer"])
         key, signature = (base64.b64decode(entry[name], validate=True) for name in ("key", "signature"))
         report = ScoreReport(run_id=self.run_id, outer_step=self.outer_step, scores=scores, public_key=key, signature=signature)
         try:
@@ -811,7 +852,8 @@ class LogVerifier:
         except RemoteProtocolError as error:
             raise ValueError(str(error)) from error
         self._scores[scorer] = scores
-        self.keys.setdefault(scorer, set()).add(key)
+        for keys in (self.keys, self.scorers):
+            keys.setdefault(scorer, set()).add(key)
 
     def _take_trust(self, said: _Entry | None) -> None:
         """Compute what the trust in peers comes to, by the scores that count, and compare."""
@@ -820,7 +862,7 @@ class LogVerifier:
             return
         from edit.merging.trust import Trust, after_scores, agreed  # needs torch, which few logs do
 
-        logged = {str(peer): (float.fromhex(mean), int(count)) for peer, (mean, count) in said["peers"].items()}
+        logged = {_name(peer): (float.fromhex(mean), int(count)) for peer, (mean, count) in said["peers"].items()}
         if not self._knows_trust:
             self.trust, self._knows_trust = logged, True
             return
@@ -829,23 +871,6 @@ class LogVerifier:
         self.trust = {peer: (each.mean, each.count) for peer, each in after.items()}
         if self.trust != logged:
             raise ValueError("the trust in peers does not follow from the scores before it")
-
-    def _take_privacy(self, said: _Entry | None) -> None:
-        """Take what a commit says of privacy. With that of organisations each commit costs an attempt at least."""
-        self.privacy = ""
-        if said is None:
-            return
-        level, delta = str(said["level"]), float.fromhex(said["delta"])
-        if level != "organisation":
-            self.privacy = (
-                f"{level}-level, eps of each peer at most {float.fromhex(said['epsilon_max']):.4g} at delta {delta:g}"
-            )
-            return
-        attempts, before = int(said["attempts"]), self._attempts
-        self._attempts = max(attempts, before)
-        self.privacy = f"{level}-level, eps {float.fromhex(said['epsilon']):.4g} at delta {delta:g}, {attempts} attempts"
-        if attempts <= before:
-            self.privacy += f": more was spent, since a commit before it counts {before}"
 
     def _check_seen(self, peer: str, heads: Sequence[SeenHead]) -> None:
         """Raise LogFault unless this log begins with what a peer has seen of it."""
@@ -861,6 +886,8 @@ class LogVerifier:
         shares = dict.fromkeys(entry["contributions"], 0.0)
         for fragment in fragments:
             for peer, (verdict, _, weight, *_) in fragment["verdicts"].items():
+                if not isinstance(verdict, str):
+                    raise ValueError(f"the verdict of {peer} is none")
                 self._usage_of(peer).verdicts[verdict] += 1
                 shares[peer] += float.fromhex(weight)
         for peer, share in shares.items():

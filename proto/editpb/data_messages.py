@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -121,7 +122,7 @@ def contribution_header_from_pb(message: dpb.ContributionHeader, schema: Schema)
 
 
 def _norm(claimed: float) -> float:
-    if not claimed >= 0:
+    if not (0 <= claimed <= lim.MAX_NORM or claimed == math.inf):
         fail(f"a norm of {claimed}")
     return claimed
 

@@ -31,6 +31,7 @@ __all__ = [
     "MAX_FRAGMENTS",
     "MAX_LOG_KEY_CHARS",
     "MAX_NAME_CHARS",
+    "MAX_NORM",
     "MAX_NUMEL",
     "MAX_PROOF_HASHES",
     "MAX_RANKS",
@@ -74,6 +75,7 @@ MAX_BOXES_PER_TENSOR = 16  # of one rank; FSDP and tensor parallelism make one, 
 MAX_RUNS = 1 << 19  # contiguous runs of a rank's part of a fragment: a column of a matrix is as many as it has rows
 MAX_RUNS_OF_REQUEST = 1 << 21  # of all fragments
 MAX_RANKS = 1 << 9  # of one replica
+MAX_NORM = 1e21  # of one replica's fragment, where it is finite: its squares are added up in fp32, at each of MAX_RANKS
 MAX_CHUNK_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20  # of a chunk that is sent here
 MAX_BYTES = 1 << 43  # of one encoded fragment; no codec needs 8 bytes per element

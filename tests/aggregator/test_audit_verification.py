@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aggregator import audit_verification
 from aggregator.audit_verification import entries_of, verified_log
-from benchmarks.audit import write
-from edit.trust.canonical import parse_canonical
+from benchmarks.audit import CONFIG, write
+from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.merkle import MerkleTree, leaf_hash
-from editpb.audit_log import PART, LogFault, entry_line
+from edit.trust.signatures import Signer
+from editpb.audit_log import PART, LogFault, consent_entry
+from editpb.consents import signed_consent
+from editpb.signed_contributions import config_digest
+from tests.support.keys import member_key
 
 COMMITS, PEERS, FRAGMENTS = 4, 2, 2
 
@@ -24,18 +30,58 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def forged(log: Path, path: Path, index: int) -> Path:
-    """The same log, by a coordinator that has changed what a peer said in one entry, and all roots with it."""
+def rewritten(log: Path, path: Path, index: int, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The same log, by a coordinator that has changed one entry, and all roots with it."""
     tree = MerkleTree()
     with path.open("wb") as file:
         for place, line in enumerate(entries_of(log)):
             entry = parse_canonical(line)
             if place == index:
-                entry["contributions"]["organisation-01"]["parts"][0][PART.index("tokens")] += 1
-            written = entry_line(tree, place, {key: entry[key] for key in entry if key not in ("index", "root", "time")})
+                change(entry)
+            written = canonical({**entry, "root": tree.root().hex()})
             file.write(written + b"\n")
             tree.append(leaf_hash(written))
     return path
+
+
+def forged(log: Path, path: Path, index: int) -> Path:
+    """A log with something that a peer has not said."""
+
+    def change(entry: dict[str, Any]) -> None:
+        entry["contributions"]["organisation-01"]["parts"][0][PART.index("tokens")] += 1
+
+    return rewritten(log, path, index, change)
+
+
+def consents(entry: dict[str, Any], peer_id: str) -> None:
+    """Make an entry the consent of a site, which is signed as it says."""
+    consent = signed_consent("benchmark", peer_id, config_digest(CONFIG), "", Signer(member_key()))
+    common = {name: entry[name] for name in ("index", "root", "time")}
+    entry.clear()
+    entry.update({**common, **consent_entry(peer_id, consent)})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda entry: entry.update(missing=[1, "a"]), "'1' is no name of a peer"),
+        (lambda entry: entry.update(missing=["a b"]), "'a b' is no name of a peer"),
+        (lambda entry: entry.update(unmerged=[["a"]]), "is no name of a peer"),
+        (lambda entry: entry["contributions"].update({"a+b": {"key": "", "parts": []}}), r"'a\+b' is no name of a peer"),
+        (
+            lambda entry: entry["fragments"][0]["verdicts"]["organisation-00"].__setitem__(0, 1),
+            "the verdict of organisation-00",
+        ),
+        (lambda entry: entry.update(time=10**20), "its time is none"),
+        (lambda entry: entry.update(time="now"), "its time is none"),
+        (lambda entry: consents(entry, "a b"), "'a b' is no name of a peer"),
+    ],
+)
+def test_what_nobody_wrote_is_a_fault_that_names_its_entry(
+    log: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], why: str
+) -> None:
+    with pytest.raises(LogFault, match=f"entry 4: .*{why}"):
+        verified_log(entries_of(rewritten(log, tmp_path / "other.jsonl", COMMITS, change)))
 
 
 def test_all_signatures_are_verified_in_other_processes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

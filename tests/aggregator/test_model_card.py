@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
 
 from aggregator.model_card import _privacy, _text
-from aggregator.provenance import Configured, Past
-from editpb.audit_log import LogVerifier
+from aggregator.provenance import Configured, Past, read_past
+from edit.config.run import RunConfig
+from edit.trust.checkpoints import LogSigner
+from edit.trust.merkle import MerkleTree
+from editpb.audit_log import LogFault, LogVerifier, entry_line, genesis_entry, log_origin
 
 PRIVATE = {"privacy": {"level": "example", "epsilon_max": 8.0, "delta": 1e-5}}
 STRICTER = {"privacy": {"level": "example", "epsilon_max": 4.0, "delta": 1e-6}}
@@ -38,3 +42,14 @@ def test_privacy_is_claimed_only_where_every_configuration_has_it(found: Past, w
 def test_what_members_wrote_is_no_markup(words: str) -> None:
     shown = _text(words)
     assert not set(shown.replace("&#", "").replace(";", "")) & set("<>|[]()`*\n@/:") and "# " not in shown
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"model": 1}', '{"model": {"name": 1}}', '{"model": {"name": "gpt"}, "aggregators": []}']
+)
+def test_a_configuration_without_what_is_shown_of_it_is_a_fault(text: str) -> None:
+    key = LogSigner(log_origin("run"), LogSigner.new_key()).key
+    entry = genesis_entry("run", key, RunConfig(), "a" * 64, 0, "0" * 64)
+    entry |= {"config": text, "config_digest": hashlib.sha256(text.encode()).hexdigest()}
+    with pytest.raises(LogFault, match="entry 0: its configuration names no model, or its aggregators are none"):
+        read_past([entry_line(MerkleTree(), 0, entry)], key)

@@ -394,6 +394,25 @@ def test_a_run_above_that_asks_for_noise_is_told_that_the_run_below_has_none() -
         Site(upper, above, "east", [1])
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epsilon_max": 8.5}, r"privacy.epsilon_max: the run above asks for at most 8, the run below has 8.5; lower it there"),
+        ({"delta": 1e-5}, r"privacy.delta: the run above asks for at most 1e-06, the run below has 1e-05; lower it there"),
+        ({"unit": "document"}, r"privacy.unit: the run above protects each sequence, the run below each document"),
+        ({"epsilon_max": 7.5, "delta": 1e-7, "noise_multiplier": 0.3, "clip": 2.0}, ""),
+    ],
+)
+def test_the_peers_below_keep_to_the_bound_of_the_run_above(changes: dict[str, object], words: str) -> None:
+    privacy = PrivacyConfig(level="example", delta=1e-6, epsilon_max=8.0, noise_multiplier=1.0)
+    upper, lower = RunConfig(privacy=privacy), RunConfig(privacy=dataclasses.replace(privacy, **changes))  # type: ignore[arg-type]
+    if not words:
+        _check_fit(upper, lower)
+        return
+    with pytest.raises(ConfigError, match=words):
+        _check_fit(upper, lower)
+
+
 def test_a_run_below_follows_one_run_above_for_ever() -> None:
     upper, east, west = two_sites()
     turns((east, west), 2)

@@ -166,8 +166,9 @@ def changed(folder: StateFolder, step: int, change: Callable[[list[Kept]], list[
             "is kept, and is not the one that the log names",
         ),
         (lambda kept: [replace(kept[0], work=Work(2, 11)), *kept[1:]], "counted for more than its peer claimed"),
+        (lambda kept: [replace(kept[0], work=Work(3, 10)), *kept[1:]], "counted for more than its peer claimed"),
     ],
-    ids=["gone", "twice", "bytes", "header", "signature", "work"],
+    ids=["gone", "twice", "bytes", "header", "signature", "tokens", "inner steps"],
 )
 def test_what_is_kept_must_be_what_the_log_names(tmp_path: Path, change: Callable[[list[Kept]], list[Kept]], why: str) -> None:
     folder = new_folder(tmp_path / "run", start=3, quorum=3, toml=KEEPS)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from edit.codecs import codec_names
 from edit.errors import RemoteProtocolError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
+from edit.merging.norms import whole_norm
 from edit.plain_text import json_text
 from edit.records import EncodedTensor
 from editpb import control_pb2 as cpb
@@ -406,6 +409,10 @@ def test_a_contribution_header_survives() -> None:
         ({"tokens": (1 << 64) - 1}, "tokens"),
         ({"codec": ""}, "codec '' is not NAME"),
         ({"codec": "int3"}, "unknown codec 'int3'"),
+        ({"norm": -1.0}, "a norm of -1.0"),
+        ({"norm": math.nan}, "a norm of nan"),
+        ({"norm": 1.1e21}, "a norm of 1.1e+21"),
+        ({"norm": sys.float_info.max}, "a norm of 1.79"),
         ({"numel": 0}, "numel"),
         ({"numel": (1 << 40) + 1}, "numel"),
         ({"total_bytes": 1 << 63}, "total_bytes"),
@@ -417,6 +424,12 @@ def test_a_contribution_header_survives() -> None:
 def test_a_wrong_contribution_header_is_refused(fields: dict[str, Any], reason: str) -> None:
     message = changed(contribution_header_to_pb(header()), **fields)
     assert reason in expect_refusal(lambda m: contribution_header_from_pb(m, SCHEMA), message)
+
+
+def test_the_norm_of_whatever_can_be_finite_is_taken_and_that_of_what_is_not() -> None:
+    largest = math.sqrt(torch.finfo(torch.float32).max)  # of what one rank holds
+    for norm in (0.0, largest, whole_norm([largest] * limits.MAX_RANKS), math.inf):
+        assert contribution_header_from_pb(contribution_header_to_pb(header(norm=norm)), SCHEMA).norm == norm
 
 
 def test_a_header_of_another_schema_is_left_to_the_caller_who_can_name_the_reason() -> None:

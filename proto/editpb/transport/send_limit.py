@@ -2,7 +2,8 @@
 `limits.max_gb_per_day` of policy.toml), and who waits for them.
 
 The bound is of all processes of the member on one machine that are given the same file: a peer, its ranks, its host. The file
-holds the moment at which the bytes that went so far are through, on the system's monotonic clock, which all processes share.
+holds the moment at which the bytes that went so far are through, on the system's monotonic clock, which all processes share,
+and the start of the machine whose clock that is.
 
 What waits is what is large: contributions, updates, parameters and states. Heartbeats, requests, answers and what hosts agree
 on go at once, and are not counted; with them are headers of gRPC, TLS and TCP, and what stays on this machine.
@@ -22,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import UUID
 
 from edit.errors import ConfigError
 from editpb.limits import CHUNK_BYTES
@@ -33,10 +35,11 @@ MESSAGE_S = 0.05  # what one message takes; a larger chunk is cut
 SLACK_S = 0.05  # that is made up for: who sleeps is woken late
 LEAST_CHUNK_BYTES = 4 << 10
 LOCK_S = 1.0  # another process that has the lock for so long is stopped, and not waited for
-LONGEST_S = 60.0  # the line is never so long: what the file says is of another start of the machine
+LONGEST_S = 60.0  # a longer line may be of another start of the machine, where the file does not say of which
 _LOCK_AGAIN_S = 0.001
-_FORMAT = "<d"
-_DAY_S = 86_400
+_FORMAT = "<d16s"
+_DAY_S = 86_400  # and no line is longer: at LEAST_MBIT one message of 4 MiB takes six minutes
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DAY_FORMAT = "<qq"  # the day, counted from 1970, and the bytes of it
 _BLOCK_BYTES = 16 << 20  # that a process takes of a day at a time, or a 64th of the day's
 _LOOK_S = 30.0  # between two looks at the clock, which may jump
@@ -73,6 +76,14 @@ def _lock(file: int) -> bool | None:
     return True
 
 
+def _start() -> bytes:
+    """Return which start of the machine this is; b"" where the system does not say."""
+    try:
+        return UUID(_BOOT_ID.read_text().strip()).bytes
+    except (OSError, ValueError):
+        return b""
+
+
 class SharedSendLimit(SendLimit):
     """At most `mbit` million bits per second, and no more than a tenth of a second's in advance. Used on one event loop.
 
@@ -99,6 +110,7 @@ class SharedSendLimit(SendLimit):
         self._clock, self._sleep = clock, sleep
         self._through = 0.0  # when what this process has sent is through
         self._turn = asyncio.Lock()
+        self._start = _start()
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -120,7 +132,7 @@ class SharedSendLimit(SendLimit):
             begins = max(self._through, self._read(now), now - SLACK_S)
             self._through = begins + count / self._bytes_per_s
             with contextlib.suppress(OSError):
-                os.pwrite(self._file, struct.pack(_FORMAT, self._through), 0)
+                os.pwrite(self._file, struct.pack(_FORMAT, self._through, self._start), 0)
             return begins - now
         finally:
             if locked:
@@ -128,10 +140,12 @@ class SharedSendLimit(SendLimit):
 
     def _read(self, now: float) -> float:
         try:
-            (through,) = struct.unpack(_FORMAT, os.pread(self._file, struct.calcsize(_FORMAT), 0))
+            data = os.pread(self._file, struct.calcsize(_FORMAT), 0)
+            (through,) = struct.unpack_from("<d", data)
         except (OSError, struct.error):
             return 0.0
-        return through if now - LONGEST_S < through < now + LONGEST_S else 0.0
+        of_this_start = self._start and data[struct.calcsize("<d") :] == self._start
+        return through if now - LONGEST_S < through < now + (_DAY_S if of_this_start else LONGEST_S) else 0.0
 
 
 class DailyLimit(SendLimit):

@@ -6,25 +6,31 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from aggregator.cli import app
+from aggregator.provenance import PAYLOAD_TYPE
 from aggregator.storage import checkpoint
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.journal import Disk, Journal, replay_segments
 from aggregator.storage.journal_records import records
 from aggregator.storage.store import Store
 from edit.config.audit import AuditConfig
-from edit.config.run import CodecConfig, OuterConfig, PrivacyConfig, RunConfig, StorageConfig
+from edit.config.gaussian import gaussian_epsilon
+from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, PrivacyConfig, RunConfig, StorageConfig
 from edit.errors import ConfigError, RefusedError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
-from edit.trust.signatures import Signer
+from edit.trust.checkpoints import Cosigner, NoteKey, signature_line
+from edit.trust.envelopes import open_envelope
+from edit.trust.signatures import Signer, key_hash
 from editpb.audit_log import LogFault, LogVerifier, RoundFacts, completed
 from editpb.consents import signed_consent
 from editpb.messages import Approval, Consent, ContributionHeader, DataStatement
@@ -162,6 +168,7 @@ def test_consents_are_in_the_log_once_over_restarts_and_before_the_run_is_founde
     log, commits = log_of(tmp_path)
     assert [step for step, _ in commits] == [1, 2, 3] and len(log.tree) == 1 + 3 + 3
     assert log.consents == {"a": said_in(log, "a", ""), "b": said_in(log, "b", "d" * 64)}
+    assert {*log.confirmed_consents} == {"a"} and {*log.doubtful_consents} == {"b"}, "b has not contributed"
 
 
 def said_in(log: LogVerifier, peer_id: str, policy: str) -> Consent:
@@ -207,6 +214,52 @@ def test_what_a_site_says_of_its_data_is_signed(tmp_path: Path) -> None:
     assert log.consents == {"a": signed}
     with pytest.raises(LogFault, match=r"entry 2: .*the consent of b is not signed with the key that it names"):
         log.take(lines[2])
+
+
+def test_a_consent_by_a_key_that_has_signed_no_contribution_is_not_shown_as_the_sites(tmp_path: Path) -> None:
+    """A coordinator can make up a key, and what a site says of its data."""
+    store = opened(tmp_path)
+    assert store.audit is not None
+    other = Signer(member_key())
+    made_up = DataStatement("all have agreed", "c" * 64, "DUA-17")
+    store.audit.consent("a", signed_consent("run", "a", config_digest(CONFIG), "", other, made_up))
+    append(store, founded(store), 1)
+    store.close()
+
+    def command(*words: str) -> str:
+        result = CliRunner().invoke(app, ["audit", *words, "--state", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split())
+
+    told = f"the consent of a, by a key that has signed no contribution of it: sha256:{key_hash(other.public_key)}"
+    assert f"doubtful {told}" in command("verify") and f"doubtful: {told}" in command("usage")
+    assert json.loads(command("verify", "--json"))["doubtful_consents"] == {"a": key_hash(other.public_key)}
+    said = json.loads(command("usage", "--json"))["a"]
+    assert (said["consented"], said["data"], said["doubtful_consent"]) == (False, None, key_hash(other.public_key))
+    assert "all have agreed" not in command("usage")
+    command("card", str(tmp_path / "card.md"))
+    card = (tmp_path / "card.md").read_text()
+    assert "| doubtful |  |" in card and "Doubtful: a consent by a key" in card and "agreed" not in card
+    command("export", str(tmp_path / "out"), "--provenance")
+    (log, _), envelope = log_of(tmp_path), (tmp_path / "out" / "provenance.json").read_bytes()
+    assert log.key is not None
+    statement = json.loads(open_envelope(envelope, PAYLOAD_TYPE, log.key))
+    assert statement["predicate"]["buildDefinition"]["resolvedDependencies"] == []
+
+
+def test_only_who_has_contributed_with_a_key_counts_as_cosigner(tmp_path: Path) -> None:
+    store, other = opened(tmp_path), member_key()
+    assert store.audit is not None
+    store.audit.consent("b", said("b", key=other))
+    append(store, founded(store), 1)
+    store.close()
+    head = (tmp_path / "audit-log.head").read_text()
+    text, _, _ = head.partition("\n\u2014")
+    for name, pem in (("a", PEER), ("b", other)):
+        key = NoteKey.of_member(name, Signer(pem).public_key)
+        head += signature_line(name, key.key_id, Cosigner(pem).sign(text))
+    log, _ = log_of(tmp_path)
+    assert log.check_cosigned(head.encode()) == (3, ("a",))
 
 
 def test_a_consent_that_cannot_be_written_is_written_before_the_next_commit(tmp_path: Path) -> None:
@@ -448,15 +501,48 @@ def test_the_bound_that_peers_keep_for_their_examples_is_in_each_commit(tmp_path
     assert log.privacy == "example-level, eps of each peer at most 8 at delta 1e-05"
 
 
-def test_a_ledger_of_privacy_that_lost_attempts_is_seen_in_the_log(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    outer, said = founded(store), {"level": "organisation", "delta": 1e-5, "epsilon": 1.5, "by": "exact"}
-    for round_id, attempts in ((1, 3), (2, 4), (3, 2), (4, 5)):
-        append(store, outer, round_id, {**said, "attempts": attempts})
-        log, _ = log_of(tmp_path)
-        lost = ": more was spent, since a commit before it counts 4" if round_id == 3 else ""
-        assert log.privacy == f"organisation-level, eps 1.5 at delta 1e-05, {attempts} attempts{lost}"
+PRIVATE = replace(
+    CONFIG,
+    penalty=PenaltyConfig(enabled=False),
+    privacy=PrivacyConfig(level="organisation", delta=1e-5, epsilon_max=100.0, noise_multiplier=2.0, denominator=2),
+)
+
+
+def spent(attempts: int) -> dict[str, object]:
+    epsilon = gaussian_epsilon(1e-5, attempts, 2.0)
+    return {"level": "organisation", "delta": 1e-5, "epsilon": epsilon, "attempts": attempts, "by": "exact"}
+
+
+def privately(folder: Path, parts: Sequence[Mapping[str, object] | None]) -> str:
+    """A log whose commits have these parts, and what it says of privacy in the end."""
+    store = opened(folder, config=PRIVATE)
+    outer = founded(store)
+    for round_id, part in enumerate(parts, 1):
+        append(store, outer, round_id, part)
     store.close()
+    log = LogVerifier(signatures=False)
+    for line in (folder / "audit-log.jsonl").read_bytes().splitlines():
+        log.take(line)
+    return log.privacy
+
+
+def test_a_ledger_of_privacy_that_lost_attempts_is_seen_in_the_log(tmp_path: Path) -> None:
+    said = privately(tmp_path, [spent(attempts) for attempts in (3, 4, 3)])
+    least = gaussian_epsilon(1e-5, 5, 2.0)
+    assert "3 attempts: more was spent" in said and said.endswith(f"eps {least:.4g} at least")
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({**spent(2), "epsilon": 0.5}, "says epsilon 0.5, and 2 attempts cost"),
+        ({**spent(2), "delta": 1e-9}, "says delta 1e-09"),
+        (None, "lacks what was spent"),
+    ],
+)
+def test_a_commit_that_says_less_than_was_spent_is_found(tmp_path: Path, part: Mapping[str, object] | None, why: str) -> None:
+    with pytest.raises(LogFault, match=f"entry 2: .*{why}"):
+        privately(tmp_path, [spent(1), part])
 
 
 def test_another_configuration_and_commits_without_a_log_are_seen_in_it(tmp_path: Path) -> None:

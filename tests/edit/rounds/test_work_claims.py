@@ -192,6 +192,13 @@ def changing(every: int, *milestones: tuple[int, int], groups: int = 1) -> Usual
     return UsualWork.of(RunConfig(sync=SyncConfig(every=every, groups=groups, milestones=milestones)))
 
 
+def test_whoever_sees_only_the_claim_knows_the_most_that_it_counts_for() -> None:
+    work = changing(8, (2, 16), (4, 4))
+    assert [work.most_inner_steps(1, step, step) for step in range(6)] == [8, 8, 16, 16, 4, 4]
+    assert [work.most_inner_steps(1, 1, last) for last in range(1, 6)] == [8, 16, 16, 16, 16]
+    assert work.most_inner_steps(30, 0, 5) == 30 and usual(dylu=True).most_inner_steps(3, 0, 5) == 3
+
+
 def test_after_h_has_shrunk_the_old_h_does_not_count() -> None:
     run = Claimed(changing(100, (3, 8)))
     run.here("a", "liar")

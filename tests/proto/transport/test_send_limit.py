@@ -118,7 +118,34 @@ def test_another_process_that_was_stopped_in_the_middle_is_not_waited_for(tmp_pa
     run_held(body())
 
 
-@pytest.mark.parametrize("held", [struct.pack("<d", 1e9), struct.pack("<d", float("nan")), b"xyz", struct.pack("<d", -1e300)])
+def test_a_message_that_takes_minutes_is_waited_for_by_all(tmp_path: Path) -> None:
+    """A receipt of 4 MiB takes 336 s at the least bound."""
+
+    async def body() -> None:
+        one, other = (Sent(tmp_path / "limit", 0.1) for _ in range(2))
+        pass_time(1000.0)
+        await one.limit.room(4 << 20)
+        going = asyncio.ensure_future(other.limit.room(1000))
+        for seconds, done in ((0.0, False), (330.0, False), (10.0, True)):
+            pass_time(seconds)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert going.done() == done
+
+    run_held(body())
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        struct.pack("<d", 1e9),
+        struct.pack("<d16s", 300.0, bytes(16)),
+        struct.pack("<d16s", 300.0, b"another"),
+        struct.pack("<d", float("nan")),
+        b"xyz",
+        struct.pack("<d", -1e300),
+    ],
+)
 def test_what_the_file_says_after_a_reboot_or_nonsense_delays_nobody(held: bytes, tmp_path: Path) -> None:
     """The clock begins anew: what was to be through at 10^9 s would be through in 30 years."""
 
