@@ -683,6 +683,22 @@ def test_a_member_that_sends_nothing_where_all_settle_is_waited_for_until_the_de
     run_held(body())
 
 
+def test_members_that_read_all_that_others_may_read_at_a_time_keep_no_settling_from_coming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "abc", outer_steps=2) as swarm, AsyncExitStack() as places:
+            settled = settled_of(swarm, monkeypatch)
+            for reader in ("x", "y"):
+                await places.enter_async_context(swarm.running["b"]._states.place(reader))
+            for name in "abc":
+                await contribute(swarm, name, drawn(name, 0))
+            await all_at(swarm, 2)
+            assert settled == ["a", "b", "c"]
+
+    run_held(body())
+
+
 def test_a_member_that_comes_back_begins_where_the_others_are_once_it_has_links_to_them(tmp_path: Path) -> None:
     async def body() -> None:
         async with gossips(tmp_path, "abc") as swarm:
