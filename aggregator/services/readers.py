@@ -45,30 +45,38 @@ async def send(
     stall_s: float = STALL_S,
     stalled: Callable[[], object] = lambda: None,
     limit: SendLimit = UNLIMITED,
+    least_bytes_per_s: float = 0.0,
 ) -> None:
     """Send the messages of a stream, each as soon as `limit` lets it go, and close `messages`.
 
-    A reader that takes none for `stall_s` seconds has stalled: `messages` is closed with all that it holds, and `stalled` is
-    called. The message that is not read stays in memory until the reader reads again, which raises BusyError, or the deadline
-    of its call, if it has one, or its connection is gone: gRPC can neither take it back nor send a status past it.
+    A reader that takes none for `stall_s` seconds has stalled, and so has one that was waited for so long altogether and takes
+    less than `least_bytes_per_s` on the whole (0: that is not asked for): `messages` is closed with all that it holds,
+    and `stalled` is called. The message that is not read stays in memory until the reader reads again, which raises BusyError,
+    or the deadline of its call, if it has one, or its connection is gone: gRPC can neither take it back nor send a status past
+    it.
     """
+    clock, waited, taken = asyncio.get_running_loop().time, 0.0, 0
     async with contextlib.aclosing(messages):
         async for message in messages:
             await limit.room(size_of(message))
-            writing = asyncio.ensure_future(write(message))
+            writing, begun = asyncio.ensure_future(write(message)), clock()
+            credit = taken / least_bytes_per_s - waited if least_bytes_per_s else 0.0
+            patience = max(0.0, stall_s + min(0.0, credit))
             try:
-                done, _ = await asyncio.wait((writing,), timeout=stall_s)
+                done, _ = await asyncio.wait((writing,), timeout=patience)
             except asyncio.CancelledError:
                 writing.cancel()
                 raise
             if not done:
                 break
             await writing
+            waited, taken = waited + clock() - begun, taken + size_of(message)
         else:
             return
     stalled()
     await writing
-    raise BusyError(f"nothing was read for {stall_s:g} s, so others came first; read on from here")
+    slow = f"nothing was read for {stall_s:g} s" if patience == stall_s else "this was read too slowly"
+    raise BusyError(f"{slow}, so others came first; read on from here")
 
 
 class SnapshotReaders:

@@ -129,6 +129,14 @@ class Trust:
         """
         return self._checked(root, self._roots)
 
+    def leads_to(self, root: Root) -> bool:
+        """Return whether an authority is the present one, or is endorsed by that."""
+        try:
+            self._checked(root, self._roots[:1])
+        except RefusedError:
+            return False
+        return True
+
     @staticmethod
     def _checked(root: Root, trusted: Sequence[x509.Certificate]) -> x509.Certificate:
         try:

@@ -71,6 +71,7 @@ from aggregator.swarm.standing import (
 )
 from aggregator.swarm.taken_updates import TakenUpdates
 from aggregator.swarm.transfers import (
+    MIN_BYTES_PER_S,
     body_sizes,
     contribution_parts,
     fetch_contributions,
@@ -332,7 +333,7 @@ class Host:
         self._settling: asyncio.Task[None] | None = None  # while part 0 is owned
         self._events: asyncio.Queue[tuple[ev.Event, bool]] = asyncio.Queue()  # and whether it takes room
         self._room = asyncio.Semaphore(MOST_UNTAKEN)
-        self._states, self._kept = _Places(MOST_STATES), _Places(MOST_KEPT)
+        self._states, self._settlings, self._kept = _Places(MOST_STATES), _Places(1), _Places(MOST_KEPT)
         self._council: Council | None = None
         self._links: Links | None = None
         self._closing = False
@@ -1583,7 +1584,9 @@ class Host:
         self, reader: str, gossip: GossipMember, settling: int, chunk_bytes: int = CHUNK_BYTES
     ) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring this member's outer parameters. Raises GoneError, BusyError."""
-        async with self._states.place(reader):
+        record = self.council.committed
+        settles = settling > 0 and record is not None and record.parts[0].owner == reader  # it waits for nobody who only reads
+        async with (self._settlings if settles else self._states).place(reader):
             async for message in gossip.phi(settling, chunk_bytes):
                 self.check_evicted(reader)
                 yield message
@@ -1666,6 +1669,11 @@ class _Places:
             yield
 
 
+async def _send(context: Context, messages: AsyncGenerator[Any, None], limit: SendLimit) -> None:
+    """Send what another member fetches: one that reads slower than it gives up a source itself leaves its place to others."""
+    await send(context.write, messages, limit=limit, least_bytes_per_s=MIN_BYTES_PER_S)
+
+
 class _CouncilService:
     """Council of council.proto."""
 
@@ -1693,7 +1701,7 @@ class _CouncilService:
             limit = self._host.limit_of(context)
             await context.send_initial_metadata(())  # see `transfers`
             parts = self._host.offer(reader, number, request.outer_step, update_id, limit.chunk_bytes)
-            await send(context.write, parts, limit=limit)
+            await _send(context, parts, limit)
 
     async def FetchContributions(self, request: pb.OfferRequest, context: Context) -> None:
         """See the service."""
@@ -1702,7 +1710,7 @@ class _CouncilService:
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             update_id = check_digest("id", request.id.hex())
             limit = self._host.limit_of(context)
-            await send(context.write, self._host.contributions(reader, number, update_id, limit.chunk_bytes), limit=limit)
+            await _send(context, self._host.contributions(reader, number, update_id, limit.chunk_bytes), limit)
 
     async def WatchOwners(self, request: pb.OwnersRequest, context: Context) -> None:
         """See the service."""
@@ -1719,7 +1727,7 @@ class _CouncilService:
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             limit = self._host.limit_of(context)
             await context.send_initial_metadata(())
-            await send(context.write, self._host.state(reader, number, limit.chunk_bytes), limit=limit)
+            await _send(context, self._host.state(reader, number, limit.chunk_bytes), limit)
 
     async def Swap(self, messages: AsyncIterator[Any], context: Context) -> None:
         """See the service."""
@@ -1737,7 +1745,7 @@ class _CouncilService:
                 raise RefusedError("this run has one model for all: FetchState")
             limit = self._host.limit_of(context)
             await context.send_initial_metadata(())
-            await send(context.write, self._host.phi(reader, gossip, request.settling, limit.chunk_bytes), limit=limit)
+            await _send(context, self._host.phi(reader, gossip, request.settling, limit.chunk_bytes), limit)
 
     async def Waiting(self, request: pb.WaitingRequest, context: Context) -> pb.WaitingReply:
         """See the service."""

@@ -430,20 +430,40 @@ def new_authority(path: Path) -> str:
 
 
 def _next_authority(folder: _Folder) -> tuple[Path, Root]:
-    """Return where the key of the next authority is kept until it is the run's, and how the record names it."""
-    present, kept = load_issuer(authority_folder(folder.path)), authority_folder(folder.path) / "next"
-    if not (kept / "root.json").exists():
-        kept.mkdir(mode=0o700, exist_ok=True)
-        key, certificate = make_ca(folder.identity.run_id, time.time(), f"CA {secrets.token_hex(4)}")
-        write_atomic(kept / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
-        write_atomic(kept / "ca.key", key_pem(key), mode=0o600)
-        write_json(kept / "root.json", asdict(root_of(certificate, present.key)), version=NEXT_FORMAT)  # last
-    try:
-        return kept, Root(
-            **{key: value for key, value in read_json(kept / "root.json", version=NEXT_FORMAT).items() if key != "format"}
-        )
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{kept}: is damaged; remove it, and say it again ({error})") from error
+    """Return where the key of the next authority is kept until it is the run's, and how the record names it.
+
+    One that is there already is gone on with, unless another authority has taken the place of the one that endorsed it. The key
+    of the present one is needed only where there is none: a host that was killed while it took the next key has no other.
+    """
+    authority, trust = authority_folder(folder.path), Trust(folder.path)
+    kept = authority / "next"
+    if all((kept / name).exists() for name in ("ca.key", "ca.pem", "root.json")):
+        try:
+            root = Root(
+                **{key: value for key, value in read_json(kept / "root.json", version=NEXT_FORMAT).items() if key != "format"}
+            )
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{kept}: is damaged; remove it, and say it again ({error})") from error
+        if trust.leads_to(root):
+            return kept, root
+    present = load_issuer(authority)
+    if present.certificate != trust.present:
+        raise RefusedError("the authority was replaced, and this copy of its key makes no other")
+    _remove_next(kept)
+    kept.mkdir(mode=0o700, exist_ok=True)
+    key, certificate = make_ca(folder.identity.run_id, time.time(), f"CA {secrets.token_hex(4)}")
+    root = root_of(certificate, present.key)
+    write_atomic(kept / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
+    write_atomic(kept / "ca.key", key_pem(key), mode=0o600)
+    write_json(kept / "root.json", asdict(root), version=NEXT_FORMAT)  # last
+    return kept, root
+
+
+def _remove_next(kept: Path) -> None:
+    """Remove the key of the next authority. root.json goes first: without it nothing is gone on with."""
+    (kept / "root.json").unlink(missing_ok=True)
+    if kept.exists():
+        shutil.rmtree(kept)
 
 
 async def _replace_authority(folder: _Folder) -> str:
@@ -471,7 +491,7 @@ async def _replace_authority(folder: _Folder) -> str:
             if time.monotonic() >= until:
                 raise TransportError(f"{me} does not take the new authority's key: {error}; say it again") from error
         await asyncio.sleep(0.2)
-    shutil.rmtree(kept)
+    _remove_next(kept)
     return (
         f"the authority is replaced; {me} alone has the new key: say share-authority for others, and invite who is to join anew"
     )

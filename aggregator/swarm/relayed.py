@@ -111,7 +111,7 @@ class RelayedPort:
             raise RefusedError(f"is not one of this run ({error.verify_message}); make its folder again") from None
         except ConnectionResetError:
             raise TransportError("ends the connection; is it a relay of this run?") from None
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: of a name that no host can have
             raise TransportError(f"does not answer ({error or 'no answer in time'})") from None
         keep_alive(writer.get_extra_info("socket"))
         pings = asyncio.ensure_future(_ping(writer))

@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 STALL_S = 10.0
-MIN_BYTES_PER_S = 1 << 17  # about 1 Mbit/s
+MIN_BYTES_PER_S = 1 << 17  # about 1 Mbit/s; of sources and, where they serve, of readers
 MOST_DESCRIPTION = 64 << 20  # bytes: the statistics of all peers, and names
 _BYTES_PER_ELEMENT = 16  # of a state: theta, two slots and a residual, fp32
 _DTYPES = {str(each).removeprefix("torch."): each for each in (torch.float32, torch.bfloat16, torch.uint8, torch.int8)}

@@ -362,7 +362,8 @@ class GossipConfig:
     codec: Annotated[str, OneOf("bf16", "fp32")] = "bf16"
     # Outer steps after which all peers' outer parameters become their mean. 0: only at the end of the run.
     settle_every: Annotated[int, Between(0, 1 << 40)] = 0
-    # In a swarm: seconds that a peer waits for its partner before it takes the step alone, and for all others at a settling.
+    # In a swarm: seconds that a peer waits for its partner before it takes the step alone, and for all others at a settling,
+    # where the outer parameters of each must come within as long.
     deadline_s: Annotated[float, Between(0.1, 1e6)] = 60.0
 
     def __post_init__(self) -> None:

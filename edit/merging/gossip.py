@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -438,10 +439,15 @@ def settle(base: OuterState, theta: Mapping[str, Sequence[Tensor]]) -> list[Merg
     for i, spec in enumerate(base.schema.fragments):
         contributions = []
         for peer_id in sorted(theta):
-            payload = codec("fp32").encode(common[i] - theta[peer_id][i], spec)
-            contributions.append(Measured(peer_id, 1, 1, measure(payload), payload))
+            payload = partial(_apart, spec, common[i], theta[peer_id][i])  # in memory of its own only while it is read
+            contributions.append(Measured(peer_id, 1, 1, measure(payload()), payload))
         records.append(base.record(base.reduce(i, contributions)))
     return records
+
+
+def _apart(spec: FragmentSpec, common: Tensor, theta: Tensor) -> EncodedTensor:
+    """Return common - theta in fp32."""
+    return codec("fp32").encode(common - theta, spec)
 
 
 def _taken(tensors: Mapping[str, Tensor], name: str, numel: int) -> Tensor:

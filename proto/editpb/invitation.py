@@ -56,9 +56,14 @@ _DAMAGED = "the invitation is cut off or altered; copy the whole line again"
 
 
 def is_endpoint(text: str) -> bool:
-    """Return whether `text` is HOST:PORT (an IPv6 address in brackets), port 1 to 65535."""
+    """Return whether `text` is HOST:PORT (an IPv6 address in brackets), port 1 to 65535.
+
+    Each label of a name has 1 to 63 characters: sockets raise UnicodeError for others.
+    """
     found = _ENDPOINT.fullmatch(text)
-    return found is not None and 0 < int(found[2]) < 65536
+    if found is None or not 0 < int(found[2]) < 65536:
+        return False
+    return found[1].startswith("[") or all(0 < len(label) < 64 for label in found[1].removesuffix(".").split("."))
 
 
 def endpoint_of(host: str, port: int | str) -> str:

@@ -105,12 +105,30 @@ def test_an_altered_one_is_told_so(changes: dict[str, Any]) -> None:
         Invitation.decode(repacked(**changes))
 
 
-@pytest.mark.parametrize("text", ["a:1", "a.b-c:65535", "10.0.0.1:80", "[fe80::1]:7700"])
+@pytest.mark.parametrize("text", ["a:1", "a.b-c:65535", "10.0.0.1:80", "[fe80::1]:7700", "a.b.:1", f"{'a' * 63}.b:1"])
 def test_endpoints(text: str) -> None:
     assert is_endpoint(text)
 
 
-@pytest.mark.parametrize("text", ["a", "a:", "a:0", "a:65536", ":1", "a b:1", "http://a:1", "fe80::1:7700", "a:١", "unix:a:1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        "a:",
+        "a:0",
+        "a:65536",
+        ":1",
+        "a b:1",
+        "http://a:1",
+        "fe80::1:7700",
+        "a:١",
+        "unix:a:1",
+        "a..b:1",
+        ".a:1",
+        ".:1",
+        f"{'a' * 64}:1",
+    ],
+)
 def test_what_is_no_endpoint(text: str) -> None:
     assert not is_endpoint(text)
 

@@ -231,6 +231,7 @@ class GossipMember:
 
     async def _recovered(self, store: PhiStore) -> Phi:
         """Return what is on disk; what all settled on where this member was not there; or where others are that are ahead."""
+        first = self._phi is None  # in this process: the host was away
         found = await self._do(store.recover)
         settlings, theta = self._replica.state.outer_step, self._replica.outer.theta
         phi, changed = found, found is None
@@ -240,11 +241,13 @@ class GossipMember:
         if phi.settlings < settlings:
             phi.settle(settlings, theta, early=self._drained)
             changed = True
-        if not self.calendar.settles(phi.outer_step) and (ahead := await self._further(phi, new=found is None)) is not None:
-            outer_step, donated = ahead
-            far = [norm(there - here) for there, here in zip(donated, theta, strict=True)]
-            phi.state.begin_at(outer_step - phi.settlings, donated, far)
-            changed = True
+        if not self.calendar.settles(phi.outer_step):
+            ahead = await self._further(phi, new=found is None, first=first)
+            if ahead is not None:
+                outer_step, donated = ahead
+                far = [norm(there - here) for there, here in zip(donated, theta, strict=True)]
+                phi.state.begin_at(outer_step - phi.settlings, donated, far)
+                changed = True
         if changed:
             await self._do(store.replace, phi)
         return phi
@@ -259,45 +262,70 @@ class GossipMember:
         while engine.awaits and phi.outer_step == 0 and self._replica.state.outer_step <= phi.settlings:
             here = int(self._taken() is not None)
             if 0 < here < enough:
-                here += sum([standing.trains async for _, standing in self._standings()])
+                here += sum(standing.trains for standing in (await self._standings()).values())
             if here >= enough:
                 engine.awaits = ""
                 return
             engine.awaits = self._few(here)
             await asyncio.sleep(RETRY_S)
 
-    async def _standings(self) -> AsyncGenerator[tuple[str, GossipStanding], None]:
-        """Yield what members say of themselves to which there is a link now, in the order of their names."""
+    async def _standings(self) -> dict[str, GossipStanding]:
+        """Return what members say of themselves to which there is a link now, by peer_id."""
         links = self._links()
-        for peer_id in sorted(links.connected):
+
+        async def ask(peer_id: str) -> GossipStanding | None:
             try:
                 answer = await links.stub(peer_id).Standing(pb.StandingRequest(), timeout=ANSWER_S)
-                standing = Standing.decode(answer.standing).gossip
+                return Standing.decode(answer.standing).gossip
             except grpc.aio.AioRpcError:
-                continue
+                return None
             except EditError as error:
                 _log.info("%s: %s", peer_id, error)
-                continue
-            if standing is not None:
-                yield peer_id, standing
+                return None
 
-    async def _further(self, phi: Phi, *, new: bool) -> tuple[int, list[Tensor]] | None:
-        """Return outer step and parameters of a member that is ahead, if one is by so much."""
-        ahead, source = phi.outer_step + (0 if new else BEHIND), ""
-        async for peer_id, standing in self._standings():
-            if standing.settlings == phi.settlings and standing.outer_step > ahead:
-                ahead, source = standing.outer_step, peer_id
-        if not source:
+        asked = sorted(links.connected & self._others())
+        said = await asyncio.gather(*map(ask, asked))
+        return {peer_id: standing for peer_id, standing in zip(asked, said, strict=True) if standing is not None}
+
+    async def _further(self, phi: Phi, *, new: bool, first: bool) -> tuple[int, list[Tensor]] | None:
+        """Return outer step and parameters of a member that is ahead, if more than half of those that train are, by so much.
+
+        How far they are, each says of itself; the median counts, the lower of two, so no minority of liars moves it. A member
+        that is not back from somewhere (first) counts itself.
+        """
+        if first:
+            await self._until_linked()
+        said = {peer_id: standing for peer_id, standing in (await self._standings()).items() if standing.trains}
+        steps = sorted([standing.outer_step for standing in said.values()] + ([] if first else [phi.outer_step]))
+        ahead = steps[(len(steps) - 1) // 2] if steps else 0
+        if ahead <= phi.outer_step + (0 if new else BEHIND):
             return None
-        try:
-            outer_step, settlings, theta = await self._fetch(source, 0)
-        except EditError as error:
-            _log.info("%s: %s", source, error)
-            return None
-        if settlings != phi.settlings or self.calendar.settles(outer_step) or outer_step <= phi.outer_step:
-            return None
-        _log.info("begins where %s is, at outer step %d", source, outer_step)
-        return outer_step, theta
+        sources = {peer_id: each.outer_step for peer_id, each in said.items() if each.settlings == phi.settlings}
+        for source in sorted(sources, key=lambda each: (sources[each], each)):
+            if not ahead <= sources[source] <= ahead + BEHIND:
+                continue
+            try:
+                async with asyncio.timeout(self._config.gossip.deadline_s):
+                    outer_step, settlings, theta = await self._fetch(source, 0)
+            except (EditError, TimeoutError) as error:
+                _log.info("%s: %s", source, error if isinstance(error, EditError) else "sends its outer parameters too slowly")
+                continue
+            if settlings != phi.settlings or self.calendar.settles(outer_step):
+                continue
+            if not phi.outer_step < outer_step <= ahead + BEHIND:
+                _log.warning("%s sends outer parameters of outer step %d; most are at %d", source, outer_step, ahead)
+                continue
+            _log.info("begins where %s is, at outer step %d", source, outer_step)
+            return outer_step, theta
+        return None
+
+    async def _until_linked(self) -> None:
+        """Wait for the links to the other members, for AWAY_S: a host that has just started has none."""
+        until = asyncio.get_running_loop().time() + AWAY_S
+        while asyncio.get_running_loop().time() < until:
+            if self._record() is not None and self._others() <= self._links().connected:
+                return
+            await asyncio.sleep(RETRY_S)
 
     def _committed(self) -> None:
         self._trained = True
@@ -453,31 +481,61 @@ class GossipMember:
     async def _gather(self, number: int) -> dict[str, list[Tensor]]:
         """Return the outer parameters of all members that train and are here in time, by peer_id.
 
+        All are asked at the same time, until `gossip.deadline_s` after this member's own peer is there; if it does not train,
+        after more are there than are waited for, so that one that lies does not end it for the others. What is asked for by
+        then may take as long to come.
+
         Of one at least; of none only in a run that drains before anybody has trained in it.
         """
-        loop, got, liars, until = asyncio.get_running_loop(), dict[str, list[Tensor]](), set[str](), math.inf
-        while True:
-            record, awaited = self._record(), False
-            members = {*record.members} if record is not None else {self._peer_id}
-            for peer_id in sorted(members - got.keys() - liars, key=lambda each: (each != self._peer_id, each)):
-                if not got and peer_id != self._peer_id and self._taken() is not None:
-                    break  # this member's own peer is not there: neither are the others
-                try:
+        loop, deadline_s, until = asyncio.get_running_loop(), self._config.gossip.deadline_s, math.inf
+        got, liars, untrained = dict[str, list[Tensor]](), set[str](), set[str]()
+        asking: dict[str, asyncio.Task[None]] = {}
+
+        async def ask(peer_id: str) -> None:
+            try:
+                async with asyncio.timeout(deadline_s):
                     got[peer_id] = await self._of(peer_id, number)
-                except GoneError:
-                    pass  # it does not train
-                except RemoteProtocolError as error:
-                    _log.warning("settling %d without %s: %s", number, peer_id, error)
-                    liars.add(peer_id)
-                except EditError:
-                    awaited = awaited or not self._away(peer_id)
-            if got and until == math.inf:
-                until = loop.time() + self._config.gossip.deadline_s
-            if got and (not awaited or loop.time() >= until):
-                return got
-            if not awaited and self._drains and self._taken() is None:
-                return got
-            await asyncio.sleep(RETRY_S)
+            except GoneError:
+                untrained.add(peer_id)
+                return
+            except RemoteProtocolError as error:
+                _log.warning("settling %d without %s: %s", number, peer_id, error)
+                liars.add(peer_id)
+            except TimeoutError:
+                _log.warning("settling %d: %s sends nothing, or too slowly", number, peer_id)
+            except EditError:  # it is not there yet, or cannot be dialled
+                pass
+            untrained.discard(peer_id)
+
+        try:
+            while True:
+                record = self._record()
+                members = {*record.members} if record is not None else {self._peer_id}
+                if self._peer_id in members - got.keys():
+                    await ask(self._peer_id)
+                if until == math.inf and self._peer_id in got:
+                    until = loop.time() + deadline_s
+                if loop.time() < until and (got or self._taken() is None):  # if its own peer is not there, nor are the others
+                    for peer_id in members - got.keys() - liars - asking.keys() - {self._peer_id}:
+                        asking[peer_id] = loop.create_task(ask(peer_id))
+                if asking:
+                    await asyncio.wait(asking.values(), timeout=RETRY_S)
+                for peer_id in [peer_id for peer_id, task in asking.items() if task.done()]:
+                    asking.pop(peer_id).result()
+                awaited = {peer_id for peer_id in members - got.keys() - liars - untrained if not self._away(peer_id)}
+                if until == math.inf and len(got) > len(awaited):
+                    until = loop.time() + deadline_s
+                late = loop.time() >= until and not awaited & asking.keys()
+                if got and (late or not awaited):
+                    near: dict[str, list[Tensor]] = await self._do(self._without_far, number, got)
+                    return near
+                if not awaited and self._drains and self._taken() is None:
+                    return got
+                await asyncio.sleep(RETRY_S)
+        finally:
+            for task in asking.values():
+                task.cancel()
+            await asyncio.gather(*asking.values(), return_exceptions=True)
 
     def _away(self, peer_id: str) -> bool:
         """Whether there is no link to a member, and has not been for a while."""
@@ -504,6 +562,22 @@ class GossipMember:
         return self._config.penalty.enabled and any(
             norm(there - here) > most * path > 0 for there, here, path in zip(theta, common, self._phi.state.path, strict=True)
         )
+
+    def _without_far(self, number: int, got: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """Leave out who has gone `penalty.max_ratio` times as far since the last settling as the median, the upper of two.
+
+        Only where this member's own peer does not train: else `_is_far` has looked already.
+        """
+        if self._peer_id in got or not self._config.penalty.enabled:
+            return got
+        left_out, common, most = set[str](), self._replica.outer.theta, self._config.penalty.max_ratio
+        for i, here in enumerate(common):
+            far = {peer_id: norm(theta[i] - here) for peer_id, theta in got.items()}
+            usual = sorted(far.values())[len(far) // 2]
+            left_out |= {peer_id for peer_id, each in far.items() if each > most * usual > 0}
+        for peer_id in sorted(left_out):
+            _log.warning("settling %d without %s: outer parameters that are too far from the last common ones", number, peer_id)
+        return {peer_id: theta for peer_id, theta in got.items() if peer_id not in left_out}
 
 
 def _next_grant(folder: Path) -> int:

@@ -226,8 +226,11 @@ class Swaps:
         step.serving = asyncio.current_task()
         met = _alone(peer_id, "the stream broke")
         try:
-            await write(swap_begin_to_pb(step.begin))
+            async with asyncio.timeout_at(step.deadline):  # for who reads nothing
+                await write(swap_begin_to_pb(step.begin))
             met = await self._converse(step, begin, read, write)
+        except TimeoutError:
+            met = _alone(peer_id, "was too slow")
         except _BROKEN:
             pass
         finally:

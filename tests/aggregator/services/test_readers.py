@@ -23,7 +23,7 @@ from aggregator.services.readers import (
 from edit.errors import BusyError
 from editpb import tensors_pb2 as pb
 from editpb.limits import CHUNK_BYTES
-from tests.support.loops import on_a_loop, until
+from tests.support.loops import on_a_loop, pass_time, run_held, until
 
 
 def take(readers: SnapshotReaders, peer_id: str, count: int = 1, role: str = "peer") -> ExitStack:
@@ -114,6 +114,41 @@ async def test_a_stalled_reader_gives_its_place_to_others_and_hears_why_once_it_
             await reading
         with take(readers, "one", MAX_OF_MEMBER):
             pass
+
+
+def test_a_reader_that_is_slow_on_the_whole_gives_its_place_to_others_though_it_never_stalls() -> None:
+    """It takes 64 bytes each 2 s; 64 bytes per second are asked for, beyond 10 s that are waited for altogether."""
+    sent, stalled = list[int](), list[int]()
+
+    async def chunks() -> AsyncGenerator[pb.Chunk, None]:
+        for i in range(100):
+            yield pb.Chunk(data=bytes(62))  # of 64 bytes in all
+            sent.append(i)
+
+    async def write(chunk: pb.Chunk) -> None:
+        await asyncio.sleep(2.0)
+
+    async def passing() -> None:
+        while True:
+            pass_time(0.05)
+            await asyncio.sleep(0)
+
+    async def read(least_bytes_per_s: float) -> None:
+        time_passes = asyncio.ensure_future(passing())
+        try:
+            await send(write, chunks(), 10.0, lambda: stalled.append(1), least_bytes_per_s=least_bytes_per_s)
+        finally:
+            time_passes.cancel()
+
+    run_held(read(0.0))
+    assert len(sent) == 100 and not stalled
+    sent.clear()
+    with pytest.raises(BusyError, match="this was read too slowly"):
+        run_held(read(64.0))
+    assert 5 <= len(sent) <= 12 and stalled
+    sent.clear()
+    run_held(read(16.0))
+    assert len(sent) == 100
 
 
 @on_a_loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 
 from aggregator.storage.store import Store
+from aggregator.swarm import transfers
 from aggregator.swarm.gossip import member
-from aggregator.swarm.gossip.phi import Calendar, Phi
+from aggregator.swarm.gossip.member import GossipMember
+from aggregator.swarm.gossip.phi import Calendar, Phi, PhiStore
 from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.replication import PartSnapshot
+from aggregator.swarm.standing import GossipStanding
 from aggregator.swarm.watching import SwarmWatch
 from edit.config.algorithm import GossipConfig, OuterConfig, PenaltyConfig, RoundsConfig, SyncConfig
 from edit.config.run import CodecConfig, ModelConfig, RunConfig, SwarmConfig
 from edit.council.events import SetPhase
 from edit.council.record import Phase
-from edit.errors import RefusedError
+from edit.errors import BusyError, RefusedError
 from edit.merging.gossip import pairs
 from edit.reference import Gossip
 from edit.rounds import events
@@ -322,6 +325,29 @@ def test_a_partner_that_lies_is_left_alone(tmp_path: Path, lie: str, why: str) -
     run_held(body())
 
 
+def test_a_partner_that_begins_and_reads_nothing_is_left_alone_at_the_deadline(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "ab") as swarm:
+            await swarm.stop("a")
+            await contribute(swarm, "b", drawn("b", 0))
+            gossip = swarm.running["b"].gossip
+            assert gossip is not None
+            await swarm.until(lambda: gossip.swaps._step is not None and gossip.swaps._step.waits)
+
+            async def messages() -> AsyncIterator[Any]:
+                yield swap_begin_to_pb(gossip.swaps._step.begin)
+
+            serving = asyncio.ensure_future(gossip.swaps.serve("a", messages(), never))
+            await swarm.until(lambda: gossip.swaps._step is None or gossip.swaps._step.serving is not None)
+            pass_time(30.0)
+            await swarm.until(lambda: at(swarm, "b") == 1)
+            await serving
+            said = gossip.standing()
+            assert said is not None and said.said == "alone: a: was too slow"
+
+    run_held(body())
+
+
 async def refused(stub: Any, begin: SwapBegin) -> str:
     """What is said to who begins a swap so."""
     call = stub.Swap()
@@ -575,6 +601,195 @@ def test_a_member_that_lies_where_all_settle_is_left_out_and_named_and_ends_with
             settled = [began - (began - here) for began, here in zip(theta(0, SCHEMA), own, strict=True)]
             assert all(map(torch.equal, phi(swarm, "a"), settled)) and all(map(torch.equal, phi(swarm, "b"), settled))
             assert swarm.same()
+
+    run_held(body())
+
+
+def settled_of(swarm: Hosts, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whose outer parameters the owner of part 0 settles on, once it has."""
+    gossip, found = swarm.running[swarm.record.parts[0].owner].gossip, list[str]()
+    assert gossip is not None
+    merged = gossip._merged
+
+    def noted(grant: int, number: int, theta: Mapping[str, list[Tensor]]) -> Any:
+        found[:] = sorted(theta)
+        return merged(grant, number, theta)
+
+    monkeypatch.setattr(gossip, "_merged", noted)
+    return found
+
+
+def test_where_the_owner_does_not_train_one_that_lies_neither_ends_the_run_for_the_others_nor_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "abcd", outer_steps=3, penalty=True, train="bcd") as swarm:
+            assert swarm.record.parts[0].owner == "a"
+            settled, gossip = settled_of(swarm, monkeypatch), swarm.running["c"].gossip
+            assert gossip is not None
+
+            def lying(settling: int) -> PartSnapshot:
+                far = {f"theta.{i}": part + 1000.0 for i, part in enumerate(phi(swarm, "c"))}
+                return PartSnapshot("0" * 64, 0, SCHEMA.to_json(), far, {"outer_step": 2, "settlings": 0})
+
+            monkeypatch.setattr(gossip, "snapshot", lying)
+            for outer_step in range(2):
+                for name in "bcd":
+                    await contribute(swarm, name, drawn(name, outer_step))
+                await swarm.until(lambda at_least=outer_step + 1: all(at(swarm, name) >= at_least for name in "bd"), passes=1.0)
+                if outer_step == 0:
+                    await swarm.pass_time(25.0)  # the deadline is 20 s
+                    assert {at(swarm, name) for name in "bd"} == {1} and not settled
+            await swarm.until(lambda: swarm.record.phase is Phase.FINISHED, passes=1.0)
+            assert settled == ["b", "d"]
+            assert "settling 1 without c: outer parameters that are too far" in caplog.text
+
+    run_held(body())
+
+
+def test_a_member_that_sends_nothing_where_all_settle_is_waited_for_until_the_deadline_and_holds_up_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "STALL_S", 1000.0)
+
+    async def body() -> None:
+        async with gossips(tmp_path, "abc", outer_steps=2) as swarm:
+            settled, silent, late = settled_of(swarm, monkeypatch), swarm.running["b"].gossip, swarm.running["c"].gossip
+            assert silent is not None and late is not None
+            snapshot, there, asked = late.snapshot, asyncio.Event(), asyncio.Event()
+
+            async def phi_of_b(settling: int, chunk_bytes: int) -> AsyncIterator[Any]:
+                asked.set()
+                await never()
+                yield
+
+            def not_yet(settling: int) -> PartSnapshot:
+                if there.is_set():
+                    return snapshot(settling)
+                raise BusyError("c is not there yet")
+
+            monkeypatch.setattr(silent, "phi", phi_of_b)
+            monkeypatch.setattr(late, "snapshot", not_yet)
+            for name in "abc":
+                await contribute(swarm, name, drawn(name, 0))
+            await swarm.until(asked.is_set, passes=1.0)
+            await swarm.pass_time(5.0)
+            assert not settled
+            there.set()
+            await swarm.until(lambda: settled, passes=2.0)
+            assert settled == ["a", "c"]
+            await all_at(swarm, 2)
+
+    run_held(body())
+
+
+def test_members_that_read_all_that_others_may_read_at_a_time_keep_no_settling_from_coming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "abc", outer_steps=2) as swarm, AsyncExitStack() as places:
+            settled = settled_of(swarm, monkeypatch)
+            for reader in ("x", "y"):
+                await places.enter_async_context(swarm.running["b"]._states.place(reader))
+            for name in "abc":
+                await contribute(swarm, name, drawn(name, 0))
+            await all_at(swarm, 2)
+            assert settled == ["a", "b", "c"]
+
+    run_held(body())
+
+
+def test_a_member_that_comes_back_begins_where_the_others_are_once_it_has_links_to_them(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "abc") as swarm:
+            await swarm.stop("b")
+            for outer_step in range(4):
+                for name in "ac":
+                    await contribute(swarm, name, drawn(name, outer_step))
+                await swarm.until(lambda wanted=outer_step + 1: {at(swarm, name) for name in "ac"} == {wanted}, passes=5.0)
+            await swarm.start("b")
+            await swarm.until(lambda: swarm.running["b"].gossip.engine is not None, passes=1.0)
+            assert at(swarm, "b") == 4
+
+    run_held(body())
+
+
+def lies_ahead(
+    swarm: Hosts, monkeypatch: pytest.MonkeyPatch, name: str, standing_at: int, settlings: int, sent_at: int = 0
+) -> list[int]:
+    """Let a member say that it is at an outer step; return for which settlings its outer parameters are asked."""
+    gossip, asked = swarm.running[name].gossip, list[int]()
+    assert gossip is not None
+    standing, snapshot = gossip.standing, gossip.snapshot
+
+    def lying(settling: int) -> PartSnapshot:
+        asked.append(settling)
+        if settling:
+            return snapshot(settling)
+        metadata = {"outer_step": sent_at or standing_at, "settlings": settlings}
+        far = {f"theta.{i}": part + 1000.0 for i, part in enumerate(phi(swarm, name))}
+        return PartSnapshot("0" * 64, 0, SCHEMA.to_json(), far, metadata)
+
+    def ahead() -> GossipStanding | None:
+        found = standing()
+        return found and replace(found, outer_step=standing_at, settlings=settlings)
+
+    monkeypatch.setattr(gossip, "standing", ahead)
+    monkeypatch.setattr(gossip, "snapshot", lying)
+    return asked
+
+
+def test_one_that_lies_about_how_far_it_is_moves_no_member_that_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "abc", penalty=True) as swarm:
+            asked = lies_ahead(swarm, monkeypatch, "c", 48, 0)
+            await swarm.stop("a")
+            began = stopped(swarm, "a")
+            recovered = GossipMember._recovered
+
+            async def once_linked(self: GossipMember, store: PhiStore) -> Phi:
+                await swarm.until(lambda: {"b", "c"} <= self._links().connected, passes=1.0)
+                return await recovered(self, store)
+
+            monkeypatch.setattr(GossipMember, "_recovered", once_linked)
+            await swarm.start("a")
+            await swarm.until(lambda: swarm.running["a"].gossip.engine is not None, passes=1.0)
+            assert at(swarm, "a") == 0 and all(map(torch.equal, phi(swarm, "a"), began)) and 0 not in asked
+
+    run_held(body())
+
+
+def test_one_that_sends_what_is_ahead_of_most_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """b says that it is where most are, and sends the outer parameters of a later step; c has those of its step."""
+
+    async def body() -> None:
+        async with gossips(tmp_path, "abc") as swarm:
+            lies_ahead(swarm, monkeypatch, "b", 5, 0, sent_at=48)
+            lies_ahead(swarm, monkeypatch, "c", 6, 0)
+            await swarm.stop("a")
+            await swarm.start("a")
+            await swarm.until(lambda: swarm.running["a"].gossip.engine is not None, passes=1.0)
+            assert "b sends outer parameters of outer step 48; most are at 5" in caplog.text
+            assert at(swarm, "a") == 6
+
+    run_held(body())
+
+
+def test_after_a_settling_nobody_follows_one_that_says_to_be_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "ab", settle_every=1, penalty=True) as swarm:
+            asked = lies_ahead(swarm, monkeypatch, "b", 14, 1)
+            for name in "ab":
+                await contribute(swarm, name, drawn(name, 0))
+            a = swarm.running["a"].gossip
+            assert a is not None
+            await swarm.until(lambda: a._phi is not None and a._phi.settlings == 1 and a.engine is not None, passes=1.0)
+            assert at(swarm, "a") == 2 and 0 not in asked
+            assert all(map(torch.equal, phi(swarm, "a"), swarm.running["a"].parts[0].replica.outer.theta))
 
     run_held(body())
 

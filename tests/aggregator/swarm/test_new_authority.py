@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,12 +14,13 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
+from aggregator.security.authority import Authority
 from aggregator.security.certificates import key_pem, make_ca, new_key
-from aggregator.swarm import operate
-from aggregator.swarm.admission import Trust, root_of
+from aggregator.swarm import admission, operate
+from aggregator.swarm.admission import Trust, keep_authority, root_of
 from aggregator.swarm.host import REPLACED_S
-from aggregator.swarm.host_folder import HostFolder
-from edit.durable_files import write_atomic
+from aggregator.swarm.host_folder import AUTHORITY_FORMAT, HostFolder, authority_folder
+from edit.durable_files import write_atomic, write_json
 from edit.errors import RefusedError, StaleError, TransportError
 from editpb import control_pb2, control_pb2_grpc, council_pb2_grpc
 from editpb import council_pb2 as pb
@@ -204,6 +206,73 @@ def test_a_command_that_was_killed_is_said_again_and_replaces_once(tmp_path: Pat
         await replaced(swarm, *"abc")
 
     scenario(tmp_path, body)
+
+
+def member_with_authority(path: Path) -> tuple[Any, Authority]:
+    """What a command takes of a folder, and its authority."""
+    folder = authority_folder(path)
+    folder.mkdir()
+    write_json(folder / "run.json", {"run_id": "run"}, version=AUTHORITY_FORMAT)
+    authority = Authority.create(folder, "run", now=time.time())
+    write_atomic(path / "ca.pem", (folder / "ca.pem").read_bytes())
+    return SimpleNamespace(path=path, identity=Identity("run", "peer", "a")), authority
+
+
+@pytest.mark.parametrize("where", ["ca.pem", "ca.key"])
+def test_a_host_that_is_killed_while_it_takes_the_new_key_takes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    member, _ = member_with_authority(tmp_path)
+    kept, root = operate._next_authority(member)
+    trust = Trust(tmp_path)
+    trust.follow([root_of(trust.present), root])
+    key = (kept / "ca.key").read_bytes()
+
+    def killed(file: Path, *arguments: Any, **named: Any) -> None:
+        if file.name == where:
+            raise ZeroDivisionError
+        write_atomic(file, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "write_atomic", killed)
+        with pytest.raises(ZeroDivisionError):
+            keep_authority(tmp_path, "run", key)
+    assert admission.open_authority(tmp_path) is None
+    assert operate._next_authority(member) == (kept, root)
+    keep_authority(tmp_path, "run", key)
+    assert operate._next_authority(member) == (kept, root)
+
+
+@pytest.mark.parametrize("gone", [("root.json",), ("root.json", "ca.key"), ("ca.key",)])
+def test_what_is_left_of_a_next_authority_is_not_gone_on_with(tmp_path: Path, gone: tuple[str, ...]) -> None:
+    member, _ = member_with_authority(tmp_path)
+    kept, root = operate._next_authority(member)
+    for name in gone:
+        (kept / name).unlink()
+    _, anew = operate._next_authority(member)
+    assert anew != root and operate.operator_credentials(tmp_path, "run", authority=kept)
+
+
+def test_the_root_of_a_next_authority_is_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, _ = member_with_authority(tmp_path)
+    kept, _ = operate._next_authority(member)
+    monkeypatch.setattr(operate.shutil, "rmtree", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        operate._remove_next(kept)
+    assert {each.name for each in kept.iterdir()} == {"ca.key", "ca.pem"}
+
+
+def test_a_next_authority_that_one_before_the_present_has_endorsed_is_made_anew(tmp_path: Path) -> None:
+    member, first = member_with_authority(tmp_path)
+    _, stale = operate._next_authority(member)  # and no leader is there
+    key, certificate = make_ca("run", time.time(), "CA b")
+    trust = Trust(tmp_path)
+    trust.follow([root_of(trust.present), root_of(certificate, first.issuer.key)])
+    with pytest.raises(RefusedError, match="this copy of its key makes no other"):
+        operate._next_authority(member)
+    keep_authority(tmp_path, "run", key_pem(key))  # shared with this member
+    _, anew = operate._next_authority(member)
+    assert anew != stale and trust.check(anew) and operate._next_authority(member)[1] == anew
 
 
 def test_a_leader_that_lies_makes_nobody_trust_an_authority(tmp_path: Path) -> None:

@@ -398,6 +398,28 @@ def test_a_relay_of_another_run_is_not_connected_to(tmp_path: Path) -> None:
 # -- settings --------------------------------------------------------------------------------------------------------------
 
 
+def test_a_relay_whose_name_no_host_can_have_is_not_connected_to_and_ends_nothing(tmp_path: Path) -> None:
+    """Settings refuse such a name."""
+
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow("a")
+            said, port = (
+                list[str](),
+                RelayedPort("relay..example.org:443", store(swarm, "b", age_s=0.0).path, Identity(swarm.run_id, "peer", "b")),
+            )
+            running = asyncio.ensure_future(port.run("127.0.0.1:1", said.append))
+            await swarm.until(lambda: said or running.done())
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            assert said and said[0].startswith("the relay at relay..example.org:443: does not answer")
+
+    run_held(body())
+    with pytest.raises(ConfigError, match=r"--relay 'relay\.\.example\.org:443': must be HOST:PORT"):
+        HostFolder(relay="relay..example.org:443").save(tmp_path)
+
+
 def test_relay_and_advertise_take_each_others_place(tmp_path: Path) -> None:
     assert settle(tmp_path, None, "me.example", {}).advertise == "me.example"
     found = settle(tmp_path, None, None, {}, relay="relay.example:7700")

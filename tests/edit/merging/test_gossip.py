@@ -19,7 +19,7 @@ from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError, St
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.gossip import GossipState, Judged, Offer, pairs, settle, settling
-from edit.merging.merge import Measured, measure
+from edit.merging.merge import Measured, Merged, measure
 from edit.merging.outer_state import OuterState
 from edit.records import EncodedTensor, Verdict
 from edit.reference import Edit, Gossip, gossip_pairs
@@ -467,3 +467,19 @@ def test_a_state_of_another_model_is_refused() -> None:
 def test_a_common_outer_state_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"outer\.algorithm = 'gossip'"):
         OuterState(schema(3), config(), [torch.zeros(3)])
+
+
+def test_what_peers_settle_on_is_computed_of_one_peer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner holds what each has sent, and no other copy of it."""
+    base = OuterState(schema(300), settling(config()), [torch.zeros(300)])
+    reduce, read = base.reduce, list[bool]()
+
+    def noted(i: int, contributions: Sequence[Measured]) -> Merged:
+        read.extend(callable(one.payload) for one in contributions)
+        return reduce(i, contributions)
+
+    monkeypatch.setattr(base, "reduce", noted)
+    records = settle(base, {name: [torch.full((300,), float(i))] for i, name in enumerate("abc")})
+    assert read == [True] * 3
+    base.commit(1, "settled", records)
+    assert torch.equal(base.theta[0], torch.ones(300))
