@@ -276,6 +276,16 @@ class EditWorker:
             if self._over:
                 self._end()
 
+    def take_awaited(self) -> None:
+        """Take an outcome that the next forward would wait for, before it: for a loop that may be told to stop in the wait.
+
+        In mode `forward` its updates are still applied, and waited for, as the forward needs them.
+        """
+        self._require_local("take_awaited()")
+        with _outside_autograd(), self._stopwatch.paused():
+            for each in self._entered:
+                each.run(each.exchange.take(lazily=self._config.sync.mode == "forward"))
+
     def _take_awaited(self) -> None:
         """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
         sync = self._config.sync
@@ -454,7 +464,9 @@ class EditWorker:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._speed.add_step(self._stopwatch.lap())
         with _outside_autograd(), self._stopwatch.paused():
-            ready = [each.run(each.exchange.stepped()) for each in self._exchanges]
+            for each in self._exchanges:
+                each.exchange.schedule.count_steps()  # at all shares, before one waits
+            ready = [each.run(each.exchange.stepped(0)) for each in self._exchanges]
             if all(ready):
                 self._contribute_if_due()
             if self.finished:
