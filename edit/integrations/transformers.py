@@ -88,7 +88,9 @@ class EditCallback(TrainerCallback):
             raise ConfigError(f"{args.n_gpu} GPUs in one process: start a process per GPU with torchrun, or show it only one")
         model = kwargs["model"]
         self._attached = Attachment(model, kwargs["optimizer"], self._collective, self._config, self._leave)
-        self._counter = model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+        # What is traced into a compiled model would count once, not at each call.
+        counter = torch.compiler.disable(self._count_tokens)  # type: ignore[no-untyped-call]
+        self._counter = model.register_forward_pre_hook(counter, with_kwargs=True)
         return control
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -148,7 +150,7 @@ class EditCallback(TrainerCallback):
 
     def _count_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        if model.training and not torch.compiler.is_compiling() and isinstance(tokens, Tensor):
+        if model.training and isinstance(tokens, Tensor):
             self._tokens += tokens.numel()
 
     def _present(self) -> Attachment:

@@ -87,6 +87,15 @@ def test_a_lone_peer_with_outer_lr_1_trains_as_the_trainer_alone(tmp_path: Path,
     assert {c.tokens for c in spy.contributions} == {EVERY * micro * 2 * CONTEXT}
 
 
+def test_a_compiled_model_counts_its_tokens(tmp_path: Path) -> None:
+    spy = Spy(run_of())
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_accumulation_steps": 2}
+    trainer_of(tmp_path, [EditCallback(spy, CONFIG)], 2 * EVERY, **settings).train()
+    assert [c.tokens for c in spy.contributions] == [EVERY * 2 * 2 * CONTEXT] * len(spy.contributions)
+    assert {c.outer_step for c in spy.contributions} == {0, 1}
+    torch.compiler.reset()
+
+
 def test_every_hook_is_gone_afterwards(tmp_path: Path) -> None:
     run = run_of()
     callback = EditCallback(run.collective("me"), CONFIG)
