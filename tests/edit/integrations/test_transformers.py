@@ -259,6 +259,25 @@ def test_a_setting_that_cannot_work_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, callbacks, load_best_model_at_end=True, **settings).train()
 
 
+def test_after_an_exception_the_model_is_a_plain_one_again(tmp_path: Path) -> None:
+    class Stumble(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == EVERY:  # a contribution waits for its outcome
+                raise KeyboardInterrupt
+
+    run = run_of(lr=0.5)
+    with pytest.raises(KeyboardInterrupt), EditCallback(run.collective("me"), CONFIG) as callback:
+        trainer = trainer_of(tmp_path, [callback, Stumble()])
+        trainer.train()
+    assert callback.worker is None and not trainer.model._forward_pre_hooks
+    before = parameters(trainer.model)
+    trainer.model(input_ids=rows(1)[0]["input_ids"][None])
+    assert same(parameters(trainer.model), before), "no outcome is taken"
+    again = trainer_of(tmp_path, [EditCallback(run.collective("me"), CONFIG)], model=trainer.model)
+    again.train()
+    assert run.state.outer_step == 1 + STEPS // EVERY
+
+
 def test_a_callback_is_for_one_training(tmp_path: Path) -> None:
     class Stumble(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -268,5 +287,5 @@ def test_a_callback_is_for_one_training(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, [callback, Stumble()])
     with pytest.raises(RuntimeError, match="stumbled"):
         trainer.train()
-    with pytest.raises(ConfigError, match="make a new callback"):
+    with pytest.raises(ConfigError, match=r"abandon\(\) it, and make a new callback"):
         trainer.train()
