@@ -89,8 +89,9 @@ class EditWorker:
             parameters, which all peers share; or "local", this peer's own. An exception that leaves the `with` leaves the
             local ones.
 
-    Raises ConfigError for a wrapper that hides the parameters, and when the ranks do not fit together; RefusedError on entering
-    when the model does not fit the run; EvictedError out of the loop's own forward or step when the operator evicted this peer.
+    Raises ConfigError for a wrapper that hides the parameters, on entering also when the ranks do not fit together or the model
+    is on several GPUs in one process; RefusedError on entering when the model does not fit the run; EvictedError out of the
+    loop's own forward or step when the operator evicted this peer.
     """
 
     def __init__(
