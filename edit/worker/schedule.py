@@ -123,6 +123,7 @@ class SyncSchedule:
     def state(self) -> dict[str, Any]:
         """The counters, JSON-able, for a checkpoint."""
         return {
+            "every": self._every,
             "inner_steps": self._inner_steps,
             "round_inner_steps": self._round_inner_steps,
             "work": [[work.inner_steps, work.tokens] for work in self._work],
