@@ -356,9 +356,11 @@ class EditWorker:
     def outer_parameters(self) -> Iterator[nn.Module]:
         """The model with theta in it, for evaluating or saving; afterwards the local parameters are back to the bit.
 
-        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError.
+        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError. Of an outer step of which only a
+        part is applied (mode `forward`) the rest is first, at all ranks.
         """
         self._require_local("outer_parameters()")
+        self._apply_rest()
         with _outside_autograd():
             kept = [each.replica.load_outer() for each in self._entered]
         self._swapped = True
@@ -373,10 +375,18 @@ class EditWorker:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Return theta by tensor name: fp32 CPU copies in full shape of all that is exchanged (nothing frozen).
 
-        In a replica of several ranks all of them call it; rank 0 gets the tensors, the others an empty dictionary.
+        In a replica of several ranks all of them call it; rank 0 gets the tensors, the others an empty dictionary. Of an outer
+        step of which only a part is applied (mode `forward`) the rest is first.
         """
+        self._apply_rest()
         with _outside_autograd():
             return {name: theta for each in self._entered for name, theta in each.replica.outer_state_dict().items()}
+
+    def _apply_rest(self) -> None:
+        if not self._swapped:
+            with _outside_autograd(), self._stopwatch.paused():
+                for each in self._entered:
+                    each.apply_rest()
 
     # Checkpoints.
 
