@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from edit.worker.worker import EditWorker, WorkerConfig
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
 except ImportError as error:
     raise ImportError(
         f"edit.integrations.lightning needs lightning ({error}): pip install 'edit-localsgd[lightning]'"
@@ -58,6 +60,7 @@ class EditCallback(Callback):
         self._leave: Literal["outer", "local"] = leave
         self._tokens = tokens or _input_ids
         self._attached: Attachment | None = None
+        self._restored = ExitStack()  # when training ends: what saves the module's own parameters
 
     @property
     def worker(self) -> EditWorker | None:
@@ -69,6 +72,8 @@ class EditCallback(Callback):
         if self._attached is not None:
             raise ConfigError("EditCallback: its training did not end; make a new callback for each")
         self._attached = Attachment(pl_module, trainer.optimizers, self._collective, self._config, self._leave)
+        if self._evaluate_outer:
+            self._save_outer(self._attached, trainer.strategy)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take an outcome that is there, because a training_step calls parts of the module and never the module itself."""
@@ -99,28 +104,36 @@ class EditCallback(Callback):
         if self._attached is not None:
             self._attached.hide_outer()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the outer parameters, if asked to."""
-        if self._attached is None or not self._evaluate_outer or self._attached.showing:
-            return
-        self._attached.show_outer()
-        state = trainer.strategy.lightning_module_state_dict()
-        checkpoint["state_dict"] = {
-            name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()
-        }
-        self._attached.hide_outer()
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the last outcome and leave the run."""
         if self._attached is not None:
             attached, self._attached = self._attached, None
+            self._restored.close()
             attached.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take the hooks away; no outcome is waited for."""
         if self._attached is not None:
             attached, self._attached = self._attached, None
+            self._restored.close()
             attached.abandon(exception)
+
+    def _save_outer(self, attached: Attachment, strategy: Strategy) -> None:
+        """Have checkpoints hold the outer parameters; those of weights only reach no hook of a callback."""
+        local: Callable[[], dict[str, Any]] = strategy.lightning_module_state_dict
+
+        def outer() -> dict[str, Any]:
+            if attached.showing:
+                return local()
+            attached.show_outer()
+            try:
+                state = local()
+                return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+            finally:
+                attached.hide_outer()
+
+        strategy.lightning_module_state_dict = outer
+        self._restored.callback(strategy.__dict__.pop, "lightning_module_state_dict", None)
 
 
 def _input_ids(batch: Any) -> int:

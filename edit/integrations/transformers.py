@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from edit.collective import Collective, CompositeCollective
 from edit.errors import ConfigError
 from edit.integrations.attachment import Attachment
+from edit.worker.hooks import Hook
 from edit.worker.worker import EditWorker, WorkerConfig
 
 try:
@@ -27,6 +29,9 @@ class EditCallback(TrainerCallback):
     Training ends with the Trainer's last step or with the run's, whichever comes first. Each real optimizer step counts once,
     also with gradient accumulation and clipping; tokens are counted from `input_ids`. The model starts from the run's outer
     parameters, also when the Trainer resumes from a checkpoint of its own. One training per callback.
+
+    A Trainer does not tell its callbacks of an exception. `with EditCallback(...) as callback:` around the training, or
+    `abandon`, takes the hooks off the model after one; without, its next forward would still ask the run.
 
     Args:
         collective: the run, for example of `peers.connect`.
@@ -60,6 +65,23 @@ class EditCallback(TrainerCallback):
         """Return the worker, to look at, between the beginning and the end of training; None before and after."""
         return self._attached.worker if self._attached else None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Take the hooks away after a training that ended with an exception; no outcome is waited for.
+
+        The model keeps this peer's own parameters. Does nothing after a training that ended by itself.
+        """
+        if self._counter is not None:
+            self._counter.remove()
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.abandon(RuntimeError("the training was abandoned"))
+
     def lead(self, trainer: Trainer) -> None:
         """Be called before the callbacks of `report_to`, so that TensorBoard, W&B and others have the exchange's values, too.
 
@@ -78,7 +100,7 @@ class EditCallback(TrainerCallback):
     ) -> TrainerControl:
         """Join the run with the Trainer's real model and optimizer."""
         if self._attached is not None:
-            raise ConfigError("EditCallback: its training did not end; make a new callback for each")
+            raise ConfigError("EditCallback: its training did not end; abandon() it, and make a new callback for each")
         if args.load_best_model_at_end:
             raise ConfigError(
                 "load_best_model_at_end = True: would put an old model into a run that has moved on; set it to False "
@@ -88,7 +110,9 @@ class EditCallback(TrainerCallback):
             raise ConfigError(f"{args.n_gpu} GPUs in one process: start a process per GPU with torchrun, or show it only one")
         model = kwargs["model"]
         self._attached = Attachment(model, kwargs["optimizer"], self._collective, self._config, self._leave)
-        self._counter = model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+        # What is traced into a compiled model would count once, not at each call.
+        counter = Hook(torch.compiler.disable(self._count_tokens))  # type: ignore[no-untyped-call]
+        self._counter = model.register_forward_pre_hook(counter, with_kwargs=True)
         return control
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -148,7 +172,7 @@ class EditCallback(TrainerCallback):
 
     def _count_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        if model.training and not torch.compiler.is_compiling() and isinstance(tokens, Tensor):
+        if model.training and isinstance(tokens, Tensor):
             self._tokens += tokens.numel()
 
     def _present(self) -> Attachment:

@@ -14,16 +14,27 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from edit.errors import ConfigError
+
 __all__ = ["Transfers"]
 
 _Item = TypeVar("_Item")
 
 
 class Transfers:
-    """Copies of tensors that are on at most one GPU. pinned: whether vectors beside them should be in pinned memory."""
+    """Copies of tensors that are on at most one GPU. pinned: whether vectors beside them should be in pinned memory.
+
+    Raises ConfigError for several GPUs: one stream does not wait for what another GPU copies.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
+        if len(devices) > 1:
+            raise ConfigError(
+                f"the model is on {', '.join(map(str, devices))} in one process: load it onto one GPU, or start a process per "
+                "GPU with torchrun and shard it (`fully_shard`)"
+            )
+        device = next(iter(devices), None)
         self.pinned = device is not None
         self._stream = torch.cuda.Stream(device) if device is not None else None  # type: ignore[no-untyped-call]
         self._unchanged_since: torch.cuda.Event | None = None

@@ -114,9 +114,7 @@ class ShareExchange:
     def before_step(self) -> None:
         """An optimizer step is about to be taken: apply what waits for a forward."""
         self.run(self.exchange.take())
-        if self._partial is not None:
-            self.replica.transfers.mark_changing()  # a backward may still read what no module's own forward announced
-            self.apply_fragments(tuple(self._partial.waiting))
+        self.apply_rest()
         if self._unchecked:
             self._check_applied()
             self.run(self.exchange.catch_up())
@@ -146,6 +144,12 @@ class ShareExchange:
         for i in fragments:
             if self._partial is not None and i in self._partial.waiting:
                 self._apply_one(self._partial, i)
+
+    def apply_rest(self) -> None:
+        """Apply all updates that still wait for a forward."""
+        if self._partial is not None:
+            self.replica.transfers.mark_changing()  # a backward may still read what no module's own forward announced
+            self.apply_fragments(tuple(self._partial.waiting))
 
     def run(self, steps: Steps[_T]) -> _T:
         """Carry out one verb of the exchange, action by action."""

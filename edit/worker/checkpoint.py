@@ -456,6 +456,9 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot, *, by_upd
     share.replica.resume(checkpoint.outer)
     exchange.outer_step = outer_step = checkpoint.outer.outer_step
     exchange.began = _checked(lambda: min(int(scalars.get("began", outer_step)), outer_step))  # an older checkpoint lacks it
+    if share.config.sync.dylu:  # H as this peer was told it; an older checkpoint lacks it
+        most = exchange.schedule.every
+        exchange.schedule.adopt(_checked(lambda: min(max(1, int(scalars.get("every", most))), most)))
     share.feedback.load(checkpoint.residuals)
     if (estimator := share.estimator) is not None:
         _checked(lambda: estimator.load(checkpoint.vectors, scalars))

@@ -271,7 +271,10 @@ class Exchange:
         self._stepped_at = now = yield from self._now()
         if (pending := self.pending) is not None and self._asks_now(pending):
             planned = self._sync.overlap > 0 and not pending.outcome_overdue
-            yield from self.resolve(block=self.schedule.at_boundary(now) or planned)
+            block = self.schedule.at_boundary(now) or planned
+            yield from self.resolve(block=block)
+            if block and self.pending is pending:
+                self.schedule.waited(now)
         return self.finished or self.schedule.due(now)
 
     def contribute_if_due(self) -> Steps[bool]:

@@ -37,7 +37,7 @@ class SyncSchedule:
     def __init__(self, every: int, groups: int = 1, interval_s: float | None = None) -> None:
         self._every = every
         self._interval_s = interval_s
-        self._deadline = float("-inf")
+        self._deadline = self._wait_again = float("-inf")
         self._inner_steps = 0
         self._round_inner_steps = 0
         self._work = [Work()] * groups
@@ -68,10 +68,15 @@ class SyncSchedule:
         return self._round_inner_steps > 0 and now >= self._deadline
 
     def at_boundary(self, now: float = 0.0) -> bool:
-        """Whether just now a multiple of `every` is full: the moment to wait for an outcome that is still open."""
+        """Whether just now a multiple of `every`, or of interval_s, is full: the moment to wait for an outcome that is open."""
         if self._interval_s is None:
             return self._round_inner_steps > 0 and self._round_inner_steps % self._every == 0
-        return self.due(now)
+        return self.due(now) and now >= self._wait_again
+
+    def waited(self, now: float) -> None:
+        """An outcome was waited for and did not come: the next moment to wait for it is interval_s later."""
+        if self._interval_s is not None:
+            self._wait_again = now + self._interval_s
 
     def adopt(self, every: int) -> None:
         """From now on contribute every so many inner steps (DyLU, or H that changes during the run)."""
@@ -123,6 +128,7 @@ class SyncSchedule:
     def state(self) -> dict[str, Any]:
         """The counters, JSON-able, for a checkpoint."""
         return {
+            "every": self._every,
             "inner_steps": self._inner_steps,
             "round_inner_steps": self._round_inner_steps,
             "work": [[work.inner_steps, work.tokens] for work in self._work],

@@ -89,8 +89,9 @@ class EditWorker:
             parameters, which all peers share; or "local", this peer's own. An exception that leaves the `with` leaves the
             local ones.
 
-    Raises ConfigError for a wrapper that hides the parameters, and when the ranks do not fit together; RefusedError on entering
-    when the model does not fit the run; EvictedError out of the loop's own forward or step when the operator evicted this peer.
+    Raises ConfigError for a wrapper that hides the parameters, on entering also when the ranks do not fit together or the model
+    is on several GPUs in one process; RefusedError on entering when the model does not fit the run; EvictedError out of the
+    loop's own forward or step when the operator evicted this peer.
     """
 
     def __init__(
@@ -276,6 +277,16 @@ class EditWorker:
             if self._over:
                 self._end()
 
+    def take_awaited(self) -> None:
+        """Take an outcome that the next forward would wait for, before it: for a loop that may be told to stop in the wait.
+
+        In mode `forward` its updates are still applied, and waited for, as the forward needs them.
+        """
+        self._require_local("take_awaited()")
+        with _outside_autograd(), self._stopwatch.paused():
+            for each in self._entered:
+                each.run(each.exchange.take(lazily=self._config.sync.mode == "forward"))
+
     def _take_awaited(self) -> None:
         """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
         sync = self._config.sync
@@ -345,9 +356,11 @@ class EditWorker:
     def outer_parameters(self) -> Iterator[nn.Module]:
         """The model with theta in it, for evaluating or saving; afterwards the local parameters are back to the bit.
 
-        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError.
+        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError. Of an outer step of which only a
+        part is applied (mode `forward`) the rest is first, at all ranks.
         """
         self._require_local("outer_parameters()")
+        self._apply_rest()
         with _outside_autograd():
             kept = [each.replica.load_outer() for each in self._entered]
         self._swapped = True
@@ -362,10 +375,18 @@ class EditWorker:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Return theta by tensor name: fp32 CPU copies in full shape of all that is exchanged (nothing frozen).
 
-        In a replica of several ranks all of them call it; rank 0 gets the tensors, the others an empty dictionary.
+        In a replica of several ranks all of them call it; rank 0 gets the tensors, the others an empty dictionary. Of an outer
+        step of which only a part is applied (mode `forward`) the rest is first.
         """
+        self._apply_rest()
         with _outside_autograd():
             return {name: theta for each in self._entered for name, theta in each.replica.outer_state_dict().items()}
+
+    def _apply_rest(self) -> None:
+        if not self._swapped:
+            with _outside_autograd(), self._stopwatch.paused():
+                for each in self._entered:
+                    each.apply_rest()
 
     # Checkpoints.
 
@@ -454,7 +475,9 @@ class EditWorker:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._speed.add_step(self._stopwatch.lap())
         with _outside_autograd(), self._stopwatch.paused():
-            ready = [each.run(each.exchange.stepped()) for each in self._exchanges]
+            for each in self._exchanges:
+                each.exchange.schedule.count_steps()  # at all shares, before one waits
+            ready = [each.run(each.exchange.stepped(0)) for each in self._exchanges]
             if all(ready):
                 self._contribute_if_due()
             if self.finished:

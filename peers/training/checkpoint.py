@@ -249,8 +249,8 @@ class PeriodicCheckpoints:
             self._checkpoints.wait()
 
     def after_step(self, outer_step: int) -> None:
-        """Begin a checkpoint if enough outer steps have been taken. Call it after each inner step."""
-        if self._checkpoints is None or outer_step - self._outer_step < self._every:
+        """Begin a checkpoint after enough outer steps, or where the run was taken back. Call it after each inner step."""
+        if self._checkpoints is None or 0 <= outer_step - self._outer_step < self._every:
             return
         if self._strict or self._resumable.ranks.all([self._checkpoints.idle and self._spaced(self._checkpoints)])[0]:
             self._outer_step = outer_step

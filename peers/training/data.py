@@ -264,6 +264,7 @@ class Batches:
                 f"{source.origin}: {len(source)} tokens are less than one context and its last target ({context} + 1)"
             )
         self._source = source
+        self._sample = _sample_of(source.array)
         self._context = context
         self._batch_size = batch_size
         self._seed = seed
@@ -325,23 +326,24 @@ class Batches:
                 )
             _log.info("%s: other data than the checkpoint's (%s): from its start", self._source.origin, plugin)
             return
-        then, here = state.get("tokens"), len(self._source)
-        if then is not None and then != here:
-            if new_data and {**state, "tokens": here}.items() >= self._identity().items():
-                _log.info(
-                    "%s: other data than the checkpoint's (%d tokens, now %d): from its start", self._source.origin, then, here
-                )
+        here = self._identity()
+        saved = {"sample": here["sample"], **state}  # an older checkpoint has none
+        then, now = saved.get("tokens"), here["tokens"]
+        if then is not None and (then, saved["sample"]) != (now, here["sample"]):
+            change = f"{then} tokens then, {now} now" if then != now else f"other {now} tokens then"
+            if new_data and {**saved, "tokens": now, "sample": here["sample"]}.items() >= here.items():
+                _log.info("%s: other data than the checkpoint's (%s): from its start", self._source.origin, change)
                 self._pass, self._index = 0, 0
                 return
             raise ConfigError(
-                f"{self._source.origin}: the data has changed since the checkpoint ({then} tokens then, {here} now): "
-                "restore the earlier data; or add --new-data to begin at the start of the new data, with the model and the "
-                "optimizer's state of the checkpoint"
+                f"{self._source.origin}: the data has changed since the checkpoint ({change}): restore the earlier data; or "
+                "add --new-data to begin at the start of the new data, with the model and the optimizer's state of "
+                "the checkpoint"
             )
-        for key, value in self._identity().items():
-            if state.get(key) != value:
+        for key, value in here.items():
+            if saved.get(key) != value:
                 raise ConfigError(
-                    f"{self._source.origin}: saved data position has {key} = {state.get(key)}, here it is {value}"
+                    f"{self._source.origin}: saved data position has {key} = {saved.get(key)}, here it is {value}"
                 )
         before = self._pass, self._index
         self._pass, self._index = state.get("pass", -1), state.get("index", -1)
@@ -352,12 +354,16 @@ class Batches:
     @property
     def fingerprint(self) -> str:
         """Return the length and a hash of the first and last windows: enough to tell another file or another version."""
-        edge, array = 1 << 16, self._source.array
-        sample = blake3(array[:edge].tobytes()).update(array[-edge:].tobytes())
-        return f"{len(array)} tokens, {sample.hexdigest()[:12]}"
+        return f"{len(self._source)} tokens, {self._sample:012x}"
 
     def _identity(self) -> dict[str, int]:
-        return {"seed": self._seed, "tokens": len(self._source), "context": self._context}
+        return {"seed": self._seed, "tokens": len(self._source), "context": self._context, "sample": self._sample}
+
+
+def _sample_of(array: npt.NDArray[np.unsignedinteger]) -> int:
+    """Return 48 bits of a hash of the first and last tokens."""
+    edge = 1 << 16
+    return int(blake3(array[:edge].tobytes()).update(array[-edge:].tobytes()).hexdigest()[:12], 16)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from peers.training.muon import Muon
 __all__ = ["inner_optimizers", "is_state", "loaded_state", "matrices", "optimizers_of", "saved_state", "state_names"]
 
 Groups = list[dict[str, Any]]
+_NOT_SHARDED = ("Adafactor", "Rprop")  # torch 2.13 cannot take their step on a DTensor that is sharded
 
 
 def inner_optimizers(
@@ -66,10 +67,17 @@ def _sgd(
 def _of_torch(
     model: nn.Module, trainable: Sequence[nn.Parameter], config: InnerConfig, device: torch.device
 ) -> tuple[Optimizer, ...]:
-    """Another class of torch.optim, from a fixed list."""
+    """Another class of torch.optim, from a fixed list.
+
+    Raises ConfigError also for what torch would refuse at the first step only.
+    """
     name = config.optimizer.removeprefix("torch:")
     if name not in TORCH_OPTIMIZERS:
         raise ConfigError(f"inner.optimizer = {config.optimizer!r}: known are {', '.join(TORCH_OPTIMIZERS)}")
+    if name in _NOT_SHARDED and any(isinstance(parameter, DTensor) for parameter in trainable):
+        raise ConfigError(f"inner.optimizer = {config.optimizer!r}: a sharded replica has none; choose adamw, or do not shard")
+    if config.options.get("capturable") and device.type == "cpu":
+        raise ConfigError("inner.options.capturable: torch has it on GPUs only; leave it out, or train on one")
     try:
         return (getattr(torch.optim, name)(_groups(trainable, config), lr=config.lr, **config.options),)
     except (TypeError, ValueError, RuntimeError) as error:

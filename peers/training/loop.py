@@ -200,17 +200,25 @@ class Training:
         return min(sync.least_interval(share.outer_step, share.outer_step + share.pending) for share in worker.shares)
 
     def _loop(self, trainer: Trainer, worker: EditWorker, saving: PeriodicCheckpoints) -> None:
-        while not self._over(worker):
+        """Take inner steps until training is over. Asked to stop, in whichever wait, save what is trained."""
+        while True:
+            taken, stepping = trainer.steps, False
             try:
+                if self._over(worker):
+                    return
                 self._connection.check()
+                worker.take_awaited()  # between two steps, rather than in the next forward
+                if worker.round_inner_steps + 1 >= self._soonest(worker):
+                    saving.before_contribution()
+                if trainer.private is not None and not trainer.private.ready():
+                    return
+                stepping = True
+                self._step(trainer, worker)
             except Interrupted:
-                saving.save_last()
+                # A forward that waited for an update and was broken off leaves shards gathered: they cannot be saved.
+                if not stepping or trainer.steps > taken or self._place.layout.mesh is None:
+                    saving.save_last()
                 raise
-            if worker.round_inner_steps + 1 >= self._soonest(worker):
-                saving.before_contribution()
-            if trainer.private is not None and not trainer.private.ready():
-                return
-            self._step(trainer, worker)
             saving.after_step(worker.outer_step)
 
     def _over(self, worker: EditWorker) -> bool:
@@ -238,8 +246,11 @@ class Training:
         return f"sync.tokens = {sync.tokens} are merged"
 
     def _step(self, trainer: Trainer, worker: EditWorker) -> None:
-        worker.count_tokens(trainer.batch * self._config.model.context)
-        result = trainer.step(lambda: self._position(worker))
+        def position() -> int:
+            worker.count_tokens(trainer.batch * self._config.model.context)  # of a step that is taken
+            return self._position(worker)
+
+        result = trainer.step(position)
         if worker.round_inner_steps == 0 and trainer.exchanged():
             _log.info("the batch is doubled to %d sequences in an inner step, by the norm test", trainer.batch)
         hidden = self._options.hide_loss or trainer.private is not None

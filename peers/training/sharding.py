@@ -91,13 +91,14 @@ ONE_RANK = RankLayout()
 def process_group(launch: Launch, device: torch.device) -> Iterator[None]:
     """Context manager: initialize torch.distributed over the ranks of a replica, with gloo, and nccl on CUDA.
 
-    Does nothing for one rank. Inside it, the loss of another rank raises TransportError.
+    For one rank it only makes `device` the current one, whose random numbers a checkpoint holds. Inside it, the loss of another
+    rank raises TransportError.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
     if launch.size == 1:
         yield
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -140,6 +140,7 @@ class Trainer:
         self.model = model.to(device)
         # The last one's step ends an inner step.
         self.optimizers = inner_optimizers(self.model, config, device, allowed)
+        self.optimizers[-1].register_step_post_hook(self._count_step)  # before what others hook to it, which may wait
         self.steps = 0
         self._batches: Iterator[tuple[Tensor, Tensor]] = iter(batches)
         self._config = config
@@ -188,9 +189,11 @@ class Trainer:
         self._set_rate(self.steps if position is None else position())
         for optimizer in self.optimizers:
             quantized_state.step(optimizer)
-        self.steps += 1
         value = self._layout.mean(loss).item()
         return StepResult(value, tokens, self._clock() - started)
+
+    def _count_step(self, *_: object) -> None:
+        self.steps += 1
 
     def _accumulate(self) -> tuple[Tensor, int]:
         """Run backward over this rank's rows of the micro-batches; return the weighted loss and the replica's targets."""

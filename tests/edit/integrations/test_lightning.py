@@ -132,8 +132,11 @@ def test_every_hook_is_gone_afterwards(tmp_path: Path) -> None:
     assert not trainer.optimizers[0]._optimizer_step_post_hooks
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("outer", [True, False])
-def test_validation_and_checkpoints_see_the_outer_parameters_if_asked_to(tmp_path: Path, outer: bool) -> None:
+def test_validation_and_checkpoints_see_the_outer_parameters_if_asked_to(
+    tmp_path: Path, outer: bool, weights_only: bool
+) -> None:
     module, run = Module(), run_of(lr=0.5)
     seen: list[dict[str, Tensor]] = []
 
@@ -142,8 +145,10 @@ def test_validation_and_checkpoints_see_the_outer_parameters_if_asked_to(tmp_pat
             if not trainer.sanity_checking:
                 seen.append(theta(run))
 
-    saving = lightning.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=6, save_top_k=-1, filename="{step}")
-    fit(
+    saving = lightning.callbacks.ModelCheckpoint(
+        tmp_path / "kept", every_n_train_steps=6, save_top_k=-1, filename="{step}", save_weights_only=weights_only
+    )
+    trainer = fit(
         tmp_path,
         module,
         [EditCallback(run.collective("me"), CONFIG, evaluate_outer=outer), Looker(), saving],
@@ -157,6 +162,7 @@ def test_validation_and_checkpoints_see_the_outer_parameters_if_asked_to(tmp_pat
     saved = torch.load(tmp_path / "kept" / "step=6.ckpt", weights_only=True)["state_dict"]
     assert same(saved, seen[1]) == outer
     assert same(parameters(module), theta(run)), "whatever was looked at, training ends with them"
+    assert "lightning_module_state_dict" not in vars(trainer.strategy)
 
 
 def test_training_can_end_with_the_peers_own_parameters(tmp_path: Path) -> None:

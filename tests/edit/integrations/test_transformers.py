@@ -87,6 +87,15 @@ def test_a_lone_peer_with_outer_lr_1_trains_as_the_trainer_alone(tmp_path: Path,
     assert {c.tokens for c in spy.contributions} == {EVERY * micro * 2 * CONTEXT}
 
 
+def test_a_compiled_model_counts_its_tokens(tmp_path: Path) -> None:
+    spy = Spy(run_of())
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_accumulation_steps": 2}
+    trainer_of(tmp_path, [EditCallback(spy, CONFIG)], 2 * EVERY, **settings).train()
+    assert [c.tokens for c in spy.contributions] == [EVERY * 2 * 2 * CONTEXT] * len(spy.contributions)
+    assert {c.outer_step for c in spy.contributions} == {0, 1}
+    torch.compiler.reset()
+
+
 def test_every_hook_is_gone_afterwards(tmp_path: Path) -> None:
     run = run_of()
     callback = EditCallback(run.collective("me"), CONFIG)
@@ -250,6 +259,25 @@ def test_a_setting_that_cannot_work_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, callbacks, load_best_model_at_end=True, **settings).train()
 
 
+def test_after_an_exception_the_model_is_a_plain_one_again(tmp_path: Path) -> None:
+    class Stumble(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == EVERY:  # a contribution waits for its outcome
+                raise KeyboardInterrupt
+
+    run = run_of(lr=0.5)
+    with pytest.raises(KeyboardInterrupt), EditCallback(run.collective("me"), CONFIG) as callback:
+        trainer = trainer_of(tmp_path, [callback, Stumble()])
+        trainer.train()
+    assert callback.worker is None and not trainer.model._forward_pre_hooks
+    before = parameters(trainer.model)
+    trainer.model(input_ids=rows(1)[0]["input_ids"][None])
+    assert same(parameters(trainer.model), before), "no outcome is taken"
+    again = trainer_of(tmp_path, [EditCallback(run.collective("me"), CONFIG)], model=trainer.model)
+    again.train()
+    assert run.state.outer_step == 1 + STEPS // EVERY
+
+
 def test_a_callback_is_for_one_training(tmp_path: Path) -> None:
     class Stumble(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -259,5 +287,5 @@ def test_a_callback_is_for_one_training(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, [callback, Stumble()])
     with pytest.raises(RuntimeError, match="stumbled"):
         trainer.train()
-    with pytest.raises(ConfigError, match="make a new callback"):
+    with pytest.raises(ConfigError, match=r"abandon\(\) it, and make a new callback"):
         trainer.train()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from edit.errors import ConfigError
 from edit.replica.device_copies import Transfers
 
 
@@ -76,6 +77,12 @@ def test_a_copy_that_fails_leaves_nothing_under_way(cuda: FakeCuda) -> None:
     with pytest.raises(KeyboardInterrupt), transfers().beside():
         raise KeyboardInterrupt
     assert cuda.log[-1] == "finished"
+
+
+def test_a_model_on_several_gpus_is_refused(cuda: FakeCuda) -> None:
+    both = [SimpleNamespace(is_cuda=True, device=torch.device("cuda", i)) for i in (0, 1, 0)]
+    with pytest.raises(ConfigError, match="the model is on cuda:0, cuda:1 in one process: load it onto one GPU"):
+        Transfers(both)  # type: ignore[arg-type]
 
 
 def test_without_a_gpu_there_is_nothing_to_wait_for() -> None:

@@ -20,7 +20,7 @@ from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConf
 from edit.errors import ConfigError, LocalProtocolError, StorageError
 from edit.fragments.schema import plan_fragments
 from edit.local import LocalRun
-from edit.records import Contribution, Snapshot
+from edit.records import Committed, Contribution, Outcome, Snapshot
 from edit.worker.checkpoint import KINDS
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.encoded import SPECS, elements, encode
@@ -445,6 +445,29 @@ def test_strict_a_run_that_went_on_alone_is_caught_up_with_by_replay() -> None:
     assert back.worker.outer_step == 1 and back.worker.pending
     for life in (back, b):
         life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_slow_peer_goes_on_with_the_number_of_inner_steps_that_it_was_told(older: bool) -> None:
+    """DyLU; a checkpoint of before does not say it."""
+    run_config = run_of("blocking", strict=False, dylu=True)
+    run = LocalRun(run_config, NAMES[:1])
+    first = Life(run, "a", WorkerConfig.of(run_config))
+    ask = first.carrier.outcome
+
+    def told(outer_step: int, *, block: bool) -> Outcome | None:
+        outcome = ask(outer_step, block=block)
+        return dataclasses.replace(outcome, inner_steps=2) if isinstance(outcome, Committed) else outcome
+
+    first.carrier.outcome = told  # type: ignore[method-assign]
+    for _ in range(EVERY + 1):
+        first.step()
+    saved = first.save()
+    if older:
+        del saved["worker"]["scalars"]["every"]
+    back = Life(run, "a", WorkerConfig.of(run_config), saved)
+    back.step()
+    assert back.worker.pending != older
 
 
 @pytest.mark.parametrize("kept", [dict, only("outer"), only_counters], ids=["everything saved", "theta", "counters"])

@@ -246,3 +246,15 @@ def test_a_schedule_by_time_reads_the_clock() -> None:
 def test_more_groups_than_fragments_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"sync\.groups = 4: the model has 2 fragments"):
         Script(every=4, groups=4)
+
+
+def test_by_time_a_peer_that_is_cut_off_waits_once_per_interval() -> None:
+    script = Script(schedule="time", time_s=4.0)
+    script.run(script.exchange.begin(0))
+    waited = []
+    for now in range(1, 20):
+        script.run(script.exchange.take())
+        script.now = float(now)
+        if "wait 0" in script.steps(1):
+            waited.append(now)
+    assert waited == [8, 12, 16]  # contributed at 4

@@ -224,6 +224,27 @@ def test_t8_saving_in_the_middle_of_a_forward_triggers_nothing(peer: Callable[..
     assert p.worker.outer_step == 1 and p.collective.waited == 1
 
 
+@pytest.mark.parametrize("look", ["outer_parameters", "outer_state_dict"])
+def test_after_a_forward_of_a_part_the_outer_parameters_are_of_one_outer_step(peer: Callable[..., Peer], look: str) -> None:
+    p = peer()
+    p.step()
+    after = p.script()
+    with torch.no_grad():
+        p.model.embed(next(p.batches)[0])
+    assert p.worker.outer_step == 0
+    if look == "outer_parameters":
+        with p.worker.outer_parameters():
+            assert same(p.local, after.fragments)
+    else:
+        named = p.worker.outer_state_dict()
+        assert same(
+            [torch.cat([named[t.name].flatten() for t in f.tensors]) for f in p.worker.outer_of()[0].fragments], after.fragments
+        )
+    assert p.worker.outer_step == 1 and same(p.local, after.fragments)
+    p.step()
+    assert p.worker.inner_steps == 2
+
+
 def test_what_no_forward_touches_is_in_before_the_next_step(peer: Callable[..., Peer]) -> None:
     class Branches(nn.Module):
         """Two experts, of which one is used (T21)."""

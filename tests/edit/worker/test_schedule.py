@@ -185,6 +185,21 @@ def test_by_time_the_number_of_steps_does_not_matter_but_one_there_must_be() -> 
     assert not schedule.due(134.0) and schedule.due(135.0), "counted from the completion"
 
 
+def test_by_time_an_outcome_that_does_not_come_is_waited_for_once_per_interval() -> None:
+    schedule = SyncSchedule(4, interval_s=10.0)
+    schedule.completed(0.0)
+    schedule.count_steps()
+    schedule.contributed(now=10.0)
+    schedule.count_steps()
+    waits = []
+    for now in range(15, 50):
+        if schedule.at_boundary(float(now)):
+            waits.append(now)
+            schedule.waited(float(now))
+    assert waits == [20, 30, 40]
+    assert schedule.due(49.0), "the next contribution is not put off"
+
+
 def test_dylu_changes_the_number_of_steps_from_now_on() -> None:
     schedule = SyncSchedule(4)
     schedule.adopt(2)

@@ -85,6 +85,19 @@ def test_every_so_many_outer_steps() -> None:
     assert counts == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
+def test_a_run_that_was_taken_back_has_one_at_once_and_goes_on_counting_from_there() -> None:
+    checkpoints = FakeCheckpoints(SAVED)
+    subject = autosave(checkpoints, every=3)
+    subject.resume()
+    subject.begin(40)
+    counts = []
+    for outer_step in (40, 12, 13, 14, 15):
+        subject.after_step(outer_step)
+        counts.append(checkpoints.events.count("save"))
+        checkpoints.idle = True
+    assert counts == [0, 1, 1, 1, 2]
+
+
 def test_while_one_is_being_written_the_next_has_to_wait() -> None:
     checkpoints = FakeCheckpoints()
     subject = autosave(checkpoints)

@@ -238,6 +238,20 @@ class TestBatches:
         with pytest.raises(ConfigError, match="the data has changed"):
             Batches(row(311), 8, 2, seed=8).load(before.state(), new_data=True)  # and the run's seed, too
 
+    def test_other_data_of_the_same_length_is_other_data(self) -> None:
+        before, other = Batches(row(300), 8, 2, seed=7), Tokens(row(300).array[::-1], "row", 1 << 20)
+        next(before)
+        now, fresh = Batches(other, 8, 2, seed=7), Batches(other, 8, 2, seed=7)
+        with pytest.raises(
+            ConfigError, match=r"the data has changed since the checkpoint \(other 300 tokens then\): .* --new-data"
+        ):
+            now.load(before.state())
+        now.load(before.state(), new_data=True)
+        assert now.state() == fresh.state() and torch.equal(next(now)[0], next(fresh)[0])
+        older = {key: value for key, value in before.state().items() if key != "sample"}
+        now.load(older)  # which does not say what the data are
+        assert now.state() == {**before.state(), "sample": now.state()["sample"]}
+
     def test_too_little_for_one_window(self) -> None:
         with pytest.raises(ConfigError, match="less than one context"):
             Batches(row(8), 8, 1, seed=0)

@@ -76,6 +76,23 @@ def test_sgd_and_classes_of_torch() -> None:
         inner_optimizers(model, InnerConfig(optimizer="torch:NAdam", options={"zeal": 1}), CPU)
 
 
+@pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
+def test_what_torch_cannot_shard_is_refused_before_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = GPT(SMALL, 0), InnerConfig(optimizer=f"torch:{name}")
+    inner_optimizers(model, config, CPU)
+    monkeypatch.setattr("peers.training.inner_optimizers.DTensor", nn.Parameter)  # as if all were shards
+    inner_optimizers(model, InnerConfig(optimizer="torch:NAdam"), CPU)
+    with pytest.raises(ConfigError, match=f"inner.optimizer = 'torch:{name}': a sharded replica has none"):
+        inner_optimizers(model, config, CPU)
+
+
+def test_what_only_gpus_have_is_refused_on_a_cpu() -> None:
+    model = GPT(SMALL, 0)
+    inner_optimizers(model, InnerConfig(optimizer="torch:Adam", options={"capturable": False}), CPU)
+    with pytest.raises(ConfigError, match=r"inner\.options\.capturable: torch has it on GPUs only"):
+        inner_optimizers(model, InnerConfig(optimizer="torch:Adam", options={"capturable": True}), CPU)
+
+
 @pytest.mark.parametrize("name", ["torch:LBFGS", "torch:Optimizer", "torch:__class__", "adam", "entry:a.b", "torch:", "entry:"])
 def test_no_other_name_is_looked_up(name: str) -> None:
     with pytest.raises(ConfigError, match=r"inner\.optimizer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -15,13 +16,14 @@ from edit import plugins
 from edit.config.run import RunConfig
 from edit.fragments.schema import Schema
 from edit.local import LocalCollective, LocalRun
-from edit.records import Progress
+from edit.records import Committed, EncodedTensor, Outcome, Progress
 from edit.replica.ranks import ALONE
 from edit.replica.replica import Outer
 from edit.trackers import TrackerChoice
 from editpb.identity import Identity
 from editpb.messages import RunPhase, View
 from peers.carriers.run_connection import Interrupted, Origin, RunConnection, Traffic
+from peers.training.checkpoint_files import last_scalars
 from peers.training.loop import Place, Training
 from peers.training.metrics import EVERY, Metrics
 from peers.training.options import PeerOptions
@@ -173,3 +175,63 @@ def test_told_to_stop_it_saves_and_goes_on_from_there(
             training(tmp_path, LocalConnection(run, "a", stop_after=7), config, metrics, throttle=2.0).run(0)
         training(tmp_path, LocalConnection(run, "a"), config, metrics).run(run.state.outer_step)
     assert run.finished and "inner step 7" in caplog.text
+
+
+class StoppedInAWait(LocalConnection):
+    """Asked to stop while the outcome of the contribution of an outer step is waited for, or a part of its update."""
+
+    def __init__(self, run: LocalRun, peer_id: str, outer_step: int, *, in_the_update: bool = False) -> None:
+        super().__init__(run, peer_id)
+        share = self.shares[0]
+        ask = share.outcome
+
+        class Late:
+            def __init__(self, payload: EncodedTensor, fragment_id: int) -> None:
+                self.payload, self.fragment_id = payload, fragment_id
+
+            def wait(self) -> EncodedTensor:
+                if self.fragment_id > 0:
+                    raise Interrupted("asked to stop")
+                return self.payload
+
+        def outcome(at: int, *, block: bool) -> Outcome | None:
+            if not block or at < outer_step:
+                return ask(at, block=block)
+            if not in_the_update:
+                raise Interrupted("asked to stop")
+            known = ask(at, block=block)
+            assert isinstance(known, Committed)
+            parts = [(part.payload, part.fragment_id) for part in known.commit.fragments]
+            return dataclasses.replace(known, updates=tuple(Late(*part) for part in parts if part[0] is not None))
+
+        share.outcome = outcome  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("sync", "in_the_update"),
+    [
+        ({}, False),
+        ({"mode": "forward"}, False),
+        ({"mode": "forward"}, True),
+        ({"mode": "delayed", "delay": 2}, False),
+        ({"mode": "eager", "delay": 2}, False),
+    ],
+)
+def test_told_to_stop_while_it_waits_it_saves_what_it_has_trained(
+    tmp_path: Path, config: RunConfig, sync: dict[str, object], in_the_update: bool
+) -> None:
+    config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, **sync))
+    run = LocalRun(config, ["a"])
+    with Metrics(None) as metrics:
+        connection = StoppedInAWait(run, "a", 1, in_the_update=in_the_update)
+        with pytest.raises(Interrupted):
+            training(tmp_path, connection, config, metrics, checkpoint_every=30).run(0)
+        saved = last_scalars(tmp_path / "checkpoints")
+        taken = connection.shares[0].told[-1].inner_steps + (0 if config.sync.overlap == 0 else 1)  # of the last, none was told
+        assert saved is not None and saved["worker"]["outer_step"] == 1 and taken >= 2 * H
+        assert saved["steps"] == saved["worker"]["inner_steps"] == taken
+        assert saved["worker"]["work"][0][1] == 2 * 16 * (taken - H)
+        drawn = 2 * (taken + in_the_update)  # a batch whose forward was broken off counts for nothing, and is left out
+        assert saved["data"]["pass"] * 52 + saved["data"]["index"] == drawn
+        training(tmp_path, LocalConnection(run, "a"), config, metrics).run(run.state.outer_step)
+    assert run.finished

@@ -20,7 +20,7 @@ from edit.config.run import InnerConfig, ModelConfig
 from edit.errors import ConfigError
 from peers.models.gpt import GPT
 from peers.training.sharding import ONE_RANK, RankLayout, make_layout, process_group, rendezvous_prefix, shard_model
-from peers.training.torchrun import Launch, launched
+from peers.training.torchrun import ALONE, Launch, launched
 from peers.training.trainer import Trainer
 from tests.support.world import spawn
 
@@ -181,6 +181,15 @@ def test_one_rank_is_not_split() -> None:
         layout = make_layout(Launch(), 1, 1, CPU)
     assert layout is ONE_RANK and shard_model(plain, layout) is plain
     assert not any(isinstance(parameter, DTensor) for parameter in plain.parameters())
+
+
+@pytest.mark.parametrize(("device", "current"), [("cuda:1", [1]), ("cuda", [0]), ("cpu", [])])
+def test_the_device_of_one_rank_is_the_current_one(device: str, current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its random numbers are those that the model draws, and a checkpoint holds."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with process_group(ALONE, torch.device(device)):
+        assert chosen == current
 
 
 def test_ranks_started_again_meet_apart_from_what_the_dead_have_left() -> None:
