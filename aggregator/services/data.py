@@ -143,6 +143,8 @@ class DataService:
                 raise
             if shard is None:
                 return dpb.ProbeReply(received_bytes=header.total_bytes, complete=True)
+            if shard.upload.complete:  # the call that brought the last bytes may have broken before they were measured
+                await self._run.rounds.arrived(shard)
             return dpb.ProbeReply(received_bytes=shard.upload.received_bytes, complete=shard.upload.complete)
         raise AssertionError("unreachable: abort raises")
 

@@ -1,8 +1,8 @@
-"""Which live peers are waited for no longer because nothing came of them (rule 16 of `edit.rounds.machine`)."""
+"""Which live peers are waited for no longer because nothing of them counts (rule 16 of `edit.rounds.machine`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 
 __all__ = ["Absences"]
 
@@ -12,31 +12,38 @@ _LONGEST_SKIP = 1 << 20
 
 
 class Absences:
-    """How many rounds in a row waited for each peer to the end and got nothing of it."""
+    """How many rounds in a row waited for each peer to the end and got nothing of it that counts."""
 
     def __init__(self) -> None:
+        self._moving: dict[str, int] = {}  # rounds in a row that left a transfer out that moved
         self._in_a_row: dict[str, int] = {}
         self._skips: dict[str, int] = {}  # of the optional peers: rounds that open until one waits for it again
 
     def __contains__(self, peer_id: object) -> bool:
-        """Return whether the last round that waited for this peer got nothing of it."""
+        """Return whether the last round that waited for this peer counts as an absence of it."""
         return peer_id in self._in_a_row
 
     def optional(self, peer_id: str) -> bool:
         """Return whether rounds do not wait for this peer until it contributes."""
         return peer_id in self._skips
 
-    def missed(self, peers: Iterable[str]) -> None:
-        """A round waited for these peers to the end, and nothing of them came."""
-        for peer_id in peers:
-            count = self._in_a_row[peer_id] = self._in_a_row.get(peer_id, 0) + 1
-            if count >= _MOST:
-                self._skips[peer_id] = min(_FIRST_SKIP << min(count - _MOST, 20), _LONGEST_SKIP)
+    def missed(self, peer_id: str, *, moving_for: int = 0) -> None:
+        """A round waited for this peer to the end, and got nothing of it that counts.
+
+        moving_for: after how many such rounds in a row that counts although its transfer moves; 0: it does not move.
+        """
+        if moving_for:
+            count = self._moving[peer_id] = self._moving.get(peer_id, 0) + 1
+            if count <= moving_for:
+                return
+        count = self._in_a_row[peer_id] = self._in_a_row.get(peer_id, 0) + 1
+        if count >= _MOST:
+            self._skips[peer_id] = min(_FIRST_SKIP << min(count - _MOST, 20), _LONGEST_SKIP)
 
     def contributed(self, peer_id: str) -> None:
-        """Something of this peer came."""
-        self._in_a_row.pop(peer_id, None)
-        self._skips.pop(peer_id, None)
+        """Something of this peer counts."""
+        for kept in (self._in_a_row, self._skips, self._moving):
+            kept.pop(peer_id, None)
 
     def awaited(self, ready: Set[str], quorum: int) -> Set[str]:
         """Return whom a round that opens waits for; everybody ready where the others cannot make a quorum."""

@@ -25,6 +25,12 @@ class InFlightContribution:
     steady: bool = True  # the peer was not lost since it began, so its times count
     received_bytes: int = 0  # as the shell reported last
     total_bytes: int = 0  # as the shell reported last
+    left_out_with: tuple[int, int] = (0, 0)  # bytes and fragments that were in when a round left it out last
+
+    def moved(self) -> bool:
+        """Whether anything came since this was asked last: when a round leaves it out."""
+        before, self.left_out_with = self.left_out_with, (self.received_bytes, len(self.arrived))
+        return self.left_out_with != before
 
     def ends_at(self, now: float) -> float:
         """When all of it will be in, at the rate so far; inf before there is one."""

@@ -65,9 +65,11 @@ Arrivals
     complete then. There is no deadline. Bad bytes abort the round, so that their sender may start again in the next one.
 
 Absent peers
-16. A round that waited for a live peer until it was overdue, of which nothing came, is an ABSENCE of that peer; a transfer that
-    moves is no absence. The next round gives it ceiling_s, for it may have become slower. After two absences in a row it is
-    OPTIONAL (rule 3) until it contributes, so that a peer that only reports costs two deadlines, not one in every round. It is
+16. A round that waited for a live peer until it was overdue, and got nothing of it that counts, is an ABSENCE of that peer:
+    with S = 0 no fragment, with S > 0 no whole contribution. A transfer that moves is no absence: bytes or fragments came since
+    a round left it out last; but after S + 3 such rounds in a row it is. The next round gives the peer ceiling_s, for it may
+    have become slower. After two absences in a row it is OPTIONAL (rule 3) until something of it counts, so that a peer that
+    only reports, or whose headers come and not its bytes, costs two deadlines, not one in every round. It is
     tried again, once each, after 8, 16, 32, ... rounds: a peer that is a little slower than the others would never fit in
     otherwise. Where the others cannot make a quorum it is waited for like any other: nothing is lost by that. A peer that is
     lost and returns has its absences still.
@@ -139,7 +141,7 @@ from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
 from edit.records import MOST_TOKENS, round_name, round_number
 from edit.rounds.absences import Absences
-from edit.rounds.contributions import ContributionBook
+from edit.rounds.contributions import ContributionBook, InFlightContribution
 from edit.rounds.deadlines import Deadlines, PeerPhase
 from edit.rounds.events import (
     Arrived,
@@ -533,7 +535,6 @@ class RoundMachine:
             return refused
         older, current = self._book.get(peer_id), self._collection
         if (begun := self._book.begin(peer_id, round_id, outer_step, now)) is not None:
-            self._absences.contributed(peer_id)
             inner_steps = offer.inner_steps
             if self._work is not None:
                 begun.bounds = self._work.bounds(peer_id, self._due_now[0])
@@ -566,6 +567,8 @@ class RoundMachine:
             contribution.whole = len(contribution.arrived) == len(self._due_now)
             if contribution.whole:
                 self._timer.ended(peer_id, contribution, now)
+            if self._counts(contribution):
+                self._absences.contributed(peer_id)
         if (current := self._collection) is not None:
             self._deliver(current, peer_id, fragment_id)
         return None
@@ -715,7 +718,14 @@ class RoundMachine:
         if self._masked and current.only is None:
             return
         self._timer.left_out(current, now)
-        self._absences.missed(peer_id for peer_id in current.overdue(now) if self._book.get(peer_id) is None)
+        for peer_id in current.overdue(now):
+            if (contribution := self._book.get(peer_id)) is None or not self._counts(contribution):
+                moves = contribution is not None and contribution.moved()
+                self._absences.missed(peer_id, moving_for=self._config.max_staleness + 3 if moves else 0)
+
+    def _counts(self, contribution: InFlightContribution) -> bool:
+        """Whether a round may merge anything of it."""
+        return contribution.whole or (bool(contribution.arrived) and not self._book.carries)
 
     def _commit_if_reduced(self, current: OpenRound) -> list[Effect]:
         if not current.close_reason or current.commit_asked or len(current.reduced) < len(current.due):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from editpb.messages import PROTOCOL, Expel, Hello, RunPhase
 from editpb.status_messages import status_from_pb
 from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
+from tests.support.loops import until
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 
@@ -294,6 +296,36 @@ def test_a_broken_stream_resumes_where_it_broke(tmp_path: Path) -> None:
             receipt = await a.send(header, make_chunks(second, 512, start=probe.received_bytes))
             assert receipt.complete
             await a.send(a.header(view.round_id, 0, 0, len(first)), make_chunks(first))
+            after = await a.view(lambda v: v.outer_step == 1)
+            assert after.digest == digest([t - d for t, d in zip(theta(), delta(1), strict=True)])
+
+    asyncio.run(scenario())
+
+
+def test_what_came_whole_before_its_stream_broke_is_measured_when_the_peer_resumes(tmp_path: Path) -> None:
+    """The stream breaks after its last byte, while the norm waits for the worker thread: a commit or a checkpoint has it."""
+
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+            view = await found_run(a)
+            first, second = (bytes(encode("fp32", d).data) for d in delta(1))
+            await a.send(a.header(view.round_id, 0, 0, len(first)), make_chunks(first))
+            free, rounds = threading.Event(), run.coordinator.run.rounds
+            busy = asyncio.ensure_future(run.coordinator.background.in_worker(free.wait, 30.0))
+            header = a.header(view.round_id, 0, 1, len(second))
+            sending = asyncio.ensure_future(a.send(header, make_chunks(second)))
+
+            def came_whole() -> bool:
+                contribution = rounds._contributions.of_peer("a")
+                return contribution is not None and contribution.received_bytes == len(first + second)
+
+            await until(came_whole)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            free.set()
+            await busy
+            probe = await a.data.Probe(contribution_header_to_pb(header))
+            assert probe.complete
             after = await a.view(lambda v: v.outer_step == 1)
             assert after.digest == digest([t - d for t, d in zip(theta(), delta(1), strict=True)])
 

@@ -31,6 +31,7 @@ from edit.rounds.events import (
     Offered,
     Pause,
     Phase,
+    Progress,
     Quarantined,
     Reduce,
     Reduced,
@@ -528,6 +529,35 @@ def test_nobody_is_absent_from_a_masked_round_that_ends_before_its_peers_have_sh
         assert isinstance(closed, RoundClosed) and "too few: 0 of quorum 3 at the deadline" in closed.reason
     assert [rounds.is_optional(peer_id) for peer_id in "abc"] == [shared] * 3
     assert (rounds.deadlines.allowed_s("a", PeerPhase.COMPUTE) > 0) is shared
+
+
+@pytest.mark.parametrize(("staleness", "bytes_a_round", "waits"), [(0, 0, 2), (2, 0, 2), (0, 1, 5), (2, 1, 7)])
+def test_a_contribution_that_begins_and_does_not_end_costs_a_few_deadlines_and_not_one_in_every_round(
+    staleness: int, bytes_a_round: int, waits: int
+) -> None:
+    config = RoundsConfig(quorum=2, start_peers=3, floor_s=2, ceiling_s=40, grace_s=1, max_staleness=staleness)
+    rounds = RoundMachine(config, due=lambda step: (0,), outer_step=0, outer_steps=99, first_round_id=1, whole=staleness > 0)
+    now, received, lasted = 0.0, 0, list[float]()
+    for _ in range(waits + 3):
+        for peer_id in "abh":
+            rounds.handle(MemberReady(peer_id, rounds.outer_step), now)
+        number, opened = rounds.round_id, now
+        rounds.handle(Offered("h", number, rounds.outer_step, 0), now)
+        if bytes_a_round:
+            received += bytes_a_round
+            for of_round in range(1, number + 1):  # it is known by the round in which it began
+                rounds.handle(Progress("h", of_round, received, 1000), now)
+        now, effects = now + 3.0, list[Effect]()
+        for peer_id in "ab":
+            rounds.handle(Offered(peer_id, number, rounds.outer_step, 0), now)
+            effects = rounds.handle(Arrived(peer_id, number, 0), now)
+        while not any(isinstance(effect, Reduce) for effect in effects):
+            now = rounds.next_wakeup() or now
+            effects = rounds.handle(Tick(), now)
+        rounds.handle(Reduced(number, 0), now)
+        rounds.handle(CommitSucceeded(number), now)
+        lasted.append(now - opened)
+    assert [seconds > 30.0 for seconds in lasted] == [True] * waits + [False] * 3 and rounds.is_optional("h")
 
 
 def test_who_is_known_to_have_lied_in_a_round_that_failed_is_quarantined_after_the_third() -> None:
