@@ -1580,13 +1580,19 @@ class Host:
                 self.check_evicted(reader)
                 yield message
 
+    def settles(self, reader: str, settling: int) -> bool:
+        """Whether a member that fetches this one's outer parameters is the owner that computes what all settle on."""
+        record = self.council.committed
+        return settling > 0 and record is not None and record.parts[0].owner == reader
+
     async def phi(
         self, reader: str, gossip: GossipMember, settling: int, chunk_bytes: int = CHUNK_BYTES
     ) -> AsyncGenerator[Any, None]:
-        """Yield the messages that bring this member's outer parameters. Raises GoneError, BusyError."""
-        record = self.council.committed
-        settles = settling > 0 and record is not None and record.parts[0].owner == reader  # it waits for nobody who only reads
-        async with (self._settlings if settles else self._states).place(reader):
+        """Yield the messages that bring this member's outer parameters. Raises GoneError, BusyError.
+
+        The owner that settles has a place of its own: it waits for nobody who only reads.
+        """
+        async with (self._settlings if self.settles(reader, settling) else self._states).place(reader):
             async for message in gossip.phi(settling, chunk_bytes):
                 self.check_evicted(reader)
                 yield message
@@ -1745,7 +1751,11 @@ class _CouncilService:
                 raise RefusedError("this run has one model for all: FetchState")
             limit = self._host.limit_of(context)
             await context.send_initial_metadata(())
-            await _send(context, self._host.phi(reader, gossip, request.settling, limit.chunk_bytes), limit)
+            messages = self._host.phi(reader, gossip, request.settling, limit.chunk_bytes)
+            if self._host.settles(reader, request.settling):  # it reads from all members at a time, and bounds that itself
+                await send(context.write, messages, limit=limit)
+            else:
+                await _send(context, messages, limit)
 
     async def Waiting(self, request: pb.WaitingRequest, context: Context) -> pb.WaitingReply:
         """See the service."""

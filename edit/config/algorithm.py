@@ -363,7 +363,7 @@ class GossipConfig:
     # Outer steps after which all peers' outer parameters become their mean. 0: only at the end of the run.
     settle_every: Annotated[int, Between(0, 1 << 40)] = 0
     # In a swarm: seconds that a peer waits for its partner before it takes the step alone, and for all others at a settling,
-    # where the outer parameters of each must come within as long.
+    # where the outer parameters of each must come within as long, of k that come together within k times as long.
     deadline_s: Annotated[float, Between(0.1, 1e6)] = 60.0
 
     def __post_init__(self) -> None:

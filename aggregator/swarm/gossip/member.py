@@ -483,51 +483,67 @@ class GossipMember:
 
         All are asked at the same time, until `gossip.deadline_s` after this member's own peer is there; if it does not train,
         after more are there than are waited for, so that one that lies does not end it for the others. What is asked for by
-        then may take as long to come.
+        then may take as long to come. They share this member's link, so of k transfers at a time each is given k times as long.
 
         Of one at least; of none only in a run that drains before anybody has trained in it.
         """
         loop, deadline_s, until = asyncio.get_running_loop(), self._config.gossip.deadline_s, math.inf
         got, liars, untrained = dict[str, list[Tensor]](), set[str](), set[str]()
         asking: dict[str, asyncio.Task[None]] = {}
+        spent: dict[str, float] = {}  # seconds of deadline_s, by who is asked
+        looked = loop.time()
+        given_up: list[asyncio.Task[None]] = []
 
         async def ask(peer_id: str) -> None:
             try:
-                async with asyncio.timeout(deadline_s):
-                    got[peer_id] = await self._of(peer_id, number)
+                got[peer_id] = await self._of(peer_id, number)
             except GoneError:
                 untrained.add(peer_id)
                 return
             except RemoteProtocolError as error:
                 _log.warning("settling %d without %s: %s", number, peer_id, error)
                 liars.add(peer_id)
-            except TimeoutError:
-                _log.warning("settling %d: %s sends nothing, or too slowly", number, peer_id)
             except EditError:  # it is not there yet, or cannot be dialled
                 pass
             untrained.discard(peer_id)
+
+        async def wait() -> None:
+            """Wait until somebody has answered, or for RETRY_S; give up who has used up its time."""
+            nonlocal looked
+            await asyncio.wait(asking.values(), timeout=RETRY_S)
+            before, looked = looked, loop.time()
+            share = (looked - before) / len(asking)
+            for peer_id, task in list(asking.items()):
+                spent[peer_id] += share
+                if task.done():
+                    asking.pop(peer_id).result()
+                elif spent[peer_id] >= deadline_s:
+                    _log.warning("settling %d: %s sends nothing, or too slowly", number, peer_id)
+                    untrained.discard(peer_id)
+                    task.cancel()
+                    given_up.append(asking.pop(peer_id))
 
         try:
             while True:
                 record = self._record()
                 members = {*record.members} if record is not None else {self._peer_id}
                 if self._peer_id in members - got.keys():
-                    await ask(self._peer_id)
+                    await ask(self._peer_id)  # in this process
                 if until == math.inf and self._peer_id in got:
                     until = loop.time() + deadline_s
                 if loop.time() < until and (got or self._taken() is None):  # if its own peer is not there, nor are the others
                     for peer_id in members - got.keys() - liars - asking.keys() - {self._peer_id}:
-                        asking[peer_id] = loop.create_task(ask(peer_id))
+                        asking[peer_id], spent[peer_id] = loop.create_task(ask(peer_id)), 0.0
                 if asking:
-                    await asyncio.wait(asking.values(), timeout=RETRY_S)
-                for peer_id in [peer_id for peer_id, task in asking.items() if task.done()]:
-                    asking.pop(peer_id).result()
+                    await wait()
+                else:
+                    looked = loop.time()
                 awaited = {peer_id for peer_id in members - got.keys() - liars - untrained if not self._away(peer_id)}
                 if until == math.inf and len(got) > len(awaited):
                     until = loop.time() + deadline_s
                 late = loop.time() >= until and not awaited & asking.keys()
                 if got and (late or not awaited):
-                    near: dict[str, list[Tensor]] = await self._do(self._without_far, number, got)
+                    near: dict[str, list[Tensor]] = await self._do(self._without_far, number, dict(got))
                     return near
                 if not awaited and self._drains and self._taken() is None:
                     return got
@@ -535,7 +551,7 @@ class GossipMember:
         finally:
             for task in asking.values():
                 task.cancel()
-            await asyncio.gather(*asking.values(), return_exceptions=True)
+            await asyncio.gather(*asking.values(), *given_up, return_exceptions=True)
 
     def _away(self, peer_id: str) -> bool:
         """Whether there is no link to a member, and has not been for a while."""
