@@ -93,7 +93,7 @@ class ContributionMaker:
 
         Yields each part of them that it has done with; iterate to the end.
         """
-        if not self._replica.layout.owned[i].numel:
+        if not self._replica.layout.owned[i].numel or (self._grid is not None and i not in self._grid.plans):
             return iter(())
         transfers = self._replica.transfers
         with transfers.beside():
@@ -106,6 +106,8 @@ class ContributionMaker:
             self._keep(i, delta)
 
     def _keep(self, i: int, own: Vector) -> None:
+        if self._grid is not None and i not in self._grid.plans:
+            return
         with self._replica.transfers.beside():
             self._feedback.keep(i, own)
 
@@ -190,6 +192,8 @@ class ContributionMaker:
 
     def _stage(self, pending: Pending, sent: SentTensors, i: int, own: Vector, send: bool) -> None:
         norm: float | None = None
+        if self._grid is not None and not send and i not in self._grid.plans:
+            return  # made before this process began, on a grid that is gone with its round: what it left out is lost
         if self._grid is not None:
             payload, norm = self._grid.stage(i, own)
         if self._replica.layout.owned[i].numel == 0:

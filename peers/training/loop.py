@@ -216,7 +216,8 @@ class Training:
                 self._step(trainer, worker)
             except Interrupted:
                 # A forward that waited for an update and was broken off leaves shards gathered: they cannot be saved.
-                if not stepping or trainer.steps > taken or self._place.layout.mesh is None:
+                whole = trainer.steps > taken or self._place.layout.mesh is None
+                if not stepping or (whole and not self._config.sync.strict):
                     saving.save_last()
                 raise
             saving.after_step(worker.outer_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 import time
@@ -403,6 +404,35 @@ def test_a_peer_that_starts_again_takes_part_in_the_next_round(tmp_path: Path) -
         assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == ["a", "b", "c"]
         exchange(peers, "abcd")
         assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == list(NAMES)
+        assert len({peer.worker.digest for peer in peers.values()}) == 1
+
+
+def test_a_peer_that_was_killed_after_its_upload_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """It makes the contribution once more that the run has committed already, and has no grid for it."""
+    folder = new_folder(tmp_path / "run", toml=toml(more="[membership]\nlease_s = 1000.0"))
+    with running(folder) as here, ExitStack() as stack:
+        collectives = stack.enter_context(connected(folder, here, tmp_path))
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, "abcd")
+        here.await_(lambda run: "collecting" in run.rounds.masked.status.text)
+        d = peers["d"]
+        d.step()
+        saved = [copy.deepcopy(each.state_dict()) for each in (d.worker, d.model, d.optimizer)]
+        d.step()
+        here.await_(lambda run: "d" in run.rounds.machine.arrived)
+        collectives["d"].close("killed")
+        again = Learner("d", stack.enter_context(connected(folder, here, tmp_path, ("d",)))["d"], folder.config())
+        for each, state in zip((again.worker, again.model, again.optimizer), saved, strict=True):
+            each.load_state_dict(state)
+        stack.enter_context(again.worker)
+        exchange(peers, "abc")
+        assert [each.peer_id for each in here.run.recent_rounds[-1].fragments[0].verdicts] == list(NAMES)
+        again.step()
+        again.worker.synchronize()
+        assert again.worker.outer_step == 2 and again.worker.digest == peers["a"].worker.digest
+        peers["d"] = again
+        exchange(peers, "abcd")
+        assert {peer.worker.outer_step for peer in peers.values()} == {3}
         assert len({peer.worker.digest for peer in peers.values()}) == 1
 
 

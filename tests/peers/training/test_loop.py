@@ -235,3 +235,20 @@ def test_told_to_stop_while_it_waits_it_saves_what_it_has_trained(
         assert saved["data"]["pass"] * 52 + saved["data"]["index"] == drawn
         training(tmp_path, LocalConnection(run, "a"), config, metrics).run(run.state.outer_step)
     assert run.finished
+
+
+@pytest.mark.parametrize(
+    ("sync", "in_the_update"),
+    [({"mode": "forward"}, True), ({"mode": "delayed", "delay": 2}, False), ({"mode": "eager", "delay": 2}, False)],
+)
+def test_a_strict_peer_that_is_stopped_within_a_step_saves_nothing_that_does_not_resume_to_the_bit(
+    tmp_path: Path, config: RunConfig, sync: dict[str, object], in_the_update: bool
+) -> None:
+    config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, strict=True, **sync))
+    run = LocalRun(config, ["a"])
+    with Metrics(None) as metrics:
+        connection = StoppedInAWait(run, "a", 1, in_the_update=in_the_update)
+        with pytest.raises(Interrupted):
+            training(tmp_path, connection, config, metrics, checkpoint_every=30).run(0)
+    saved = last_scalars(tmp_path / "checkpoints")
+    assert saved is not None and saved["steps"] % H == 0 and saved["steps"] < 2 * H
