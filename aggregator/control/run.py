@@ -180,6 +180,8 @@ class Run:
             _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])
         if (mark := self._resources.mark) is not None:
             mark.check(Mark(recovered.outer_step, recovered.digest) if recovered is not None else None)
+        if self._given is None and recovered is not None and (kept := self._resources.store.kept) is not None:
+            await background.in_worker(kept.committed, recovered.outer_step)
         if (schema := recovered.schema if recovered is not None else self._builtin) is not None:
             self._say_noise(schema)
         if recovered is not None:

@@ -12,6 +12,8 @@ The round machine decides which contribution of a peer is taken, how long it is 
  4. Once it is merged its bytes are gone; the fragment stays whole.
  5. What is known of the shards, beside their bytes, is bounded over the whole contribution: MAX_PIECES, and one more for every
     ELEMENTS_OF_PIECE elements. A piece is an eighth of a shard, or a box.
+ 6. With an audit log, the shards of a contribution name at most MAX_SEEN_OF_PEER heads of it: the receipt of a commit has a
+    proof for each, and the number of these is bounded over all peers.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from edit.fragments.shards import Cover, Shard
 from edit.merging.merge import Measured, ShardPayload
 from edit.merging.norms import whole_norm
 from edit.records import EncodedTensor, round_number
+from editpb.limits import MAX_SEEN_OF_PEER
 from editpb.messages import ContributionHeader
 
 MAX_PIECES = 1 << 17  # about 32 MB
@@ -63,6 +66,7 @@ class ShardedFragment:
         self._awaited = 0  # declared shards that are not measured yet
         self._whole: Measured | None = None
         self.pieces = 0  # of the declared shards, see `_pieces`
+        self.seen: set[int] = set()  # sizes of the heads of the audit log that they name
 
     @property
     def received_bytes(self) -> int:
@@ -88,7 +92,7 @@ class ShardedFragment:
                 return None
             self.drop("a newer attempt of this replica has come")
             self._cover, self._awaited, self._attempt = Cover(self._fragment), 0, header.attempt
-            self.pieces = 0
+            self.pieces, self.seen = 0, set()
         elif header.attempt < self._attempt:
             raise StaleError(f"{_who(header)}: a newer attempt of this replica has come")
         known = self._shards.get(header.rank)
@@ -99,6 +103,8 @@ class ShardedFragment:
             self._cover.add(shard.boxes)
             self._awaited += 1
             self.pieces += _pieces(header)
+            if header.seen is not None:
+                self.seen.add(header.seen.size)
         elif known.header != header:
             raise RemoteProtocolError(f"{_who(header)} was declared with another {_difference(known.header, header)} before")
         elif known.merged:
@@ -200,11 +206,18 @@ class Contribution:
         return sum(fragment.received_bytes for fragment in self.fragments.values())
 
     def declare(self, header: ContributionHeader) -> ShardUpload | None:
-        """Return the upload for a shard. Returns and raises as `ShardedFragment.declare`; also RemoteProtocolError (rule 5)."""
+        """Return the upload for a shard; None as `ShardedFragment.declare`, whose errors it raises.
+
+        RemoteProtocolError also for what rules 5 and 6 forbid.
+        """
         fragment = self.fragments[header.fragment_id]
         pieces = sum(each.pieces for each in self.fragments.values()) + _pieces(header)
         if pieces > self._most_pieces and not fragment.knows(header.rank):
             raise RemoteProtocolError(f"{_who(header)}: the ranks' shards are too many and too small to be kept")
+        if header.seen is not None and header.seen.size not in fragment.seen:
+            seen = {header.seen.size}.union(*(each.seen for each in self.fragments.values()))
+            if len(seen) > MAX_SEEN_OF_PEER:
+                raise RemoteProtocolError(f"{_who(header)}: names too many heads of the audit log, with those of other shards")
         return fragment.declare(header)
 
     def whole(self, fragment_id: int, outer_step: int) -> Measured:

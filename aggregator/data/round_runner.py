@@ -18,6 +18,7 @@ given to `Background.compute`: with `serve --threads` several such calls run at 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -670,15 +671,15 @@ class RoundRunner:
                 ready = outer.stage_all(records, injection, ready) if entries.of_results else ready
                 ordered, results = sorted(records, key=lambda record: record.fragment_id), ready if entries.of_results else None
                 entry = entries.commit(outer, ordered, results, signed, replace(facts, trust=trust))
-            if self._store.kept is not None:
-                self._store.kept.committing(effect.outer_step)
             step, reason = effect.outer_step, effect.reason
             inner_steps, brings = facts.trained[0], facts.injected
             due = [record.fragment_id for record in records]
-            self._store.append_commit(
-                effect.round_id, step, reason, tokens, brings, outer.digest, entry, inner_steps, trust, due
-            )
-            on_disk = True
+            kept = self._store.kept
+            with kept.committing(step) if kept is not None else contextlib.nullcontext():
+                self._store.append_commit(
+                    effect.round_id, step, reason, tokens, brings, outer.digest, entry, inner_steps, trust, due
+                )
+                on_disk = True
             commit = outer.commit(effect.round_id, reason, records, injection, ready, trust, each=self._background.each)
             self._store.applied(commit)
             if step % self._checkpoint_every == 0:

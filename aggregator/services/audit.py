@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from aggregator.control.run import Run
 from aggregator.services.authorization import Authorizer
-from aggregator.services.readers import send
+from aggregator.services.readers import AuditReaders, send
 from aggregator.storage.audit_files import AuditFile, audit_files
 from aggregator.storage.state_folder import StateFolder
-from edit.errors import BusyError, RefusedError
+from edit.errors import RefusedError
 from editpb import audit_pb2 as pb
 from editpb.limits import CHUNK_BYTES, MAX_STEP, check_id, within
 from editpb.transport.abort_on_error import abort_on_error
@@ -24,32 +24,28 @@ if TYPE_CHECKING:
 
 __all__ = ["AuditService"]
 
-_MOST_CALLS = 2  # at a time: each reads as fast as the disk does
-
 
 class AuditService:
     """Audit of audit.proto. Every call first authorizes its caller; an error that it raises is the status of the call."""
 
     def __init__(self, run: Run, authorizer: Authorizer, folder: StateFolder) -> None:
         self._run, self._authorizer, self._folder = run, authorizer, folder
-        self._calls = 0
+        self._readers = AuditReaders()
 
     async def Fetch(self, request: pb.AuditRequest, context: Context) -> None:
-        """Send the files, each as long as it was at the beginning."""
+        """Send the files, each as long as it was at the beginning.
+
+        The call needs no deadline: one that is never read holds one message, and an auditor has one call.
+        """
         async with abort_on_error(context):
-            self._authorizer.authorize(context, "auditor")
+            identity = self._authorizer.authorize(context, "auditor")
             self._run.check_run_id(check_id("run_id", request.run_id))
             step = within("outer_step", request.outer_step, 0, MAX_STEP)
             if not self._run.log_key:
                 raise RefusedError("this run keeps no audit log (audit.enabled)")
-            if self._calls >= _MOST_CALLS:
-                raise BusyError(f"{self._calls} auditors fetch here already; try again later")
-            self._calls += 1
-            try:
+            with self._readers.place(identity.peer_id) as place:
                 files = await asyncio.to_thread(audit_files, self._folder, step, self._run.log_key)
-                await send(context.write, self._parts(context, files))
-            finally:
-                self._calls -= 1
+                await send(context.write, self._parts(context, files), stalled=place.give_up)
 
     async def _parts(self, context: Context, files: Sequence[AuditFile]) -> AsyncGenerator[pb.AuditPart, None]:
         yield pb.AuditPart(files=pb.AuditFiles(files=[pb.AuditFile(name=each.name, bytes=each.size) for each in files]))

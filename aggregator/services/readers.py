@@ -1,4 +1,4 @@
-"""How many read snapshots and updates at a time, in how large messages, and how long one that reads nothing is waited for."""
+"""How many read snapshots, updates and audit logs at a time, in how large messages, and when a reader has stalled."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from editpb.transport.send_limit import UNLIMITED, SendLimit, size_of
 __all__ = [
     "CALLS_OF_RANK",
     "LEAST_CHUNK_BYTES",
+    "MAX_AUDITORS",
     "MAX_OBSERVERS",
     "MAX_OF_MEMBER",
     "MAX_READERS",
     "SENT_BYTES",
     "SHARDS_OF_MEMBER",
     "STALL_S",
+    "AuditReaders",
     "Place",
     "SnapshotReaders",
     "UpdateReaders",
@@ -30,6 +32,7 @@ __all__ = [
 MAX_READERS = 64  # calls that read snapshots at a time, those that have stalled not counted; a rank has one, or two
 MAX_OF_MEMBER = 16  # of one identity, those that have stalled counted; the ranks of a replica share one
 MAX_OBSERVERS = 32  # who is no peer; the other places are the peers'
+MAX_AUDITORS = 2  # that fetch at a time, those that have stalled not counted: each reads as fast as the disk does
 CALLS_OF_RANK = 8  # that read updates at a time, two for each, for each rank that attends; those that have stalled counted
 SHARDS_OF_MEMBER = 8  # shards of fragments, cut for one member, that are in memory at a time
 SENT_BYTES = 8 << 20  # of updates, in the messages that are being sent at a time; gRPC holds each of them three times
@@ -116,6 +119,33 @@ class Place:
     def give_up(self) -> None:
         """Leave the place to others; the reader counts among its member's as long as its call lasts."""
         self._reading.discard(self)
+
+
+class AuditReaders:
+    """The auditors that fetch from one coordinator, one call of each. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._reading: set[Place] = set()  # without those that have stalled
+        self._calling: set[str] = set()  # by peer_id, with those that have stalled
+
+    def __len__(self) -> int:
+        return len(self._reading)
+
+    @contextlib.contextmanager
+    def place(self, peer_id: str) -> Iterator[Place]:
+        """Take a place, until the block ends. Raises BusyError when there is none."""
+        if peer_id in self._calling:
+            raise BusyError(f"{peer_id} fetches here already; end that fetch, or try again later")
+        if len(self._reading) >= MAX_AUDITORS:
+            raise BusyError(f"{len(self._reading)} auditors fetch here already; try again later")
+        place = Place("auditor", self._reading)
+        self._reading.add(place)
+        self._calling.add(peer_id)
+        try:
+            yield place
+        finally:
+            place.give_up()
+            self._calling.discard(peer_id)
 
 
 class UpdateReaders:

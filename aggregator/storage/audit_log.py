@@ -194,7 +194,7 @@ class AuditLog:
         )
         line = entry_line(self._tree, self._now(), entry)
         heads = {peer: len(given.get("seen", ())) for peer, given in entry["contributions"].items()}
-        if len(_seen_sizes(entry)) > MAX_SEEN_PROOFS:  # honest peers have seen one head, or two
+        if len(_seen_sizes(entry)) > MAX_SEEN_PROOFS:  # of many peers: MAX_SEEN_OF_PEER bounds each
             most = max(sorted(heads), key=lambda peer: heads[peer])
             raise RefusedError(f"contributions name too many heads of the audit log: {most} names {heads[most]}; evict it")
         check_length(line, entry)

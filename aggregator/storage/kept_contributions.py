@@ -5,9 +5,10 @@ scorers can read them.
     FOLDER/pending/...                    the same of the open round
 
 A file has one record (`aggregator.storage.journal_records`) for each shard: the header as its peer signed it, the inner steps
-and tokens that counted for it, and its bytes. A round's files get their place just before its commit is written: after a
-SIGKILL no commit lacks them, and those of a round that was not committed are replaced by the next one's. They are not brought
-to the disk (fsync): after a power cut the last ones may be missing or damaged, which `load_kept` says.
+and tokens that counted for it, and its bytes. A round's files get their place just before its commit is written, and the oldest
+files go after it: no commit loses its files to a SIGKILL or a full disk. The next start or commit removes files of a step that
+was not committed, and of steps that are too old. They are not brought to the disk (fsync): after a power cut the last ones may
+be missing or damaged, which `load_kept` says.
 """
 
 from __future__ import annotations
@@ -92,10 +93,12 @@ class KeptContributions:
         except OSError as error:
             raise _refused(pending, error) from error
 
-    def committing(self, outer_step: int) -> None:
-        """Give the open round's files the place of the outer step that it is about to become, and let go of the oldest.
+    @contextlib.contextmanager
+    def committing(self, outer_step: int) -> Iterator[None]:
+        """Give the open round's files the place of the outer step that it becomes in the block.
 
-        Raises StorageError: the round is not to be committed.
+        After the block let go of the oldest steps; where the block raises, of this one. Raises StorageError before the block:
+        the round is not to be committed.
         """
         place = step_folder(self._folder, outer_step)
         try:
@@ -104,13 +107,18 @@ class KeptContributions:
             self._round_id = -1
         except OSError as error:
             raise _refused(place, error) from error
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        self.committed(outer_step)
+
+    def committed(self, outer_step: int) -> None:
+        """Let go of what is older than the last outer steps, and of what did not become one. outer_step: the last one."""
         for step, path in _kept(self._folder):
             if step <= outer_step - self._steps or step > outer_step:
                 shutil.rmtree(path, ignore_errors=True)
-
-    def give_up(self, outer_step: int) -> None:
-        """Let go of what has the place of an outer step that did not come of it."""
-        shutil.rmtree(step_folder(self._folder, outer_step), ignore_errors=True)
 
     def shards(self, outer_step: int, schema: Schema) -> list[KeptShard]:
         """Return what was merged in the commit to this outer step, without its bytes.

@@ -130,12 +130,7 @@ class EngineStore(Store):
                 raise RefusedError(self._ended)
             self._agreed = agreed
         self._propose(Proposal(round_id, reason, tokens, records, audit))
-        try:
-            self._update = agreed.result()
-        except RefusedError:
-            if self.kept is not None:
-                self.kept.give_up(outer_step)
-            raise
+        self._update = agreed.result()
 
     def applied(self, commit: Commit) -> None:
         """See `Store`."""

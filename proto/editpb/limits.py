@@ -39,6 +39,7 @@ __all__ = [
     "MAX_RUNS",
     "MAX_RUNS_OF_REQUEST",
     "MAX_SECONDS",
+    "MAX_SEEN_OF_PEER",
     "MAX_SEEN_PROOFS",
     "MAX_SHOWN",
     "MAX_STEP",
@@ -90,6 +91,7 @@ MAX_VERDICTS = 1 << 16  # peers in one round
 MAX_ENTRY_BYTES = 4 << 20  # of a commit in the audit log; 64 peers of 8 ranks with 12 fragments have 2 MB
 MAX_PROOF_HASHES = 64  # of a proof in the log's tree: as many as one of 2^63 leaves has
 MAX_SEEN_PROOFS = 1 << 10  # in one receipt; peers that take part have seen heads of a few sizes
+MAX_SEEN_OF_PEER = MAX_SEEN_PROOFS // 4  # heads in one contribution: each rank has seen one, or two, mostly those of the others
 MAX_LOG_KEY_CHARS = 256
 MAX_AUDIT_FILES = 1 << 17  # that an auditor fetches at a time: one of each fragment of a commit, and few others
 MAX_CHANGES = 64  # of the configuration, that a peer is told of at a time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 
 from aggregator.audit_replay import Replayed, replay_step
 from aggregator.cli import app
-from aggregator.storage.kept_contributions import Kept, KeptContributions, kept_files, load_kept
+from aggregator.storage.journal import Journal
+from aggregator.storage.kept_contributions import Kept, KeptContributions, kept_files, load_kept, step_folder
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.config.run import RunConfig
@@ -22,7 +24,7 @@ from edit.merging.merge import Measured, Merged
 from edit.merging.outer_state import OuterState
 from edit.rounds.work_claims import Work
 from editpb.audit_log import LogFault
-from tests.integration.test_audit import AUDITED, commit_one, verified
+from tests.integration.test_audit import AUDITED, commit_one, delta, verified
 from tests.integration.test_seen_heads import contribute
 from tests.support.served import SCHEMA, TOML, found_run, new_folder, served
 
@@ -138,6 +140,54 @@ def test_a_coordinator_that_merged_something_else_is_found(tmp_path: Path, monke
     assert code != 0 and "the merged pseudo-gradient" in said
     code, said = invoked("replay", "--state", folder.path)
     assert code == 0 and "outer step 3" in said
+
+
+def kept_steps(folder: StateFolder) -> list[str]:
+    return sorted(path.name for path in folder.contributions.glob("step-*"))
+
+
+def test_a_commit_that_the_disk_refuses_takes_no_kept_step_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new_folder(tmp_path / "run", toml=AUDITED + "keep_contributions = 1\n")
+    seen = list[list[str]]()
+
+    def refused(*_: object, **__: object) -> None:
+        seen.append(kept_steps(folder))
+        raise StorageError("the journal cannot be written (No space left on device)")
+
+    async def scenario() -> None:
+        async with served(folder) as run, run.signing_peer("a") as (a, sign):
+            await found_run(a)
+            await commit_one([(a, sign)], 0)
+            view = await a.view(lambda v: v.outer_step == 1 and v.round_id > 0)
+            with monkeypatch.context() as patched:
+                patched.setattr(Journal, "append_commit", refused)
+                await a.contribute_signed(sign, view.round_id, 1, delta(0))
+                await a.view(lambda v: v.round_id > view.round_id)
+            assert kept_steps(folder) == ["step-00000001"]
+            assert len(load_kept(folder.contributions, 1, SCHEMA)) == len(SCHEMA.fragments)
+            await commit_one([(a, sign)], 1)
+
+    asyncio.run(scenario())
+    assert seen == [["step-00000001", "step-00000002"]], "a kill just then would not take those of outer step 1"
+    assert kept_steps(folder) == ["step-00000002"] and replay(folder, 2).peers == ("a",)
+
+
+def test_a_start_removes_kept_steps_that_were_not_committed_or_are_too_old(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=AUDITED + "keep_contributions = 1\n")
+
+    async def scenario() -> None:
+        async with served(folder, kill=True) as run, run.signing_peer("a") as a:
+            await found_run(a[0])
+            for step in range(2):
+                await commit_one([a], step)
+        for step in (1, 3):
+            shutil.copytree(step_folder(folder.contributions, 2), step_folder(folder.contributions, step))
+        async with served(folder):
+            assert kept_steps(folder) == ["step-00000002"]
+
+    asyncio.run(scenario())
 
 
 def changed(folder: StateFolder, step: int, change: Callable[[list[Kept]], list[Kept]]) -> None:

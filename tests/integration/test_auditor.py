@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from typer.testing import CliRunner
 
+import aggregator.services.audit
 from aggregator.audit_replay import replay_step
 from aggregator.cli import app as coordinator_app
+from aggregator.services.readers import send
 from aggregator.storage.audit_files import audit_files
 from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError
@@ -102,6 +105,44 @@ def test_the_role_opens_nothing_else_and_no_other_role_opens_this(tmp_path: Path
                     await audit_pb2_grpc.AuditStub(channel).Fetch(pb.AuditRequest(run_id="another")).read()
 
     scenario()
+
+
+@on_a_loop
+async def test_an_auditor_that_reads_nothing_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalling = asyncio.Event()
+
+    async def stalls_early(write: Any, messages: Any, stalled: Callable[[], object] = lambda: None) -> None:
+        """Stalls where nobody reads, as soon as the test says so."""
+
+        async def written(message: Any) -> None:
+            await write(message)
+            if stalling.is_set():
+                await asyncio.Event().wait()
+
+        await send(written, messages, 0.0 if stalling.is_set() else 30.0, stalled)
+
+    monkeypatch.setattr(aggregator.services.audit, "send", stalls_early)
+    folder = new_folder(tmp_path / "run", toml=KEPT)
+    async with served(folder) as at, at.signing_peer("a") as (a, _):
+        await found_run(a)
+        request = pb.AuditRequest(run_id=folder.run_id)
+        async with (
+            at.channel("eve", "auditor") as eve,
+            at.channel("eva", "auditor") as eva,
+            at.channel("ann", "auditor") as ann,
+        ):
+            stalling.set()
+            held = [audit_pb2_grpc.AuditStub(each).Fetch(request) for each in (eve, eva)]
+            for call in held:
+                await call.read()
+            stalling.clear()
+            for stalled in (eve, eva):  # its call goes on
+                with pytest.raises(grpc.aio.AioRpcError, match=r"ev[ae] fetches here already; end that fetch, or try again"):
+                    await audit_pb2_grpc.AuditStub(stalled).Fetch(request).read()
+            parts = [part async for part in audit_pb2_grpc.AuditStub(ann).Fetch(request)]
+            assert sum(len(part.data) for part in parts) == sum(file.bytes for file in parts[0].files.files) > 0
+            for call in held:
+                call.cancel()
 
 
 def test_a_run_without_a_log_has_nothing_for_an_auditor(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from aggregator import data
 from aggregator.data import round_runner
 from aggregator.data.contributions import Contributions, ShardedFragment, ShardUpload
 from aggregator.storage.upload_buffer import UploadBuffer
@@ -27,7 +28,7 @@ from edit.fragments.shards import Box, Shard
 from edit.merging.merge import MergeRule, measure
 from edit.merging.mergers import EditMerger
 from edit.rounds import events
-from editpb.messages import ContributionHeader
+from editpb.messages import ContributionHeader, SeenHead
 from tests.support.encoded import encode
 from tests.support.rounds import open_rounds
 from tests.support.served import SCHEMA as SERVED
@@ -322,6 +323,31 @@ def test_a_retry_goes_on_with_the_same_upload(contributions: Contributions) -> N
     assert (held.received_bytes, held.total_bytes) == (0, 2 * 4 * FRAGMENT.numel)
     fill(other, WHOLE)
     assert held.received_bytes == 4 * FRAGMENT.numel
+
+
+def names(size: int) -> SeenHead:
+    return SeenHead(size, size.to_bytes(32, "big"), bytes(64))
+
+
+def test_a_contribution_names_so_many_heads_of_the_audit_log_over_all_its_shards(
+    contributions: Contributions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data.contributions, "MAX_SEEN_OF_PEER", 3)
+
+    def names(size: int, shard: Shard, rank: int, attempt: int = 1, fragment_id: int = 3) -> ShardUpload | None:
+        seen = SeenHead(size, bytes(32), bytes(64))
+        return contributions.declare(header(shard, rank, attempt, fragment_id=fragment_id, seen=seen), [2, 3])
+
+    assert names(1, TOP, 0) and names(2, BOTTOM, 1) and names(3, TOP, 0, fragment_id=2)
+    for _ in range(2):
+        with pytest.raises(
+            RemoteProtocolError, match="rank 1: names too many heads of the audit log, with those of other shards"
+        ):
+            names(4, BOTTOM, 1, fragment_id=2)
+        assert names(3, TOP, 0, fragment_id=2), "a shard that is known may be sent again"
+    assert names(1, BOTTOM, 1, fragment_id=2), "ranks may have seen the same"
+    assert names(3, TOP, 0, 2), "the shards of the attempt before, and what these named, are gone"
+    assert names(4, BOTTOM, 1, 2)
 
 
 @pytest.mark.parametrize("change", [{"round_id": 6}, {"outer_step": 3}])

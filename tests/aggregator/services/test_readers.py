@@ -11,11 +11,13 @@ import pytest
 from aggregator.services.readers import (
     CALLS_OF_RANK,
     LEAST_CHUNK_BYTES,
+    MAX_AUDITORS,
     MAX_OBSERVERS,
     MAX_OF_MEMBER,
     MAX_READERS,
     SENT_BYTES,
     SHARDS_OF_MEMBER,
+    AuditReaders,
     SnapshotReaders,
     UpdateReaders,
     send,
@@ -57,6 +59,23 @@ def test_observers_leave_places_for_the_peers() -> None:
         with pytest.raises(BusyError, match=f"{MAX_READERS} others read snapshots here already"):
             take(readers, "peer")
     assert len(readers) == 0
+
+
+def test_an_auditor_has_one_place_and_stalled_ones_leave_theirs_to_others() -> None:
+    readers = AuditReaders()
+    with ExitStack() as taken:
+        first, _ = (taken.enter_context(readers.place(f"auditor-{i}")) for i in range(MAX_AUDITORS))
+        with pytest.raises(BusyError, match="auditor-0 fetches here already; end that fetch"):
+            taken.enter_context(readers.place("auditor-0"))
+        with pytest.raises(BusyError, match=f"{MAX_AUDITORS} auditors fetch here already; try again later"):
+            taken.enter_context(readers.place("another"))
+        first.give_up()
+        taken.enter_context(readers.place("another"))
+        with pytest.raises(BusyError, match="auditor-0 fetches here already"):  # its call goes on
+            taken.enter_context(readers.place("auditor-0"))
+    assert len(readers) == 0
+    with readers.place("auditor-0"):
+        pass
 
 
 def test_a_member_reads_so_many_updates_for_each_rank_that_attends() -> None:
