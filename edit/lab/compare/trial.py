@@ -125,7 +125,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     loss = evaluate(trained.model(), trained.text.held_out, context, _FINAL_BATCHES)
     averaged = trained.averaged()
     parameters, traffic = trained.parameters, trained.traffic
-    exchanges = max(1, trained.exchanges)
+    exchanges = trained.exchanges or 1
     return {
         "key": trial.key,
         "method": trial.method.name,
@@ -140,7 +140,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
         "curve": [[step, round(value, 5) if math.isfinite(value) else None] for step, value in trained.course.points],
         "parameters": parameters,
         "tokens": trained.tokens,
-        "exchanges": trained.exchanges,
+        "exchanges": round(trained.exchanges, 4),
         "sent": traffic.sent,
         "received": traffic.received,
         "bits_up": round(8 * traffic.sent / parameters / exchanges, 4),
@@ -166,8 +166,8 @@ class _Training:
         self.traffic = Traffic()
         # Of every peer, together.
         self.tokens = 0
-        # Outer steps; of a method that exchanges at each step, steps.
-        self.exchanges = 0
+        # How often a peer exchanged each parameter: with groups, and with arrivals, less than once for each outer step.
+        self.exchanges = 0.0
         self.virtual_s = 0.0
         self._scratch = GPT(model, trial.seed).to(self._device)
         self.parameters = sum(parameter.numel() for parameter in self._scratch.parameters())
@@ -319,7 +319,7 @@ class _Training:
             sent = round(statistics.fmean(one.sent for one in counted))
             received = round(statistics.fmean(one.received for one in counted))
             peak = max((size for one in counted for size in one.contributions.values()), default=0)
-        self.exchanges += steps
+        self.exchanges += steps / config.sync.groups / (len(counted) if config.rounds.merging == "arrivals" else 1)
         self.traffic.sent += sent
         self.traffic.received += received
         self.traffic.peak = max(self.traffic.peak, peak / max(1, config.sync.overlap))

@@ -78,6 +78,14 @@ def test_the_deadline_of_a_edit_gives_a_slow_peer_fewer_steps() -> None:
         run_trial(trial("eager", slow=2.0))
 
 
+@pytest.mark.parametrize("settings", ["sync.groups=3", "rounds.merging=arrivals rounds.max_staleness=8"])
+def test_bits_are_those_of_an_exchange_of_each_parameter(settings: str) -> None:
+    """And all that the peers contribute is merged: with arrivals each takes an outer step."""
+    row = run_trial(trial(f"diloco codec.up=fp32 {settings}"))
+    assert (row["bits_up"], row["exchanges"]) == (32, 2)
+    assert row["sent"] == 2 * 4 * row["parameters"]
+
+
 def test_theta_can_be_averaged_for_the_evaluation() -> None:
     row = run_trial(trial("diloco average.kind=last"))
     assert row["loss_averaged"] is not None and row["loss_averaged"] != row["loss"]
