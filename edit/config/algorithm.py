@@ -280,7 +280,7 @@ class OuterConfig:
     # begins anew there. One that is rolled back counts, too.
     momentum_restarts: Annotated[tuple[int, ...], Matches(_ascend, "must be at most 1000 numbers from 1 on, ascending")] = ()
     # The first outer steps of the run that take the mean as it is: lr 1 and no momentum. With sync.every = 1 meanwhile it is a
-    # warm-up with averages at every inner step. For sgd and nesterov.
+    # warm-up with averages at every inner step. For sgd and nesterov, and not with rounds.merging = "arrivals".
     mean_steps: Annotated[int, Between(0, 1 << 40)] = 0
     # rho: the correlation of successive pseudo-gradients at the H of most outer steps, for nesterov. Above 0, the learning rate
     # follows H: it is `lr` at that H, and at another one such that the step along what successive pseudo-gradients share keeps
@@ -467,6 +467,8 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
     rule = f"must be below sync.outer_steps ({sync.outer_steps}), and a multiple of sync.groups ({sync.groups})"
     fits = outer.mean_steps < sync.outer_steps and outer.mean_steps % sync.groups == 0
     require(not outer.mean_steps or fits, "outer.mean_steps", outer.mean_steps, rule)
+    rule = 'must be 0 with rounds.merging = "arrivals": there is no mean of peers that arrive one by one'
+    require(not outer.mean_steps or rounds.merging == "rounds", "outer.mean_steps", outer.mean_steps, rule)
     if sync.mode == "delayed" and sync.mix == "lerp":
         rule = f'must not be {LOCAL} with sync.mix = "lerp": of what the codec left out only a share would be kept'
         require(codec.up_residual != LOCAL, "codec.up_residual", codec.up_residual, rule)
