@@ -161,7 +161,8 @@ class _Training:
         self._device = torch.device(trial.device)
         model, inner = self.config.model, self.config.inner
         self.text = read_text(trial.text, length.peers, trial.seed)
-        self.batches = streams(self.text, trial.text, model.context, inner.batch_size, length.steps, trial.seed)
+        batches = length.steps * inner.accumulation
+        self.batches = streams(self.text, trial.text, model.context, inner.batch_size, batches, trial.seed)
         self.course = _Course(self.text, model.context, max(1, length.steps // trial.points))
         self.traffic = Traffic()
         # Of every peer, together.
@@ -234,6 +235,7 @@ class _Training:
             decay=harness["decay"],
             weight_decay=inner.weight_decay,
             clip_norm=inner.clip_norm,
+            accumulation=inner.accumulation,
         )
         for step in range(length.steps):
             demo.step(self.batches, learning_rate(inner, step, length.steps), self.traffic)
