@@ -301,6 +301,8 @@ class OuterConfig:
     # The share of the momentum that delayed_nesterov applies at the outer steps between, at most 1 / N.
     c: float = 0.0
     # `mean`, or `rda` (arXiv 2604.21428): the mean of the contributions' directions, with the mean of their lengths.
+    # A fragment whose name begins with "embedding", as builtin:gpt has one, keeps the mean, because rows of rare words have no
+    # direction. The embeddings of other models have other names, and get no exception.
     direction: Annotated[str, OneOf("mean", "rda")] = "mean"
     # `none`, or `heloco` (arXiv 2606.00271): what goes against the momentum is shrunk or turned towards it, tensor by tensor.
     correct: Annotated[str, OneOf("none", "heloco")] = "none"
