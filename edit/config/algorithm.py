@@ -156,12 +156,12 @@ class SyncConfig:
         ends = (*begins[1:], self.outer_steps)
         return [(end - begin, self.every_at(begin)) for begin, end in zip(begins, ends, strict=True)]
 
-    @property
-    def usual_every(self) -> int:
-        """H of most outer steps; of two that have as many, the smaller one."""
-        lengths = Counter[int]()
+    def usual_every(self, first: int = 0) -> int:
+        """Return the H of most outer steps but the first ones, so many; of two that have as many, the smaller one."""
+        lengths, begins = Counter[int](), 0
         for outer_steps, every in self.stretches:
-            lengths[every] += outer_steps
+            lengths[every] += max(0, outer_steps - max(0, first - begins))
+            begins += outer_steps
         return min(lengths, key=lambda every: (-lengths[every], every))
 
     @property
@@ -282,9 +282,10 @@ class OuterConfig:
     # The first outer steps of the run that take the mean as it is: lr 1 and no momentum. With sync.every = 1 meanwhile it is a
     # warm-up with averages at every inner step. For sgd and nesterov, and not with rounds.merging = "arrivals".
     mean_steps: Annotated[int, Between(0, 1 << 40)] = 0
-    # rho: the correlation of successive pseudo-gradients at the H of most outer steps, for nesterov. Above 0, the learning rate
-    # follows H: it is `lr` at that H, and at another one such that the step along what successive pseudo-gradients share keeps
-    # its ratio to one of them (`edit.config.in_force.rate_factor`). 0: the learning rate is `lr` whatever H is.
+    # rho: the correlation of successive pseudo-gradients at the H of most outer steps (those of mean_steps left out), for
+    # nesterov. Above 0, the learning rate follows H: it is `lr` at that H, and at another one such that the step along what
+    # successive pseudo-gradients share keeps its ratio to one of them (`edit.config.in_force.rate_factor`). 0: the learning
+    # rate is `lr` whatever H is.
     correlation: Annotated[float, Between(0, 0.999)] = 0.0
     # co2's staleness gap penalty: what the pseudo-gradient is divided by before it enters the momentum.
     gap_penalty: Annotated[float, Between(1, 1e6)] = 1.0
