@@ -156,12 +156,12 @@ class SyncConfig:
         ends = (*begins[1:], self.outer_steps)
         return [(end - begin, self.every_at(begin)) for begin, end in zip(begins, ends, strict=True)]
 
-    @property
-    def usual_every(self) -> int:
-        """H of most outer steps; of two that have as many, the smaller one."""
-        lengths = Counter[int]()
+    def usual_every(self, first: int = 0) -> int:
+        """Return the H of most outer steps but the first ones, so many; of two that have as many, the smaller one."""
+        lengths, begins = Counter[int](), 0
         for outer_steps, every in self.stretches:
-            lengths[every] += outer_steps
+            lengths[every] += max(0, outer_steps - max(0, first - begins))
+            begins += outer_steps
         return min(lengths, key=lambda every: (-lengths[every], every))
 
     @property
@@ -280,11 +280,12 @@ class OuterConfig:
     # begins anew there. One that is rolled back counts, too.
     momentum_restarts: Annotated[tuple[int, ...], Matches(_ascend, "must be at most 1000 numbers from 1 on, ascending")] = ()
     # The first outer steps of the run that take the mean as it is: lr 1 and no momentum. With sync.every = 1 meanwhile it is a
-    # warm-up with averages at every inner step. For sgd and nesterov.
+    # warm-up with averages at every inner step. For sgd and nesterov, and not with rounds.merging = "arrivals".
     mean_steps: Annotated[int, Between(0, 1 << 40)] = 0
-    # rho: the correlation of successive pseudo-gradients at the H of most outer steps, for nesterov. Above 0, the learning rate
-    # follows H: it is `lr` at that H, and at another one such that the step along what successive pseudo-gradients share keeps
-    # its ratio to one of them (`edit.config.in_force.rate_factor`). 0: the learning rate is `lr` whatever H is.
+    # rho: the correlation of successive pseudo-gradients at the H of most outer steps (those of mean_steps left out), for
+    # nesterov. Above 0, the learning rate follows H: it is `lr` at that H, and at another one such that the step along what
+    # successive pseudo-gradients share keeps its ratio to one of them (`edit.config.in_force.rate_factor`). 0: the learning
+    # rate is `lr` whatever H is.
     correlation: Annotated[float, Between(0, 0.999)] = 0.0
     # co2's staleness gap penalty: what the pseudo-gradient is divided by before it enters the momentum.
     gap_penalty: Annotated[float, Between(1, 1e6)] = 1.0
@@ -301,6 +302,8 @@ class OuterConfig:
     # The share of the momentum that delayed_nesterov applies at the outer steps between, at most 1 / N.
     c: float = 0.0
     # `mean`, or `rda` (arXiv 2604.21428): the mean of the contributions' directions, with the mean of their lengths.
+    # A fragment whose name begins with "embedding", as builtin:gpt has one, keeps the mean, because rows of rare words have no
+    # direction. The embeddings of other models have other names, and get no exception.
     direction: Annotated[str, OneOf("mean", "rda")] = "mean"
     # `none`, or `heloco` (arXiv 2606.00271): what goes against the momentum is shrunk or turned towards it, tensor by tensor.
     correct: Annotated[str, OneOf("none", "heloco")] = "none"
@@ -467,6 +470,8 @@ def check_together(sync: SyncConfig, rounds: RoundsConfig, outer: OuterConfig, c
     rule = f"must be below sync.outer_steps ({sync.outer_steps}), and a multiple of sync.groups ({sync.groups})"
     fits = outer.mean_steps < sync.outer_steps and outer.mean_steps % sync.groups == 0
     require(not outer.mean_steps or fits, "outer.mean_steps", outer.mean_steps, rule)
+    rule = 'must be 0 with rounds.merging = "arrivals": there is no mean of peers that arrive one by one'
+    require(not outer.mean_steps or rounds.merging == "rounds", "outer.mean_steps", outer.mean_steps, rule)
     if sync.mode == "delayed" and sync.mix == "lerp":
         rule = f'must not be {LOCAL} with sync.mix = "lerp": of what the codec left out only a share would be kept'
         require(codec.up_residual != LOCAL, "codec.up_residual", codec.up_residual, rule)

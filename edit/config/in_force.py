@@ -61,7 +61,7 @@ def outer_in_force(outer: OuterConfig, sync: SyncConfig, outer_step: int) -> Out
         outer = replace(
             outer, momentum=outer.momentum_at(outer_step // sync.groups)
         )  # each group is exchanged once in `groups`
-    if outer.correlation and (every := sync.every_at(outer_step)) != (usual := sync.usual_every):
+    if outer.correlation and (every := sync.every_at(outer_step)) != (usual := sync.usual_every(outer.mean_steps)):
         outer = replace(outer, lr=outer.lr * rate_factor(outer.momentum, outer.correlation, every / usual))
     return outer
 

@@ -71,15 +71,36 @@ def with_settings(text: str, settings: Sequence[str]) -> str:
 
 
 def commented_out(text: str, section: str, key: str) -> str:
-    """Return the text with the line that sets this key behind a "#". Raises ConfigError where it has no line of its own."""
+    """Return the text with all lines that set this key behind a "#". Raises ConfigError where it has no line of its own."""
     lines, now = text.splitlines(), ""
-    for i, line in enumerate(lines):
-        if head := re.match(r"\s*\[\s*([^\]]*?)\s*\]", line):
+    for first, end in _statements(lines):
+        if head := re.match(r"\s*\[\s*([^\]]*?)\s*\]", lines[first]):
             now = head[1]
-        elif now == section and re.match(rf"{re.escape(key)}\s*=", line):
-            lines[i] = f"#{line}"
+        elif now == section and re.match(rf"{re.escape(key)}\s*=", lines[first]):
+            lines[first:end] = [f"#{line}" for line in lines[first:end]]
             return "\n".join(lines) + "\n"
     raise ConfigError(f"{section}.{key} has no line of its own; edit run.toml instead")
+
+
+def _statements(lines: Sequence[str]) -> list[tuple[int, int]]:
+    """Return where each head, each key with its value, each comment and each empty line begins and ends: a value, such as an
+    array, may have several lines.
+    """
+    found, first = [], 0
+    while first < len(lines):
+        ends = range(first + 1, len(lines) + 1)
+        end = next((end for end in ends if _is_toml("\n".join(lines[first:end]))), first + 1)
+        found.append((first, end))
+        first = end
+    return found
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
 
 
 def _parse(setting: str) -> tuple[list[str], Any]:
@@ -96,7 +117,8 @@ def _parse(setting: str) -> tuple[list[str], Any]:
 def _written(text: str, section: str, key: str, value: Any) -> str:
     """Return the text with this key of this section; section: '' for the keys above all sections."""
     lines = text.splitlines()
-    heads = [i for i, line in enumerate(lines) if line.lstrip().startswith("[")]
+    begins = [first for first, _ in _statements(lines)]
+    heads = [i for i in begins if lines[i].lstrip().startswith("[")]
     of_section = re.compile(rf"\s*\[\s*{re.escape(section)}\s*\]")
     first = -1 if not section else next((i for i in heads if of_section.match(lines[i])), None)
     assignment = f"{key} = {_toml(value)}"
@@ -104,7 +126,7 @@ def _written(text: str, section: str, key: str, value: Any) -> str:
         return "\n".join([*lines, "", f"[{section}]", assignment]) + "\n"
     end = next((i for i in heads if i > first), len(lines))
     shown = re.compile(rf"#?{re.escape(key)}\s*=(.*)")
-    found = [i for i in range(first + 1, end) if shown.fullmatch(lines[i])]
+    found = [i for i in begins if first < i < end and shown.fullmatch(lines[i])]
     found = [i for i in found if not lines[i].startswith("#")] or found
     if found:
         comment = _comment(lines[found[0]].partition("=")[2])

@@ -570,7 +570,10 @@ class RunConfig:
         """Return the configuration with what `outer.preset = "auto"` chooses: so it is in the digest, and never changes."""
         sync = self.sync
         choice = choose_outer(
-            outer_steps=sync.outer_steps, groups=sync.groups, every=sync.usual_every, peers=self.rounds.start_peers
+            outer_steps=sync.outer_steps,
+            groups=sync.groups,
+            every=sync.usual_every(self.outer.mean_steps),
+            peers=self.rounds.start_peers,
         )
         outer = dataclasses.replace(
             self.outer, optimizer=choice.optimizer, lr=choice.lr, momentum=choice.momentum, chosen=choice.why

@@ -147,7 +147,7 @@ def _odd(
             continue
         sigma = max(math.sqrt((forecast.error + usual) / 2), _SIGMA_FLOOR)
         freedom = forecast.freedom * 4 * peers / (peers + 3)
-        odd[peer] = level - forecast.level > delta * sigma * (1 + (config.delta**2 + 1) / (4 * freedom))
+        odd[peer] = level - forecast.level > delta * sigma * (1 + (config.delta * config.delta + 1) / (4 * freedom))
     return odd
 
 

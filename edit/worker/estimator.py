@@ -1,8 +1,9 @@
 """Eager updates (arXiv 2502.12996): go on at once from an estimate of the outer step, until the true one is known.
 
 The step is estimated as the last one, with this peer's own share in it replaced by its fresh pseudo-gradient:
-theta_hat = theta - s_last - c w (Delta - Delta_last), with w this peer's weight in that commit and c how far an outer step
-follows a change of the merged pseudo-gradient: nu for SGD, nu (1 + mu) for Nesterov.
+theta_hat = theta - s_last - c beta w (Delta - Delta_last), with w this peer's weight in that commit, beta the factor of that
+merge's clip (`penalty.clip`), and c how far an outer step follows a change of the merged pseudo-gradient: nu for SGD,
+nu (1 + mu) for Nesterov.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class _Last:
 
     # theta before minus theta after.
     step: Tensor
-    # This peer's pseudo-gradient in it, if any, and its weight.
+    # This peer's pseudo-gradient in it, if any, and its weight, times the factor of the clip.
     delta: Tensor | None
     weight: float
 
@@ -97,7 +98,7 @@ class LastStepEstimator:
         """Keep the step of each fragment, and this peer's part in it."""
         for part in commit.fragments:
             i, mine = part.fragment_id, part.verdict_of(peer_id)
-            weight = mine.weight if mine is not None and mine.verdict is Verdict.OK else 0.0
+            weight = mine.weight * part.clip if mine is not None and mine.verdict is Verdict.OK else 0.0
             self._last[i] = _Last(moved[i], deltas.get(i), weight)
 
     def forget(self) -> None:

@@ -36,16 +36,23 @@ def snapshot_of(outer_step: int, fragments: Sequence[Tensor]) -> Snapshot:
 
 
 def committed(
-    theta: Snapshot, steps: Sequence[Tensor | None], verdicts: Sequence[Verdict | None], digest_of: str | None = None
+    theta: Snapshot,
+    steps: Sequence[Tensor | None],
+    verdicts: Sequence[Verdict | None],
+    digest_of: str | None = None,
+    clip: float = 1.0,
 ) -> tuple[Committed, Snapshot]:
-    """The commit that follows on theta by these steps (None: rollback), this peer's verdicts, and theta after it."""
+    """The commit that follows on theta by these steps (None: rollback), this peer's verdicts, and theta after it.
+
+    clip: the factor of the merge's clip, as the commit says it.
+    """
     parts, after = [], []
     for i, (outer, step, verdict) in enumerate(zip(theta.fragments, steps, verdicts, strict=True)):
         payload = encode("fp32", step) if step is not None else None
         after.append(outer - decode(payload) if payload is not None else outer.clone())
         mine = (PeerVerdict(peer_id=ME, verdict=verdict, norm=1.0, weight=1.0),) if verdict else ()
         other = PeerVerdict(peer_id="other", verdict=Verdict.OK, norm=1.0, weight=0.5)
-        parts.append(FragmentCommit(fragment_id=i, payload=payload, verdicts=(*mine, other), merged_norm=1.0, clip=1.0))
+        parts.append(FragmentCommit(fragment_id=i, payload=payload, verdicts=(*mine, other), merged_norm=1.0, clip=clip))
     target = snapshot_of(theta.outer_step + 1, after)
     commit = Commit(
         outer_step=target.outer_step,

@@ -73,9 +73,9 @@ def entered_peer(
     return Peer(model, optimizer, collective, worker, regression_batches(0, dtype))
 
 
-def commit_next(p: Peer, verdicts: list[Verdict | None] | None = None, seed: int = 0) -> Snapshot:
+def commit_next(p: Peer, verdicts: list[Verdict | None] | None = None, seed: int = 0, clip: float = 1.0) -> Snapshot:
     """Script a commit as the answer about the present outer step; returns theta after it."""
-    answer, after = committed(p.theta, random_steps(p.theta, seed), BOTH_OK if verdicts is None else verdicts)
+    answer, after = committed(p.theta, random_steps(p.theta, seed), BOTH_OK if verdicts is None else verdicts, clip=clip)
     p.collective.answers[p.worker.outer_step].append(answer)
     return after
 

@@ -88,27 +88,38 @@ class DeMo:
     """
 
     def __init__(
-        self, model: nn.Module, peers: int, *, topk: int, chunk: int, decay: float, weight_decay: float, clip_norm: float
+        self,
+        model: nn.Module,
+        peers: int,
+        *,
+        topk: int,
+        chunk: int,
+        decay: float,
+        weight_decay: float,
+        clip_norm: float,
+        accumulation: int = 1,
     ) -> None:
         self._model = model
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._momenta = [[torch.zeros_like(parameter) for parameter in self._parameters] for _ in range(peers)]
         self._topk, self._decay, self._weight_decay, self._clip_norm = topk, decay, weight_decay, clip_norm
+        self._accumulation = accumulation
         self._bases = [
             [_dct(_side(size, chunk)).to(parameter.device) for size in parameter.shape] for parameter in self._parameters
         ]
 
     def step(self, batches: Sequence[Iterator[Batch]], lr: float, traffic: Traffic) -> float:
-        """Take one step of all peers; return the mean of their losses."""
+        """Take one step of all peers, each on the mean gradient of `accumulation` batches; return the mean of their losses."""
         total, sent = 0.0, [list[tuple[Tensor, Tensor]]() for _ in self._parameters]
         for batch, momenta in zip(batches, self._momenta, strict=True):
-            inputs, targets = (part.to(self._parameters[0].device) for part in next(batch))
             self._model.zero_grad(set_to_none=True)
-            loss = self._model(inputs, targets)
-            loss.backward()
+            for _ in range(self._accumulation):
+                inputs, targets = (part.to(self._parameters[0].device) for part in next(batch))
+                loss = self._model(inputs, targets) / self._accumulation
+                loss.backward()
+                total += float(loss.detach())
             if self._clip_norm > 0:
                 nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-            total += float(loss.detach())
             for i, (parameter, momentum) in enumerate(zip(self._parameters, momenta, strict=True)):
                 assert parameter.grad is not None
                 momentum.mul_(self._decay).add_(parameter.grad, alpha=lr)

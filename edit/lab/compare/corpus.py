@@ -71,10 +71,13 @@ def read_text(options: TextOptions, peers: int, seed: int) -> Text:
     return Text(tuple(rows), held_out)
 
 
-def streams(text: Text, options: TextOptions, context: int, batch_size: int, steps: int, seed: int) -> list[Iterator[Batch]]:
-    """Return each peer's endless batches of (batch_size, context) tokens, the same for every method of this seed."""
+def streams(text: Text, options: TextOptions, context: int, batch_size: int, number: int, seed: int) -> list[Iterator[Batch]]:
+    """Return each peer's endless batches of (batch_size, context) tokens, the same for every method of this seed.
+
+    number: of batches that a peer takes in the whole run, by which the stretch with random bytes is found.
+    """
     found: list[Iterator[Batch]] = [Batches(row, context, batch_size, seed + 1 + peer) for peer, row in enumerate(text.peers)]
-    found[-1] = _damaged(found[-1], options, steps, text.held_out.vocabulary, seed)
+    found[-1] = _damaged(found[-1], options, number, text.held_out.vocabulary, seed)
     return found
 
 
@@ -84,11 +87,11 @@ def joined(batches: Iterable[Iterator[Batch]]) -> Iterator[Batch]:
         yield torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts])
 
 
-def _damaged(batches: Iterator[Batch], options: TextOptions, steps: int, vocabulary: int, seed: int) -> Iterator[Batch]:
+def _damaged(batches: Iterator[Batch], options: TextOptions, number: int, vocabulary: int, seed: int) -> Iterator[Batch]:
     drawn = torch.Generator().manual_seed(seed)
-    begin, end = round(options.random_from * steps), round(options.random_to * steps)
-    for step, (tokens, targets) in enumerate(batches):
-        if begin <= step < end:
+    begin, end = round(options.random_from * number), round(options.random_to * number)
+    for i, (tokens, targets) in enumerate(batches):
+        if begin <= i < end:
             row = torch.randint(vocabulary, (tokens.shape[0], tokens.shape[1] + 1), generator=drawn)
             tokens, targets = row[:, :-1].contiguous(), row[:, 1:].contiguous()
         if options.label_noise:

@@ -102,7 +102,7 @@ def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Meth
             raise ConfigError(f"{section}: must be a table ([{section}])")
     if chosen is not None and chosen.warmup and "warmup" not in harness:
         _warm_up(tables, chosen.warmup, length.steps)
-    tables = _sized(tables, length)
+    tables = _sized(tables, length, 1 if trains == "one-replica" else length.peers)
     if chosen is not None:
         try:
             for section, key in dropped(tables, [*settings, *own]):
@@ -163,8 +163,8 @@ def _harness(text: str, section: object) -> dict[str, float]:
     return {key: float(value) for key, value in section.items()}
 
 
-def _sized(tables: dict[str, Any], length: Length) -> dict[str, Any]:
-    """Write the run's length into the tables."""
+def _sized(tables: dict[str, Any], length: Length, peers: int) -> dict[str, Any]:
+    """Write the run's length into the tables. peers: those that contribute; with arrivals each takes outer steps of its own."""
     sync = tables.setdefault("sync", {})
     every, groups = sync.get("every", length.every), sync.get("groups", 1)
     if not all(isinstance(value, int) and value > 0 for value in (every, groups)):
@@ -174,6 +174,7 @@ def _sized(tables: dict[str, Any], length: Length) -> dict[str, Any]:
     tables["rounds"] = {**tables.get("rounds", {}), "start_peers": length.peers, "quorum": length.peers}
     if tables["rounds"].get("merging") == "arrivals":
         del tables["rounds"]["start_peers"], tables["rounds"]["quorum"]
+        sync["outer_steps"] *= peers
     if tables.get("outer", {}).get("algorithm") == "gossip":
         tables["rounds"].pop("quorum", None)
     return tables

@@ -125,7 +125,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     loss = evaluate(trained.model(), trained.text.held_out, context, _FINAL_BATCHES)
     averaged = trained.averaged()
     parameters, traffic = trained.parameters, trained.traffic
-    exchanges = max(1, trained.exchanges)
+    exchanges = trained.exchanges or 1
     return {
         "key": trial.key,
         "method": trial.method.name,
@@ -140,7 +140,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
         "curve": [[step, round(value, 5) if math.isfinite(value) else None] for step, value in trained.course.points],
         "parameters": parameters,
         "tokens": trained.tokens,
-        "exchanges": trained.exchanges,
+        "exchanges": round(trained.exchanges, 4),
         "sent": traffic.sent,
         "received": traffic.received,
         "bits_up": round(8 * traffic.sent / parameters / exchanges, 4),
@@ -161,13 +161,14 @@ class _Training:
         self._device = torch.device(trial.device)
         model, inner = self.config.model, self.config.inner
         self.text = read_text(trial.text, length.peers, trial.seed)
-        self.batches = streams(self.text, trial.text, model.context, inner.batch_size, length.steps, trial.seed)
+        batches = length.steps * inner.accumulation
+        self.batches = streams(self.text, trial.text, model.context, inner.batch_size, batches, trial.seed)
         self.course = _Course(self.text, model.context, max(1, length.steps // trial.points))
         self.traffic = Traffic()
         # Of every peer, together.
         self.tokens = 0
-        # Outer steps; of a method that exchanges at each step, steps.
-        self.exchanges = 0
+        # How often a peer exchanged each parameter: with groups, and with arrivals, less than once for each outer step.
+        self.exchanges = 0.0
         self.virtual_s = 0.0
         self._scratch = GPT(model, trial.seed).to(self._device)
         self.parameters = sum(parameter.numel() for parameter in self._scratch.parameters())
@@ -234,6 +235,7 @@ class _Training:
             decay=harness["decay"],
             weight_decay=inner.weight_decay,
             clip_norm=inner.clip_norm,
+            accumulation=inner.accumulation,
         )
         for step in range(length.steps):
             demo.step(self.batches, learning_rate(inner, step, length.steps), self.traffic)
@@ -319,7 +321,7 @@ class _Training:
             sent = round(statistics.fmean(one.sent for one in counted))
             received = round(statistics.fmean(one.received for one in counted))
             peak = max((size for one in counted for size in one.contributions.values()), default=0)
-        self.exchanges += steps
+        self.exchanges += steps / config.sync.groups / (len(counted) if config.rounds.merging == "arrivals" else 1)
         self.traffic.sent += sent
         self.traffic.received += received
         self.traffic.peak = max(self.traffic.peak, peak / max(1, config.sync.overlap))

@@ -194,6 +194,7 @@ ARRIVALS = {"merging": "arrivals", "max_staleness": 8}
     ("mapping", "message"),
     [
         ({"rounds": {"merging": "arrivals"}}, "rounds.max_staleness = 0: must be at least 1"),
+        ({"outer": {"mean_steps": 4}, "rounds": ARRIVALS}, 'outer.mean_steps = 4: must be 0 with rounds.merging = "arrivals"'),
         ({"sync": {"schedule": "time", "dylu": True}}, 'sync.dylu = True: has no effect with sync.schedule = "time"'),
         ({"sync": {"every": 8, "groups": 2}, "rounds": {"max_staleness": 1}}, "sync.groups = 2: must be 1"),
         ({"sync": {"mode": "eager"}, "rounds": ARRIVALS}, "rounds.max_staleness = 8: must be 0"),

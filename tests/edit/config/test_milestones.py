@@ -27,9 +27,15 @@ def test_each_outer_step_has_the_h_of_the_last_milestone() -> None:
     for first in range(10):
         for last in range(first, 10):
             assert sync.least_interval(first, last) == min(sync.every_at(step) for step in range(first, last + 1))
-    assert sync.usual_every == 4
+    assert sync.usual_every() == 4
     assert sum(outer_steps for outer_steps, _ in sync.stretches) == sync.outer_steps
-    assert SyncConfig(every=6, outer_steps=8, milestones=((4, 2),)).usual_every == 2, "the smaller of two"
+    assert SyncConfig(every=6, outer_steps=8, milestones=((4, 2),)).usual_every() == 2, "the smaller of two"
+    assert [SyncConfig(every=1, outer_steps=9, milestones=((6, 5),)).usual_every(first) for first in (0, 3, 4, 7)] == [
+        1,
+        1,
+        5,
+        5,
+    ]
 
 
 def test_with_groups_an_outer_step_has_its_share() -> None:
@@ -97,6 +103,13 @@ def test_auto_chooses_by_the_h_of_most_outer_steps() -> None:
     long = {"every": 128, "outer_steps": 1000, "milestones": [[400, 8]]}
     assert configured(long, outer={"preset": "auto"}).outer.momentum == 0.6, "a large momentum hurts with H 8"
     assert configured({**long, "milestones": [[600, 8]]}, outer={"preset": "auto"}).outer.momentum == 0.85
+
+
+def test_steps_that_take_the_mean_have_no_part_in_the_h_of_most_outer_steps() -> None:
+    warm = {"every": 1, "outer_steps": 1000, "milestones": [[769, 128]]}
+    assert configured(warm, outer={"preset": "auto", "mean_steps": 769}).outer.momentum == 0.85
+    config = configured(warm, outer={"lr": 0.9, "momentum": 0.4, "mean_steps": 769, "correlation": 0.5})
+    assert in_force(config, 769).lr == 0.9
 
 
 def test_what_is_in_force_at_each_outer_step() -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from aggregator.cli import app
 from aggregator.run_template import RUN_TOML
 from aggregator.storage.state_folder import StateFolder
-from edit.config.overrides import with_settings
+from edit.config.overrides import commented_out, with_settings
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 
@@ -40,6 +40,8 @@ def changed(text: str, *settings: str) -> list[str]:
         ("[codec]\n", 'codec.fragments={"e*" = {up = "int8"}}', ['fragments = { "e*" = { "up" = "int8" } }']),
         ("[outer]\n", "outer.lr=0.5", ["lr = 0.5"]),
         ("[sync]\n", "sync.strict=true", ["strict = true"]),
+        ("[sync]\nmilestones = [\n  [9, 8],\n]\nevery = 30\n", "sync.every=60", ["every = 60"]),
+        ("[model]\nx = '''\n[sync]\nevery = 1'''\n[sync]\nevery = 30\n", "sync.every=60", ["every = 60"]),
     ],
 )
 def test_a_setting_is_written_in_its_place(text: str, setting: str, lines: list[str]) -> None:
@@ -62,6 +64,14 @@ def test_what_cannot_be_written_is_said(text: str, setting: str, wrong: str) -> 
     with pytest.raises(ConfigError, match=wrong) as caught:
         with_settings(text, [setting])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["0.5", "[\n  40,  # one ]\n  [80],\n\n]", '"""\n[x]\nkey = 1"""', "[]  # ["])
+def test_a_key_becomes_a_comment_with_all_lines_of_its_value(value: str) -> None:
+    text = f"[outer]\nother = [\n[1],\n]\nkey = {value}\nlr = 1.0\n[sync]\nkey = 2\n"
+    out = commented_out(text, "outer", "key")
+    assert tomllib.loads(out) == {"outer": {"other": [[1]], "lr": 1.0}, "sync": {"key": 2}}
+    assert [line.removeprefix("#") for line in out.splitlines()] == text.splitlines()
 
 
 def test_every_setting_of_the_template_can_be_set() -> None:

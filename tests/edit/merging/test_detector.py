@@ -325,6 +325,12 @@ def test_the_errors_of_all_peers_bound_what_a_noisy_one_may_send() -> None:
     assert beside.judge({**noisy, "c": 5.0})["c"] is ANOMALOUS
 
 
+def test_with_a_huge_delta_nothing_is_an_anomaly() -> None:
+    run = Rounds(PenaltyConfig(delta=1e200, observations=4))
+    for number in range(6):
+        assert set(run.judge({"a": 1.0 + 0.1 * (number % 3), "b": 1.1, "c": 0.9}).values()) == {OK}
+
+
 def test_the_cap_comes_after_staleness_and_arrivals_are_exempt() -> None:
     arguments = [OK] * 2, [1.0, 1.0], [20, 20], [1, 1], PenaltyConfig(staleness=2.0)
     assert weights(*arguments, [0, 3]) == pytest.approx([0.75, 0.25])

@@ -164,24 +164,25 @@ def test_a_lost_round_leaves_a_delayed_peer_as_it_is_and_its_work_in_the_next(pe
     assert [c.inner_steps for c in p.collective.rounds()[1]] == [2 * EVERY] * 2
 
 
-def second_round(p: Peer) -> tuple[list[Tensor], list[Tensor]]:
+def second_round(p: Peer, clip: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
     """Merge a first round, then contribute a second: what is contributed, and the local parameters that it was taken from."""
     p.step(EVERY)
-    commit_next(p)
+    commit_next(p, clip=clip)
     p.step(EVERY - 1)
     local = just_before(p)
     return [decode(c.payload) for c in p.collective.rounds()[1]], local
 
 
-def test_eager_jumps_to_its_estimate_and_sends_what_it_was(peer: Callable[..., Peer]) -> None:
+@pytest.mark.parametrize("clip", [1.0, 0.25])
+def test_eager_jumps_to_its_estimate_and_sends_what_it_was(peer: Callable[..., Peer], clip: float) -> None:
     p = peer(**EAGER)
     start = p.theta
-    deltas, local = second_round(p)
+    deltas, local = second_round(p, clip)
     theta = p.theta
     assert same(deltas, minus(theta.fragments, local))
     first = [decode(c.payload) for c in p.collective.rounds()[0]]
     steps = minus(start.fragments, theta.fragments)
-    change = [0.5 * 1.0 * part for part in minus(deltas, first)]  # lr 0.5, and the script's weight 1
+    change = [0.5 * 1.0 * clip * part for part in minus(deltas, first)]  # lr 0.5, and the script's weight 1
     for now, expected in zip(flat(p.model), minus(minus(theta.fragments, steps), change), strict=True):
         torch.testing.assert_close(now, expected)
 

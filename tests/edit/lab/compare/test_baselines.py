@@ -66,3 +66,15 @@ def test_demo_moves_by_the_sign_of_what_all_sent_and_keeps_the_rest() -> None:
     assert float(demo._momenta[1][0].abs().max()) > 0.1
     torch.testing.assert_close((before - model.weight.detach()).abs(), torch.full((4, 4), 0.1))
     assert (traffic.sent, traffic.received) == (4, 8), "an int16 and a bfloat16, of each of two peers"
+
+
+def test_demo_steps_on_the_mean_gradient_of_the_batches_that_it_accumulates() -> None:
+    values = {"topk": 2, "chunk": 4, "decay": 1.0, "weight_decay": 0.0, "clip_norm": 1.0}
+    a, b = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    losses, momenta = [], []
+    for batches, accumulation in (([a, b], 2), ([(a + b) / 2], 1)):
+        demo = DeMo(Line(4, 4), 1, **values, accumulation=accumulation)  # type: ignore[arg-type]
+        losses.append(demo.step([iter([(each, each) for each in batches])], 0.1, Traffic()))
+        momenta.append(demo._momenta[0][0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    torch.testing.assert_close(*momenta)

@@ -40,6 +40,12 @@ def test_h_may_change_within_the_steps_of_the_comparison() -> None:
     assert (sync.outer_steps, sync.inner_steps_before(5)) == (5, 120)
 
 
+def test_each_arrival_is_an_outer_step() -> None:
+    for name, outer_steps in (("diloco", 4 * 4), ("snoo", 4)):
+        text = f"{name} rounds.merging=arrivals rounds.max_staleness=8"
+        assert read_method(text, LENGTH).config(0).sync.outer_steps == outer_steps
+
+
 def test_a_presets_warm_up_is_whole_h_and_gives_way_to_settings() -> None:
     def stretches(text: str, steps: int = 1200) -> object:
         config = read_method(text, Length(peers=4, steps=steps, every=30)).config(0)

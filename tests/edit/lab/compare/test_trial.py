@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +18,7 @@ from edit.errors import ConfigError
 from edit.lab.compare import command
 from edit.lab.compare.command import Cell, CompareOptions, Outputs, recorded, run_comparison
 from edit.lab.compare.command import trials as trials_of
-from edit.lab.compare.corpus import TextOptions
+from edit.lab.compare.corpus import Batch, TextOptions, streams
 from edit.lab.compare.method import Length, read_method
 from edit.lab.compare.table import comparison_table, curves, gaps, grid_table, loss_against_bytes
 from edit.lab.compare.trial import Trial, run_trial
@@ -76,6 +77,33 @@ def test_the_deadline_of_a_edit_gives_a_slow_peer_fewer_steps() -> None:
     assert row["tokens"] >= 6 * 2 * 2 * 8
     with pytest.raises(ConfigError, match="--slow: has no meaning for eager"):
         run_trial(trial("eager", slow=2.0))
+
+
+@pytest.mark.parametrize("settings", ["sync.groups=3", "rounds.merging=arrivals rounds.max_staleness=8"])
+def test_bits_are_those_of_an_exchange_of_each_parameter(settings: str) -> None:
+    """And all that the peers contribute is merged: with arrivals each takes an outer step."""
+    row = run_trial(trial(f"diloco codec.up=fp32 {settings}"))
+    assert (row["bits_up"], row["exchanges"]) == (32, 2)
+    assert row["sent"] == 2 * 4 * row["parameters"]
+
+
+@pytest.mark.parametrize("text", ["data-parallel", "diloco", "gpa", "demo-optimizer"])
+def test_with_accumulation_a_row_has_all_batches_and_they_are_counted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, said = [0], list[int]()
+
+    def counted(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for tokens, targets in batches:
+            taken[0] += tokens.numel()
+            yield tokens, targets
+
+    def watched(*arguments: Any) -> list[Iterator[Batch]]:
+        said.append(arguments[-2])
+        return [counted(each) for each in streams(*arguments)]
+
+    monkeypatch.setattr("edit.lab.compare.trial.streams", watched)
+    row = run_trial(trial(f"{text} inner.accumulation=3"))
+    assert row["tokens"] == taken[0] == 6 * 3 * 2 * 2 * 8
+    assert said == [6 * 3], "a stretch of the run is one of its batches"
 
 
 def test_theta_can_be_averaged_for_the_evaluation() -> None:
