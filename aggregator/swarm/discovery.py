@@ -506,12 +506,18 @@ async def _end(*tasks: asyncio.Future[None]) -> None:
 
 
 async def _drop(p2p: Any) -> None:
-    """Leave a node, and end its p2pd. Its shutdown would wait for a p2pd that does not answer, and there is nothing to save."""
+    """Leave a node, and end its p2pd. Its shutdown would wait for a p2pd that does not answer, and there is nothing to save.
+
+    `_end`, which cancels again and again, does not break this off: p2pd is killed, and would be left to the collector.
+    """
     if p2p._child is not None:
         if p2p._child.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(p2p._child.pid, signal.SIGKILL)  # its own `kill` may reap it before asyncio does, which then complains
-        await p2p._child.wait()
+        ends = asyncio.ensure_future(p2p._child.wait())
+        while not ends.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([ends])
     p2p._terminate()
 
 

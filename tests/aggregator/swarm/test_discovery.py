@@ -201,6 +201,23 @@ async def test_what_takes_a_cancellation_for_itself_is_cancelled_again() -> None
 
 
 @on_a_loop
+async def test_what_is_cancelled_again_and_again_still_waits_for_the_end_of_its_p2pd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "CANCEL_S", 0.0)
+    drop, dropped = discovery._drop, list[Any]()
+
+    async def watched(p2p: Any) -> None:
+        dropped.append(p2p)
+        await drop(p2p)
+
+    monkeypatch.setattr(discovery, "_drop", watched)
+    async with members(tmp_path) as swarm:
+        await swarm.start("a")
+    assert [p2p._child.returncode for p2p in dropped] == [-signal.SIGKILL]
+
+
+@on_a_loop
 async def test_a_node_that_is_collected_late_touches_nothing(tmp_path: Path) -> None:
     """hivemind's object removes its socket once more then, by a path through a descriptor that may be another file's by now."""
     async with members(tmp_path) as swarm:
