@@ -205,16 +205,26 @@ async def test_what_is_cancelled_again_and_again_still_waits_for_the_end_of_its_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "CANCEL_S", 0.0)
-    drop, dropped = discovery._drop, list[Any]()
+    drop, codes = discovery._drop, list[int | None]()
 
     async def watched(p2p: Any) -> None:
-        dropped.append(p2p)
-        await drop(p2p)
+        waited = p2p._child.wait
+
+        async def late() -> None:
+            for _ in range(20):  # of the loop; it is cancelled in each
+                await asyncio.sleep(0)
+            await waited()
+
+        p2p._child.wait = late
+        try:
+            await drop(p2p)
+        finally:
+            codes.append(p2p._child.returncode)
 
     monkeypatch.setattr(discovery, "_drop", watched)
     async with members(tmp_path) as swarm:
         await swarm.start("a")
-    assert [p2p._child.returncode for p2p in dropped] == [-signal.SIGKILL]
+    assert codes == [-signal.SIGKILL]
 
 
 @on_a_loop
