@@ -1,4 +1,4 @@
-"""Which live peers are waited for no longer because nothing of them counts (rule 16 of `edit.rounds.machine`)."""
+"""Which live peers are waited for no longer: their contributions do not come whole (rule 16 of `edit.rounds.machine`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST_SKIP = 1 << 20
 
 
 class Absences:
-    """How many rounds in a row waited for each peer to the end and got nothing of it that counts."""
+    """How many rounds in a row waited for each peer to the end and got no whole contribution of it."""
 
     def __init__(self) -> None:
         self._moving: dict[str, int] = {}  # rounds in a row that left a transfer out that moved
@@ -28,7 +28,7 @@ class Absences:
         return peer_id in self._skips
 
     def missed(self, peer_id: str, *, moving_for: int = 0) -> None:
-        """A round waited for this peer to the end, and got nothing of it that counts.
+        """A round waited for this peer to the end, and got no whole contribution of it.
 
         moving_for: after how many such rounds in a row that counts although its transfer moves; 0: it does not move.
         """
@@ -41,7 +41,7 @@ class Absences:
             self._skips[peer_id] = min(_FIRST_SKIP << min(count - _MOST, 20), _LONGEST_SKIP)
 
     def contributed(self, peer_id: str) -> None:
-        """Something of this peer counts."""
+        """This peer has delivered a whole contribution."""
         for kept in (self._in_a_row, self._skips, self._moving):
             kept.pop(peer_id, None)
 

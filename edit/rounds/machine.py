@@ -65,14 +65,14 @@ Arrivals
     complete then. There is no deadline. Bad bytes abort the round, so that their sender may start again in the next one.
 
 Absent peers
-16. A round that waited for a live peer until it was overdue, and got nothing of it that counts, is an ABSENCE of that peer:
-    with S = 0 no fragment, with S > 0 no whole contribution. A transfer that moves is no absence: bytes or fragments came since
-    a round left it out last; but after S + 3 such rounds in a row it is. The next round gives the peer ceiling_s, for it may
-    have become slower. After two absences in a row it is OPTIONAL (rule 3) until something of it counts, so that a peer that
-    only reports, or whose headers come and not its bytes, costs two deadlines, not one in every round. It is
-    tried again, once each, after 8, 16, 32, ... rounds: a peer that is a little slower than the others would never fit in
-    otherwise. Where the others cannot make a quorum it is waited for like any other: nothing is lost by that. A peer that is
-    lost and returns has its absences still.
+16. A round that waited for a live peer until it was overdue, and did not get a whole contribution of it, is an ABSENCE of that
+    peer. A transfer that moves is no absence: bytes or fragments came since a round left it out last; but after S + 3 such
+    rounds in a row it is. The next round gives the peer ceiling_s, for it may have become slower. After two absences in a row
+    it is OPTIONAL (rule 3) until it delivers a whole contribution, so that a peer that only reports, or whose contributions
+    never come whole, costs a few deadlines, not one in every round. What comes of an optional peer before the close counts, as
+    ever. It is tried again, once each, after 8, 16, 32, ... rounds: a peer that is a little slower than the others would never
+    fit in otherwise. Where the others cannot make a quorum it is waited for like any other: nothing is lost by that. A peer
+    that is lost and returns has its absences still.
 
 Faults
 17. Three faults (bad bytes) among a peer's last sixteen outcomes, merged contributions being the others, QUARANTINE it: for a
@@ -141,7 +141,7 @@ from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
 from edit.records import MOST_TOKENS, round_name, round_number
 from edit.rounds.absences import Absences
-from edit.rounds.contributions import ContributionBook, InFlightContribution
+from edit.rounds.contributions import ContributionBook
 from edit.rounds.deadlines import Deadlines, PeerPhase
 from edit.rounds.events import (
     Arrived,
@@ -567,7 +567,6 @@ class RoundMachine:
             contribution.whole = len(contribution.arrived) == len(self._due_now)
             if contribution.whole:
                 self._timer.ended(peer_id, contribution, now)
-            if self._counts(contribution):
                 self._absences.contributed(peer_id)
         if (current := self._collection) is not None:
             self._deliver(current, peer_id, fragment_id)
@@ -719,13 +718,9 @@ class RoundMachine:
             return
         self._timer.left_out(current, now)
         for peer_id in current.overdue(now):
-            if (contribution := self._book.get(peer_id)) is None or not self._counts(contribution):
+            if (contribution := self._book.get(peer_id)) is None or not contribution.whole:
                 moves = contribution is not None and contribution.moved()
                 self._absences.missed(peer_id, moving_for=self._config.max_staleness + 3 if moves else 0)
-
-    def _counts(self, contribution: InFlightContribution) -> bool:
-        """Whether a round may merge anything of it."""
-        return contribution.whole or (bool(contribution.arrived) and not self._book.carries)
 
     def _commit_if_reduced(self, current: OpenRound) -> list[Effect]:
         if not current.close_reason or current.commit_asked or len(current.reduced) < len(current.due):

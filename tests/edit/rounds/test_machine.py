@@ -560,6 +560,50 @@ def test_a_contribution_that_begins_and_does_not_end_costs_a_few_deadlines_and_n
     assert [seconds > 30.0 for seconds in lasted] == [True] * waits + [False] * 3 and rounds.is_optional("h")
 
 
+def test_a_peer_that_delivers_a_part_each_time_and_never_the_rest_is_soon_waited_for_no_longer() -> None:
+    config = RoundsConfig(quorum=2, start_peers=3, floor_s=2, ceiling_s=40, grace_s=1)
+    rounds = RoundMachine(config, due=lambda step: (0, 1), outer_step=0, outer_steps=99, first_round_id=1)
+    now, lasted = 0.0, list[float]()
+
+    def ready() -> None:
+        for peer_id in "abh":
+            rounds.handle(MemberReady(peer_id, rounds.outer_step), now)
+
+    def deliver(peer_id: str, fragments: list[int]) -> list[Effect]:
+        effects = []
+        for fragment in fragments:
+            rounds.handle(Offered(peer_id, rounds.round_id, rounds.outer_step, fragment), now)
+            effects += rounds.handle(Arrived(peer_id, rounds.round_id, fragment), now)
+        return effects
+
+    def commit(effects: list[Effect]) -> list[Effect]:
+        """Wait until both fragments are reduced, and commit; return the Reduce effects."""
+        nonlocal now
+        reduces = [effect for effect in effects if isinstance(effect, Reduce)]
+        while len(reduces) < 2:
+            now = rounds.next_wakeup() or now
+            reduces += [effect for effect in rounds.handle(Tick(), now) if isinstance(effect, Reduce)]
+        number = rounds.round_id
+        for fragment in (0, 1):
+            rounds.handle(Reduced(number, fragment), now)
+        rounds.handle(CommitSucceeded(number), now)
+        return reduces
+
+    for _ in range(8):
+        ready()
+        opened = now
+        part = deliver("h", [0])
+        now += 3.0
+        reduces = commit([*part, *deliver("a", [0, 1]), *deliver("b", [0, 1])])
+        assert [set(reduce.peers) for reduce in reduces] == [{"a", "b", "h"}, {"a", "b"}], "its part counts all the same"
+        lasted.append(now - opened)
+    assert [seconds > 30.0 for seconds in lasted] == [True] * 5 + [False] * 3 and rounds.is_optional("h")
+
+    ready()
+    commit([effect for peer_id in "hab" for effect in deliver(peer_id, [0, 1])])
+    assert not rounds.is_optional("h"), "a whole contribution ends that"
+
+
 def test_who_is_known_to_have_lied_in_a_round_that_failed_is_quarantined_after_the_third() -> None:
     rounds, quarantined = whole_machine(), []
     for number in range(1, 4):
