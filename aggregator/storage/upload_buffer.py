@@ -13,6 +13,7 @@ one from the network: a slow disk slows the streams down, and no more than one c
 from __future__ import annotations
 
 import asyncio
+import itertools
 import mmap
 import os
 import weakref
@@ -32,6 +33,7 @@ LEAST_SHARE_BYTES = 1 << 20  # a chunk
 
 Chunk = bytes | bytearray | memoryview
 _NOTHING = memoryview(b"")
+_serials = itertools.count(1)
 Write = Callable[[int, memoryview, int], int]  # os.pwrite
 
 
@@ -52,9 +54,9 @@ class UploadBuffer:
         self.files, self.write = files, write
         self._way_bytes = buffer_bytes // 4
         self._most_held, self._spill_dir = buffer_bytes - self._way_bytes, spill_dir
-        self._opened = 0  # files so far, for their names
+        self._opened, self._serial = 0, next(_serials)  # files so far; which buffer of this process: for their names
         self._free: list[mmap.mmap] = []  # of uploads that are gone, the oldest first; any thread may append
-        self._remove_files()
+        self._remove_files("upload-*.part")
 
     def open(self, name: str, total_bytes: int) -> Upload:
         """Return a new upload of this size, which the caller has bounded.
@@ -67,7 +69,7 @@ class UploadBuffer:
             self.held_bytes += total_bytes
             return Upload(name, total_bytes, self, None)
         self._opened += 1
-        return Upload(name, total_bytes, self, self._spill_dir / f"upload-{self._opened:08d}.part")
+        return Upload(name, total_bytes, self, self._spill_dir / f"upload-{self._serial}-{self._opened:08d}.part")
 
     def share(self, streams: int) -> int:
         """Return how many bytes each of so many streams may have on their way here, before they are written.
@@ -113,15 +115,17 @@ class UploadBuffer:
         while self._free and self.held_bytes + sum(map(len, self._free.copy())) > self._most_held:
             del self._free[0]
 
-    def close(self) -> None:
-        """Remove the files, after what is still being written."""
-        self.files.submit(self._remove_files).result()
+    def close(self, *, wait: bool = True) -> None:
+        """Remove the files of this buffer, after what is still being written. wait: until it is done."""
+        removing = self.files.submit(self._remove_files, f"upload-{self._serial}-*.part")
+        if wait:
+            removing.result()
 
-    def _remove_files(self) -> None:
+    def _remove_files(self, pattern: str) -> None:
         try:
             self._spill_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for path in self._spill_dir.glob("upload-*.part"):
-                path.unlink()
+            for path in self._spill_dir.glob(pattern):
+                path.unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"{self._spill_dir}: cannot be used ({error.strerror})") from error
 

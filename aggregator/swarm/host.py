@@ -522,6 +522,7 @@ class Host:
         await self._background.stop()
         if self._settling is not None:
             self._settling.cancel()
+            await asyncio.gather(self._settling, return_exceptions=True)
         if self.gossip is not None:
             await self.gossip.stop("the host ends")
         if self._discovery is not None:

@@ -4,6 +4,7 @@ council.json   `edit.council.record.Saved`: the term, the vote, the newest recor
 part-N/        the journal and the checkpoints of part N (`aggregator.storage.store`)
 port           the port of this host, when the system chose it
 phi/           with gossip: this member's outer parameters, as a part's
+settling/      with gossip: what the owner that settles gets of the others, while it does
 engine-N/      what an engine of part N writes beside them; nothing of it is needed again
 """
 
@@ -37,6 +38,11 @@ class MemberFolder:
     def phi(self) -> Path:
         """The folder of this member's outer parameters, with gossip."""
         return self._path / "phi"
+
+    @property
+    def settling(self) -> Path:
+        """The folder of what others sent to settle."""
+        return self._path / "settling"
 
     def engine(self, part: int) -> Path:
         """Return the folder of a part's engine."""

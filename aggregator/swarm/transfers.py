@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aggregator.data.round_runner import Source
-from aggregator.storage.upload_buffer import Upload
+from aggregator.storage.upload_buffer import Upload, UploadBuffer
 from aggregator.swarm.offers import MOST_MANIFEST, Offer
 from aggregator.swarm.replication import PartSnapshot
 from edit.codecs import codec
@@ -182,12 +182,17 @@ async def fetch_state(stub: CouncilStub, part: int, schema: Schema, average: Ave
     return await _state(stub.FetchState(pb.StateRequest(), metadata=metadata_of(part)), part, schema, most)
 
 
-async def fetch_phi(stub: CouncilStub, settling: int, schema: Schema) -> PartSnapshot:
-    """Return outer parameters of one peer (see PhiRequest), not checked but for their size. Raises as `fetch_offer`."""
-    return await _state(stub.FetchPhi(pb.PhiRequest(settling=settling)), 0, schema, 4)
+async def fetch_phi(stub: CouncilStub, settling: int, schema: Schema, uploads: UploadBuffer | None = None) -> PartSnapshot:
+    """Return outer parameters of one peer (see PhiRequest), not checked but for their size.
+
+    uploads: holds them, until it is closed; None: memory of their own does. Raises as `fetch_offer`, and StorageError.
+    """
+    return await _state(stub.FetchPhi(pb.PhiRequest(settling=settling)), 0, schema, 4, uploads)
 
 
-async def _state(call: Any, part: int, schema: Schema, bytes_per_element: int) -> PartSnapshot:
+async def _state(
+    call: Any, part: int, schema: Schema, bytes_per_element: int, uploads: UploadBuffer | None = None
+) -> PartSnapshot:
     most = bytes_per_element * schema.numel
 
     def announced(first: pb.StatePart) -> tuple[StateHeader, list[int]]:
@@ -198,7 +203,7 @@ async def _state(call: Any, part: int, schema: Schema, bytes_per_element: int) -
             )
         return header, [header.description_bytes, *header.tensor_bytes]
 
-    header, (description, *data) = await _received(call, announced, most)
+    header, (description, *data) = await _received(call, announced, most, uploads)
     try:
         values = parse_json(bytes(description))
         if not isinstance(values, dict) or not isinstance(values["metadata"], dict):
@@ -213,23 +218,48 @@ def _tensor(dtype: str, data: memoryview) -> Tensor:
     return torch.frombuffer(data, dtype=_DTYPES[dtype]) if len(data) else torch.empty(0, dtype=_DTYPES[dtype])
 
 
-async def _received(call: Any, announced: Callable[[Any], tuple[_T, list[int]]], most: int) -> tuple[_T, list[memoryview]]:
-    """Return the header of an answer, and the byte strings that follow it. most: bytes that its tensors have."""
+async def _received(
+    call: Any, announced: Callable[[Any], tuple[_T, list[int]]], most: int, uploads: UploadBuffer | None = None
+) -> tuple[_T, list[memoryview]]:
+    """Return the header of an answer, and the byte strings that follow it.
+
+    most: bytes that its tensors have. uploads: holds the strings; nothing of an answer that fails.
+    """
+    opened = list[Upload]()
+
+    def buffer(name: str, size: int) -> Reassembly | Upload:
+        if uploads is None or size == 0:
+            return Reassembly(name, size, size)
+        opened.append(uploads.open(name, size))
+        return opened[-1]
+
     try:
         first = await _first(call, most)
         if first is grpc.aio.EOF or isinstance(first, ReceivedChunk) or first.WhichOneof("kind") != "header":
             fail("an answer begins with its header")
         header, sizes = announced(first)
-        buffers = [Reassembly(f"byte string {i}", size, size) for i, size in enumerate(sizes)]
+        buffers = [buffer(f"byte string {i}", size) for i, size in enumerate(sizes)]
         async with asyncio.timeout(STALL_S + sum(sizes) / MIN_BYTES_PER_S):
             await _fill(call, buffers)
-        return header, [buffer.finish() for buffer in buffers]
+        whole = [_whole(each) for each in buffers]
+        opened.clear()
+        return header, whole
     except grpc.aio.AioRpcError as error:
         raise from_rpc(error) from None
     except TimeoutError:
         raise TransportError("the source of a fetch is too slow") from None
     finally:
         call.cancel()
+        for upload in opened:
+            upload.drop("its fetch has failed")
+
+
+def _whole(buffer: Reassembly | Upload) -> memoryview:
+    if isinstance(buffer, Reassembly):
+        return buffer.finish()
+    if not buffer.complete:
+        fail(f"{buffer.received_bytes} of {buffer.total_bytes} bytes arrived")
+    return buffer.payload()
 
 
 async def _first(call: Any, most: int) -> Any:
@@ -246,7 +276,7 @@ async def _first(call: Any, most: int) -> Any:
         begun.cancel()
 
 
-async def _fill(call: Any, buffers: Sequence[Reassembly]) -> None:
+async def _fill(call: Any, buffers: Sequence[Reassembly | Upload]) -> None:
     while True:
         async with asyncio.timeout(STALL_S):
             part = await call.read()
@@ -254,4 +284,8 @@ async def _fill(call: Any, buffers: Sequence[Reassembly]) -> None:
             return
         if not isinstance(part, ReceivedChunk) or part.fragment_id >= len(buffers):
             fail("after the header only chunks of what it announces follow")
-        buffers[part.fragment_id].take(part)
+        into = buffers[part.fragment_id]
+        if isinstance(into, Upload):
+            await into.write(part.offset, part.data)
+        else:
+            into.take(part)

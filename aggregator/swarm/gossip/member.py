@@ -27,6 +27,7 @@ from torch import Tensor
 from aggregator.resources import Clock
 from aggregator.run_feed import RoundChanged, RunEvent, StepCommitted
 from aggregator.security.members import Members
+from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
 from aggregator.swarm.gossip.phi import Calendar, Met, Phi, PhiStore
@@ -41,7 +42,7 @@ from edit.config.algorithm import RoundsConfig
 from edit.config.run import RunConfig
 from edit.council.record import Phase, Record
 from edit.durable_files import write_atomic
-from edit.errors import BusyError, EditError, GoneError, RemoteProtocolError
+from edit.errors import BusyError, EditError, GoneError, RemoteProtocolError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.gossip import Offer, settle
 from edit.merging.norms import norm
@@ -432,9 +433,9 @@ class GossipMember:
         """Of this member's own engine; 0: there is none."""
         return first_round_id(self.engine.grant) if self.engine is not None else 0
 
-    async def _fetch(self, peer_id: str, settling: int) -> tuple[int, int, list[Tensor]]:
-        """Return outer step, settlings and outer parameters of another member. Raises EditError."""
-        found = await fetch_phi(self._links().stub(peer_id), settling, self._schema)
+    async def _fetch(self, peer_id: str, settling: int, uploads: UploadBuffer | None = None) -> tuple[int, int, list[Tensor]]:
+        """Return outer step, settlings and outer parameters of another member. Raises EditError. uploads: holds them."""
+        found = await fetch_phi(self._links().stub(peer_id), settling, self._schema, uploads)
         outer_step, settlings = found.metadata.get("outer_step"), found.metadata.get("settlings")
         theta = [found.tensors.get(f"theta.{i}") for i in range(len(self._schema.fragments))]
         if type(outer_step) is not int or type(settlings) is not int or not 0 <= settlings <= outer_step:
@@ -460,11 +461,16 @@ class GossipMember:
         propose: gives one to the council. proposed: whether it is still there.
         """
         while (number := self._replica.state.outer_step + 1) <= self.calendar.settlings:
-            theta = await self._gather(number)
-            if not theta:
-                return
-            last = self._drains
-            offer, records = await self._do(self._merged, grant, number, theta)
+            uploads = await self._do(self._uploads_of_others)
+            try:
+                theta = await self._gather(number, uploads)
+                if not theta:
+                    return
+                last = self._drains
+                offer, records = await self._do(self._merged, grant, number, theta)
+                del theta
+            finally:
+                uploads.close(wait=False)
             propose(offer, records)
             while self._replica.state.outer_step < number and proposed():
                 await self._news.wait()
@@ -478,14 +484,19 @@ class GossipMember:
         reason = f"settled by {', '.join(sorted(theta))}"[:512]
         return self._replica.made(grant, Proposal(first_round_id(grant) + number, reason, 0, records)), records
 
-    async def _gather(self, number: int) -> dict[str, list[Tensor]]:
-        """Return the outer parameters of all members that train and are here in time, by peer_id.
+    def _uploads_of_others(self) -> UploadBuffer:
+        """Where what the others have lies while this member settles: beyond `storage.buffer_bytes`, in files."""
+        return UploadBuffer(self._config.storage.buffer_bytes, self._folder.settling, self._files)
+
+    async def _gather(self, number: int, uploads: UploadBuffer) -> dict[str, list[Tensor]]:
+        """Return the outer parameters of all members that train and are here in time, by peer_id. uploads: holds them.
 
         All are asked at the same time, until `gossip.deadline_s` after this member's own peer is there; if it does not train,
         after more are there than are waited for, so that one that lies does not end it for the others. What is asked for by
         then may take as long to come. They share this member's link, so of k transfers at a time each is given k times as long.
 
-        Of one at least; of none only in a run that drains before anybody has trained in it.
+        Of one at least; of none only in a run that drains before anybody has trained in it. Raises StorageError: what did not
+        fit on this disk would be left out.
         """
         loop, deadline_s, until = asyncio.get_running_loop(), self._config.gossip.deadline_s, math.inf
         got, liars, untrained = dict[str, list[Tensor]](), set[str](), set[str]()
@@ -496,13 +507,15 @@ class GossipMember:
 
         async def ask(peer_id: str) -> None:
             try:
-                got[peer_id] = await self._of(peer_id, number)
+                got[peer_id] = await self._of(peer_id, number, uploads)
             except GoneError:
                 untrained.add(peer_id)
                 return
             except RemoteProtocolError as error:
                 _log.warning("settling %d without %s: %s", number, peer_id, error)
                 liars.add(peer_id)
+            except StorageError:
+                raise
             except EditError:  # it is not there yet, or cannot be dialled
                 pass
             untrained.discard(peer_id)
@@ -558,12 +571,12 @@ class GossipMember:
         links = self._links()
         return peer_id not in {self._peer_id, *links.connected} and links.since_s(peer_id) >= AWAY_S
 
-    async def _of(self, peer_id: str, number: int) -> list[Tensor]:
+    async def _of(self, peer_id: str, number: int, uploads: UploadBuffer) -> list[Tensor]:
         if peer_id == self._peer_id:
             self.snapshot(number)
             assert self._phi is not None
             return self._phi.theta
-        outer_step, _, theta = await self._fetch(peer_id, number)
+        outer_step, _, theta = await self._fetch(peer_id, number, uploads)
         regular = self.calendar.settled(number)
         if outer_step + 1 != regular and not (self._drains and outer_step + 1 < regular):
             raise RemoteProtocolError(f"{peer_id}: outer parameters of outer step {outer_step} for settling {number}")

@@ -234,7 +234,7 @@ def test_a_full_disk_drops_the_upload_and_says_so(tmp_path: Path, files: Executo
     buffer = UploadBuffer(0, tmp_path, files, write=write)
     upload = buffer.open("contribution of a", len(DATA))
     put(upload, 0, DATA[:100])
-    with pytest.raises(StorageError, match=r"upload-00000001\.part: cannot be written \(No space left on device\)"):
+    with pytest.raises(StorageError, match=r"upload-\d+-00000001\.part: cannot be written \(No space left on device\)"):
         put(upload, 100, DATA[100:200])
     with pytest.raises(StaleError, match="the disk refused it"):
         put(upload, 100, DATA[100:200])

@@ -43,7 +43,7 @@ class Owner:
     def _without_far(self, number: int, got: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         return got
 
-    async def _of(self, peer_id: str, number: int) -> list[Tensor]:
+    async def _of(self, peer_id: str, number: int, uploads: object) -> list[Tensor]:
         if peer_id in self._silent:
             await asyncio.Event().wait()
         left, loop = 0.0 if peer_id == "owner" else self._alone_s, asyncio.get_running_loop()
@@ -60,7 +60,7 @@ def gathered(owner: Owner) -> tuple[list[str], float]:
     """Return whom it has gathered, and after how many seconds."""
 
     async def run() -> tuple[list[str], float]:
-        gathering = asyncio.ensure_future(owner.gather(1))  # type: ignore[misc]
+        gathering = asyncio.ensure_future(owner.gather(1, None))  # type: ignore[misc]
         while not gathering.done():
             await outside(0.0)
             pass_time(0.1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from aggregator.storage.store import Store
+from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm import transfers
 from aggregator.swarm.gossip import member
 from aggregator.swarm.gossip.member import GossipMember
@@ -25,10 +28,10 @@ from aggregator.swarm.replication import PartSnapshot
 from aggregator.swarm.standing import GossipStanding
 from aggregator.swarm.watching import SwarmWatch
 from edit.config.algorithm import GossipConfig, OuterConfig, PenaltyConfig, RoundsConfig, SyncConfig
-from edit.config.run import CodecConfig, ModelConfig, RunConfig, SwarmConfig
+from edit.config.run import CodecConfig, ModelConfig, RunConfig, StorageConfig, SwarmConfig
 from edit.council.events import SetPhase
 from edit.council.record import Phase
-from edit.errors import BusyError, RefusedError
+from edit.errors import BusyError, RefusedError, StorageError
 from edit.merging.gossip import pairs
 from edit.reference import Gossip
 from edit.rounds import events
@@ -63,6 +66,7 @@ async def gossips(
     penalty: bool = False,
     start_peers: int = 1,
     train: str | None = None,
+    buffer_bytes: int = 256 << 20,
 ) -> AsyncIterator[Hosts]:
     """train: the members whose peers attend from the start; None: all."""
     config = RunConfig(
@@ -75,6 +79,7 @@ async def gossips(
         gossip=GossipConfig(codec=codec, settle_every=settle_every, deadline_s=20.0),
         codec=CodecConfig(up="fp32"),
         swarm=SwarmConfig(parts=1),
+        storage=StorageConfig(buffer_bytes=buffer_bytes),
     )
     async with hosts(path, config=config) as swarm:
         await swarm.grow(*names)
@@ -679,6 +684,60 @@ def test_a_member_that_sends_nothing_where_all_settle_is_waited_for_until_the_de
             await swarm.until(lambda: settled, passes=2.0)
             assert settled == ["a", "c"]
             await all_at(swarm, 2)
+
+    run_held(body())
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_what_does_not_fit_into_the_memory_for_it_where_all_settle_lies_in_files_until_it_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_files: bool
+) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "abc", outer_steps=2, buffer_bytes=0 if in_files else 1 << 20) as swarm:
+            gossip, files = swarm.running[swarm.record.parts[0].owner].gossip, list[int]()
+            assert gossip is not None
+            merged, folder = gossip._merged, gossip._folder.settling
+
+            def noted(grant: int, number: int, theta: Mapping[str, list[Tensor]]) -> Any:
+                files[:] = sorted(file.stat().st_size for file in folder.iterdir())
+                return merged(grant, number, theta)
+
+            monkeypatch.setattr(gossip, "_merged", noted)
+            for name in "abc":
+                await contribute(swarm, name, drawn(name, 0))
+            await swarm.until(lambda: {at(swarm, name) for name in "abc"} == {1}, passes=1.0)
+            own = [[part.clone() for part in phi(swarm, name)] for name in "abc"]
+            await all_at(swarm, 2)
+            of_both = sorted([4 * size for size in SIZES] * 2)
+            assert [size for size in files if size in of_both] == (of_both if in_files else [])
+            mean = [
+                began - sum(began - each for each in parts) / 3 for began, *parts in zip(theta(0, SCHEMA), *own, strict=True)
+            ]
+            for name in "abc":
+                assert all(map(partial(torch.allclose, atol=1e-6), phi(swarm, name), mean))
+            await swarm.stop("a")
+            assert not [*folder.iterdir()]
+
+    run_held(body())
+
+
+def test_a_full_disk_ends_the_host_of_the_owner_that_settles_and_leaves_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(member, "UploadBuffer", partial(UploadBuffer, write=full))
+
+    async def body() -> None:
+        async with gossips(tmp_path, "abc", outer_steps=2, buffer_bytes=0) as swarm:
+            owner = swarm.running[swarm.record.parts[0].owner]
+            settled = settled_of(swarm, monkeypatch)
+            for name in "abc":
+                await contribute(swarm, name, drawn(name, 0))
+            with pytest.raises(AssertionError, match=r"settling.*No space left on device"):
+                await swarm.until(lambda: settled, passes=1.0)
+            assert isinstance(owner.failure, StorageError)
 
     run_held(body())
 

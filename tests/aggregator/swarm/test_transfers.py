@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
 
+from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm import transfers
 from aggregator.swarm.offers import MOST_MANIFEST, Offer, Round
 from aggregator.swarm.replication import PartSnapshot
-from aggregator.swarm.transfers import body_sizes, fetch_offer, fetch_state, offer_parts, state_parts
+from aggregator.swarm.transfers import body_sizes, fetch_offer, fetch_phi, fetch_state, offer_parts, state_parts
 from edit.config.average import AverageConfig
 from edit.council.record import Update
 from edit.errors import EditError, GoneError, RemoteProtocolError, TransportError
@@ -43,8 +46,8 @@ def state_header(description: int, tensors: Sequence[int]) -> Message:
     return pb.StatePart(header=state_header_to_pb(StateHeader(STATE, 5, description, tuple(tensors))))
 
 
-def asked(messages: Sequence[Message | EditError | None], *, state: bool = False) -> Any:
-    """Ask a host that answers with these messages. None: nothing comes any more."""
+def asked(messages: Sequence[Message | EditError | None], *, state: bool = False, uploads: UploadBuffer | None = None) -> Any:
+    """Ask a host that answers with these messages. None: nothing comes any more. uploads: hold another member's parameters."""
 
     class Source(council_pb2_grpc.CouncilServicer):  # type: ignore[misc]
         async def FetchOffer(self, request: object, context: Any) -> AsyncIterator[Message]:
@@ -56,6 +59,11 @@ def asked(messages: Sequence[Message | EditError | None], *, state: bool = False
                     while message is None:  # until who asked gives up: its next bound may begin after any of these
                         pass_time(transfers.STALL_S)
                         await asyncio.sleep(0)
+                    yield message
+
+        async def FetchPhi(self, request: object, context: Any) -> AsyncIterator[Message]:
+            async with abort_on_error(context):
+                for message in messages:
                     yield message
 
         FetchState = FetchOffer
@@ -70,6 +78,8 @@ def asked(messages: Sequence[Message | EditError | None], *, state: bool = False
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stub = council_stub(channel)
+                if uploads is not None:
+                    return await fetch_phi(stub, 1, OUTER.schema, uploads)
                 if state:
                     return await fetch_state(stub, 0, OUTER.schema, AverageConfig())
                 return await fetch_offer(stub, 0, 1, "1" * 64, SIZES)
@@ -101,6 +111,26 @@ def test_a_state_comes_as_it_was() -> None:
     assert (found.name, found.tokens, found.schema, found.metadata) == (STATE, 5, sent.schema, sent.metadata)
     assert found.tensors.keys() == tensors.keys() and all(torch.equal(found.tensors[i], tensors[i]) for i in tensors)
     assert any(name.startswith("residual") for name in tensors)
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 1 << 20])
+def test_outer_parameters_of_another_member_lie_in_the_buffer_and_nothing_of_those_that_break_off(
+    tmp_path: Path, buffer_bytes: int
+) -> None:
+    theta = {f"theta.{i}": part for i, part in enumerate(OUTER.theta)}
+    sent = asyncio.run(all_of(state_parts(PartSnapshot(STATE, 5, OUTER.schema.to_json(), theta, {"outer_step": 4}))))
+    with ThreadPoolExecutor(1) as files:
+        uploads = UploadBuffer(buffer_bytes, tmp_path, files)
+        with pytest.raises(RemoteProtocolError, match="0 of"):
+            asked(sent[:2], uploads=uploads)
+        files.submit(list).result()  # what is to be removed is
+        assert uploads.held_bytes == 0 and not [*tmp_path.iterdir()]
+        found = asked(sent, uploads=uploads)
+        assert all(torch.equal(found.tensors[name], part) for name, part in theta.items())
+        assert bool([*tmp_path.iterdir()]) is (buffer_bytes == 0) and bool(uploads.held_bytes) is (buffer_bytes > 0)
+        uploads.close()
+        assert not [*tmp_path.iterdir()]
+        assert all(torch.equal(found.tensors[name], part) for name, part in theta.items()), "who has them mapped has them still"
 
 
 @pytest.mark.parametrize(
