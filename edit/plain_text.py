@@ -8,6 +8,8 @@ from typing import Any
 
 __all__ = ["json_text", "parse_json", "printable"]
 
+_MOST_DIGITS = 300  # of an integer; a double holds 308
+
 
 def printable(text: str) -> str:
     """Return `text` as one line that a terminal shows as it stands.
@@ -33,12 +35,34 @@ def json_text(value: object, *, indent: int | None = None) -> str:
         return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value that JSON text says. Raises ValueError for anything else, and for values that are nested too deeply."""
+def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
+    """Return the value that JSON text says.
+
+    Args:
+        finite: numbers must be those of RFC 8259 and fit into a double, so that arithmetic with them raises no OverflowError.
+            False: also NaN, Infinity, and integers of any length, as Python and configurations of models write them.
+
+    Raises ValueError for anything else, and for values that are nested too deeply.
+    """
     try:
+        if finite:
+            return json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_number)
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not finite")
+    return value
 
 
 def _finite(value: object) -> object:

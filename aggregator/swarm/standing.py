@@ -7,7 +7,6 @@ What others say is bounded when it is decoded, and made printable when it is sho
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -27,7 +26,7 @@ from edit.council.record import (
 )
 from edit.errors import RemoteProtocolError
 from edit.plain_text import parse_json
-from editpb.limits import one_line
+from editpb.limits import MAX_SHOWN, one_line
 from editpb.validity import duration
 
 __all__ = [
@@ -122,7 +121,7 @@ class Standing:
     def decode(cls, data: bytes) -> Standing:
         """Return what `encode` wrote. Raises RemoteProtocolError for anything else."""
         try:
-            found = _values(cls, parse_json(data))
+            found = _values(cls, parse_json(data, finite=True))
             if found["record"] is not None:
                 found["record"] = Record.from_json(found["record"])
             found["parts"] = tuple(map(_part, _list(found["parts"], MOST_PARTS)))
@@ -201,7 +200,7 @@ def _seconds(value: object) -> None:
 
 
 def _length(value: object) -> None:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
+    if type(value) not in (int, float) or not 0 <= value <= MAX_SHOWN:  # type: ignore[operator]
         raise ValueError(f"no length: {value!r:.40}")
 
 

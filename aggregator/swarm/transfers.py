@@ -205,7 +205,7 @@ async def _state(
 
     header, (description, *data) = await _received(call, announced, most, uploads)
     try:
-        values = parse_json(bytes(description))
+        values = parse_json(bytes(description), finite=True)
         if not isinstance(values, dict) or not isinstance(values["metadata"], dict):
             raise ValueError("no description")
         tensors = {str(name): _tensor(dtype, each) for (name, dtype), each in zip(values["tensors"], data, strict=True)}

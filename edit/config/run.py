@@ -602,7 +602,7 @@ class RunConfig:
             return config
         except UnicodeDecodeError as error:
             raise ConfigError(f"{name}: is not UTF-8 text") from error
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # TOMLDecodeError, or an integer of more digits than Python reads
             raise ConfigError(f"{name}: is not TOML: {error}") from error
         except RecursionError:
             raise ConfigError(f"{name}: is nested too deeply") from None

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _T = typing.TypeVar("_T")
+_MOST_INTEGER = 1 << 64
 
 
 def require(ok: bool, field_name: str, value: object, rule: str) -> None:
@@ -69,7 +70,7 @@ class Positive:
     rule: str = "must be a finite number above 0"
 
     def allows(self, value: Any) -> bool:
-        return bool(math.isfinite(value) and value > 0)
+        return bool(0 < value < math.inf)
 
 
 class OneOf:
@@ -142,6 +143,18 @@ def build(cls: type[_T], mapping: Mapping[str, Any], prefix: str) -> _T:
     return cls(**{key: _convert(value, hints[key], f"{prefix}{key}") for key, value in mapping.items()})
 
 
+def _has_huge(value: Any) -> bool:
+    """Return whether a value has an integer that no setting has, and that may be too large for a float, or to be shown."""
+    match value:
+        case int():
+            return not -_MOST_INTEGER <= value <= _MOST_INTEGER
+        case list() | tuple():
+            return any(map(_has_huge, value))
+        case Mapping():
+            return any(map(_has_huge, value.values()))
+    return False
+
+
 def _convert(value: Any, hint: Any, name: str) -> Any:
     origin = typing.get_origin(hint) or hint
     if origin is types.UnionType:  # of a section and None, where its absence means something
@@ -150,6 +163,8 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}: must be a table ([{name}]), not {type(value).__name__}")
         return build(typing.cast(type[Any], hint), value, f"{name}.")
+    if _has_huge(value):
+        raise ConfigError(f"{name}: must have no integer above 2^64 or below -2^64")
     if origin is tuple and typing.get_origin(pair := typing.get_args(hint)[0]) is tuple:
         numbers = typing.get_args(pair)
         fits = isinstance(value, (list, tuple)) and all(

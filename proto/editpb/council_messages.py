@@ -438,7 +438,7 @@ def _record(record: Record) -> bytes:
 
 
 def _record_from(data: bytes) -> Record:
-    return Record.from_json(parse_json(data))
+    return Record.from_json(parse_json(data, finite=True))
 
 
 def _update(update: Update) -> pb.PartUpdate:

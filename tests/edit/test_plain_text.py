@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edit.plain_text import json_text, printable
+from edit.plain_text import json_text, parse_json, printable
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -38,6 +38,24 @@ def test_json_is_read_back_with_null_for_what_is_not_finite(value, indent):
 
 def test_one_line_without_an_indent():
     assert json_text({"a": [math.nan, 1.5], "b": ("x\ny", -math.inf)}) == '{"a": [null, 1.5], "b": ["x\\ny", null]}'
+
+
+@pytest.mark.parametrize(
+    "number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400, "-1" + "0" * 400, "9" * 5000]
+)
+def test_numbers_that_no_double_is_are_refused_where_they_must_be_finite(number):
+    with pytest.raises(ValueError, match=r"finite|digits"):
+        parse_json(f'{{"a": [1, {number}]}}', finite=True)
+
+
+@given(VALUES)
+def test_what_is_finite_is_read_as_it_is(value):
+    text = json_text(value)
+    assert parse_json(text, finite=True) == parse_json(text) == json.loads(text)
+
+
+def test_what_python_writes_of_a_model_is_read():
+    assert parse_json('{"time_step_limit": [0.0, Infinity]}') == {"time_step_limit": [0.0, math.inf]}
 
 
 def test_a_value_that_json_does_not_have_is_an_error():

@@ -90,10 +90,18 @@ def _record(**changes: object) -> bytes:
     return written
 
 
+def _leased(lease_s: str) -> pb.CouncilMessage.News:
+    written = message_to_pb(ev.News(replace(RECORD, evicted={}, lease_s=1.5))).news.record
+    changed = written.replace(b'"lease_s":1.5', f'"lease_s":{lease_s}'.encode())
+    assert changed != written
+    return pb.CouncilMessage.News(record=changed)
+
+
 @pytest.mark.parametrize(
     "message",
     [
         pb.CouncilMessage(),
+        *(pb.CouncilMessage(news=_leased(lease_s)) for lease_s in ("1" + "0" * 400, "NaN", "Infinity", "1e999", "-1")),
         pb.CouncilMessage(introduction=pb.Introduction(incarnation=2**63)),
         pb.CouncilMessage(hello=pb.CouncilMessage.Hello(member=pb.CouncilMessage.Member(addresses=["x"] * 17))),
         pb.CouncilMessage(hello=pb.CouncilMessage.Hello(member=pb.CouncilMessage.Member(addresses=["x" * 257]))),

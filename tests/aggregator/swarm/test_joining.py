@@ -109,10 +109,13 @@ def evicted() -> pb.SwarmDescription:
 
 
 HOST = pb.HostAddresses(peer_id="../x", addresses=["127.0.0.1:1"])
+HUGE = RIGHT + b"[outer]\nlr = 1" + b"0" * 400
 LIES: dict[str, Callable[[], pb.SwarmDescription]] = {
     "no parts": lambda: pb.SwarmDescription(parts=0, run_toml=RIGHT),
     "no settings": lambda: pb.SwarmDescription(parts=2),
     "no TOML": lambda: pb.SwarmDescription(parts=2, run_toml=b"\xff\x00"),
+    "a huge number": lambda: pb.SwarmDescription(parts=2, run_toml=HUGE),
+    "a number of too many digits": lambda: pb.SwarmDescription(parts=2, run_toml=HUGE + b"0" * 5000),
     "no swarm": lambda: pb.SwarmDescription(parts=2, run_toml=RIGHT.partition(b"[swarm]")[0]),
     "huge settings": lambda: pb.SwarmDescription(parts=2, run_toml=b"#" * 2_000_000),
     "a name": lambda: pb.SwarmDescription(parts=2, hosts=[HOST], run_toml=RIGHT),

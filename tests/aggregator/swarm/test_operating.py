@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,18 @@ def test_without_its_host_status_says_what_the_files_say_and_who_could_be_asked(
     scenario(tmp_path, body)
 
 
+GOSSIP = {
+    "outer_step": 1,
+    "settlings": 0,
+    "trains": True,
+    "partner": "b",
+    "said": "",
+    "distance": 0.5,
+    "together": 1,
+    "alone": 0,
+}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -152,6 +165,9 @@ def test_without_its_host_status_says_what_the_files_say_and_who_could_be_asked(
         {"record": {}},
         {"committed": "yes"},
         {"more": 1},
+        {"gossip": GOSSIP | {"distance": 10**301}},
+        {"gossip": GOSSIP | {"distance": 10**200}},
+        {"gossip": GOSSIP | {"distance": math.inf}},
     ],
 )
 def test_a_host_that_says_what_cannot_be_is_not_believed(change: dict[str, Any]) -> None:
@@ -159,6 +175,7 @@ def test_a_host_that_says_what_cannot_be_is_not_believed(change: dict[str, Any])
         run_id="r", peer_id="a", role="leader", leader="a", term=1, committed=True, record=None, parts=(), peers=()
     )
     assert Standing.decode(standing.encode()) == standing
+    assert Standing.decode(json.dumps(json.loads(standing.encode()) | {"gossip": GOSSIP}).encode()).gossip is not None
     with pytest.raises(RemoteProtocolError) as caught:
         Standing.decode(json.dumps(json.loads(standing.encode()) | change).encode())
     assert "\n" not in str(caught.value)

@@ -68,6 +68,17 @@ def test_values_arrive(tmp_path: Path) -> None:
         ({"server": {"advertise": "host"}}, "server.advertise: must be a list of strings"),
         ({"server": {"advertise": [1]}}, "server.advertise: must be a list of strings"),
         ({"model": {"name": "entry:x", "options": {"a": [1]}}}, "model.options: must be a table of plain values"),
+        *(
+            ({section: {key: value}}, f"{section}.{key}: must have no integer above 2^64 or below -2^64")
+            for section, key, value in [
+                ("outer", "lr", 10**400),
+                ("outer", "lr", -(16**5000)),  # of more digits than Python shows
+                ("sync", "every", 16**5000),
+                ("sync", "milestones", [[1, 10**400]]),
+                ("outer", "optimizer", 16**5000),
+                ("model", "options", {"a": 10**400}),
+            ]
+        ),
     ],
 )
 def test_unknown_keys_and_wrong_types_are_named(mapping: Mapping[str, Any], message: str) -> None:

@@ -106,6 +106,7 @@ def test_json_and_back() -> None:
         {"lease_s": 0.0},
         {"lease_s": float("nan")},
         {"lease_s": 61.0},
+        {"lease_s": 10**400},
         {"verify": 7},
         {"evicted": {"a": "x" * 257}},
         {"evicted": {"a": "\x1b[2J"}},
