@@ -200,7 +200,7 @@ def fragment_of(path: Path, record: Record) -> tuple[MergeRecord, Tensor | None]
     """Return the merged fragment in a record and what was injected with it, to the bit. Raises StorageError."""
     try:
         return _fragment(record)
-    except (KeyError, TypeError, ValueError, EditError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EditError) as error:
         raise StorageError(f"{path}: the record at byte {record.offset} is not a fragment ({error!r})") from error
 
 

@@ -25,6 +25,9 @@ from edit.council.record import Update, update_id
 from edit.errors import EditError, RemoteProtocolError
 from edit.merging.outer_state import MergeRecord, OuterState
 from edit.plain_text import parse_json
+from edit.records import FragmentCommit
+from editpb.limits import MAX_COUNT, within
+from editpb.status_messages import fragment_verdicts_from_pb, fragment_verdicts_to_pb
 
 __all__ = ["MOST_MANIFEST", "Offer", "Round"]
 
@@ -98,12 +101,15 @@ class Offer:
         """Return the round in it. Raises RemoteProtocolError unless it fits this outer state, whose next step it is."""
         what = f"part {self.update.part}: the update to outer step {self.update.outer_step}"
         try:
-            values = parse_json(self.manifest)
+            values = parse_json(self.manifest, finite=True)
             if not isinstance(values, dict) or values.keys() != (_KEYS | {"audit"} if outer.config.audit.enabled else _KEYS):
                 raise ValueError("not a manifest")
             round_id, reason, theta, audit = values["round_id"], values["reason"], values["theta"], values.get("audit", "")
             if type(round_id) is not int or any(type(each) is not str for each in (reason, theta, audit)):
                 raise ValueError("not a round")
+            within("round_id", round_id, 0, MAX_COUNT)
+            for text in (reason, theta, audit):
+                text.encode()  # raises ValueError for halves of surrogate pairs, which no message holds
             if type(values["tokens"]) is not int or values["tokens"] != self.update.tokens:
                 raise ValueError("other tokens than were announced")
             records = tuple(
@@ -116,10 +122,37 @@ class Offer:
 
 
 def _record(round_id: int, header: Any, body: Buffer, outer: OuterState) -> MergeRecord:
-    """Return one fragment. Raises EditError, LookupError, TypeError, ValueError unless an owner would write it so."""
+    """Return one fragment.
+
+    Once it is agreed on, every member publishes its verdicts, and judges later rounds with its statistics. So they must be what
+    peers can read. Raises EditError, LookupError, TypeError, ValueError unless an owner would write it so.
+    """
+    numbers = header["outer_step"], header["fragment_id"]
+    if (
+        header["residual"] is not None
+        or header["injected"] is not False
+        or "rollback" in header
+        or {*map(type, numbers)} != {int}
+    ):
+        raise ValueError("a fragment is written otherwise")  # before anything of it is made
     record, _ = fragment_of(Path("manifest"), Record(0, 0, header, body))
-    if record.residual is not None or fragment_header(round_id, record, None) != header:
+    if fragment_header(round_id, record, None) != header:
         raise ValueError(f"fragment {record.fragment_id} is written otherwise")
     if record.payload is not None and record.payload.codec != outer.recorded_as[record.fragment_id]:
         raise ValueError(f"fragment {record.fragment_id} is recorded in {record.payload.codec:.40}")
+    _check_verdicts(record)
     return record
+
+
+def _check_verdicts(record: MergeRecord) -> None:
+    """Raise EditError, TypeError or ValueError unless peers can read the verdicts, and only contributors have statistics."""
+    said = FragmentCommit(
+        fragment_id=record.fragment_id,
+        payload=None,
+        verdicts=record.verdicts,
+        merged_norm=record.merged_norm,
+        clip=record.clip,
+    )
+    fragment_verdicts_from_pb(fragment_verdicts_to_pb(said))
+    if not record.statistics.keys() <= {verdict.peer_id for verdict in record.verdicts}:
+        raise ValueError(f"fragment {record.fragment_id} has statistics of peers that contributed nothing")

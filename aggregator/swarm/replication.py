@@ -567,7 +567,7 @@ def _difference(again: Offer, offer: Offer) -> str:
     """Return in words how an owner's update differs from what it should be."""
     if again.update.tokens != offer.update.tokens:
         return f"{offer.update.tokens} tokens are said to be merged in all, not {again.update.tokens}"
-    mine, theirs = (parse_json(each.manifest) for each in (again, offer))
+    mine, theirs = (parse_json(each.manifest, finite=True) for each in (again, offer))
     if mine["theta"] != theirs["theta"]:
         return "it was merged for other parameters"
     for i, (ours, other) in enumerate(zip(mine["fragments"], theirs["fragments"], strict=True)):

@@ -26,6 +26,9 @@ _AGREE = log(2.0)  # rejected levels that differ by at most this factor are one 
 _MEDIAN_NEEDS = 3  # contributions before a median says what is usual: of two, nobody knows which one is odd
 _LAST = 3  # levels whose median is the forecast that follows a trend
 _LATE = 0.1  # the least rate of that forecast's moving error
+_LARGEST = 1e100  # of a norm or level that is read: those of fp32 are below 1e45, and squares of these are finite
+_MOST_COUNT = 1 << 48  # of norms that are learned; as many as there may be outer steps
+_MOST_REJECTED = 100  # as large as `penalty.relearn` may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +48,44 @@ class NormStatistics:
     last: tuple[float, ...] = ()
     last_error: float = 0.0
 
+    @property
+    def next_count(self) -> int:
+        """Return the count with one more; the largest that can be read stays, which only somebody who lies has written."""
+        return min(self.count + 1, _MOST_COUNT)
+
     def to_json(self) -> list[object]:
-        """Return the statistics as JSON values: floats survive to the bit, infinity (which JSON lacks) is text."""
+        """Return the statistics as JSON values: floats survive to the bit."""
         relative = self.relative.to_json() if self.relative is not None else None
-        mean, variance = (value if math.isfinite(value) else str(value) for value in (self.mean, self.variance))
-        return [mean, variance, self.count, list(self.rejected), relative, list(self.last), self.last_error]
+        return [self.mean, self.variance, self.count, list(self.rejected), relative, list(self.last), self.last_error]
 
     @classmethod
     def from_json(cls, written: Any) -> Self:
-        """Read what `to_json` returned. Raises TypeError or ValueError for anything else."""
+        """Read what `to_json` returned. Raises TypeError or ValueError for anything else, and for what no detector computes.
+
+        Others may have written it. What is read here the detectors can go on with: no root of what is negative, no overflow.
+        """
         mean, variance, count, rejected, relative, last, last_error = written
-        inner = cls.from_json(relative) if relative is not None else None
-        levels = tuple(float(level) for level in rejected), inner, tuple(float(level) for level in last)
-        return cls(float(mean), float(variance), int(count), *levels, float(last_error))
+        if relative is not None and not (isinstance(relative, list) and len(relative) == 7 and relative[4] is None):
+            raise ValueError("relative statistics are none, or have such themselves")
+        learned = _float(count, 0, _MOST_COUNT)
+        if learned != int(learned) or len(last) > min(learned, _LAST) or len(rejected) > _MOST_REJECTED:
+            raise ValueError(f"{len(last)} last and {len(rejected)} rejected levels after {count!r:.40}")
+        return cls(
+            _float(mean, -_LARGEST, _LARGEST),
+            _float(variance, 0, _LARGEST * _LARGEST),
+            int(learned),
+            tuple(_float(level, -_LARGEST, _LARGEST) for level in rejected),
+            cls.from_json(relative) if relative is not None else None,
+            tuple(_float(level, -_LARGEST, _LARGEST) for level in last),
+            _float(last_error, 0, _LARGEST * _LARGEST),
+        )
+
+
+def _float(value: Any, low: float, high: float) -> float:
+    """Return a number as a float. Raises TypeError or ValueError unless low <= number <= high."""
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise ValueError(f"{value!r:.40} is not {low:g} to {high:g}")
+    return float(value)
 
 
 _NONE = NormStatistics()
@@ -185,7 +213,7 @@ def _after(level: float, statistics: NormStatistics, odd: bool, anomalous: bool,
 
 def _learned(level: float, statistics: NormStatistics, config: PenaltyConfig) -> NormStatistics:
     """Return the statistics with one more level. Mean and variance: weighted by (1 - alpha)^age (West 1979)."""
-    count = statistics.count + 1
+    count = statistics.next_count
     rate = moving_rate(config.alpha, count)
     change = level - statistics.mean
     variance = (1 - rate) * (statistics.variance + rate * change * change)

@@ -703,7 +703,7 @@ class OuterState:
         try:
             state._turn_to(int(metadata["outer_step"]))
             state._injected = Injected.from_json(metadata["injected"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StorageError(f"checkpoint: outer_step or injected is damaged ({error!r})") from error
         if state.digest != metadata.get("digest"):
             raise StorageError("checkpoint: theta does not match its digest")
@@ -819,7 +819,7 @@ def _restore(i: int, fragment: _Fragment, tensors: Mapping[str, Tensor], metadat
     try:
         written = metadata["statistics"][i]
         fragment.statistics = {peer_id: NormStatistics.from_json(of_peer) for peer_id, of_peer in written.items()}
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise StorageError(f"checkpoint: the norm statistics of fragment {i} are damaged ({error})") from error
 
 

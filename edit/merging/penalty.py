@@ -108,7 +108,7 @@ def observe(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> N
     The EMA with rate alpha, corrected for its start: with rate_n = alpha / (1 - (1 - alpha)^n) the first norm IS the mean.
     mu <- mu + rate_n (G - mu); sigma^2 <- (1 - rate_n) sigma^2 + rate_n (G - mu_new)^2.
     """
-    count = statistics.count + 1
+    count = statistics.next_count
     rate = moving_rate(config.alpha, count)
     mean = statistics.mean + rate * (norm - statistics.mean)
     deviation = norm - mean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -194,6 +195,9 @@ def rehashed(offer: Offer, manifest: bytes, **of_update: Any) -> Offer:
     return replace(offer, manifest=manifest, update=replace(update, id=found, digest=found))
 
 
+STATISTICS = [0.0, 0.01, 20, [], None, [0.1, 0.2, 0.3], 0.1]
+
+
 def lies() -> Iterator[tuple[str, Callable[[Offer], Offer]]]:
     def of_fragment(**values: Any) -> Callable[[Offer], Offer]:
         return lambda offer: changed(offer, lambda manifest: manifest["fragments"][0].update(values))
@@ -210,6 +214,40 @@ def lies() -> Iterator[tuple[str, Callable[[Offer], Offer]]]:
     yield "another outer step", of_fragment(outer_step=5)
     yield "statistics that are none", of_fragment(statistics={"m0": 7})
     yield "verdicts that are none", of_fragment(verdicts=[["m0", "splendid", 1.0, 1.0, 0]])
+
+    def of_verdict(i: int, value: Any) -> Callable[[Offer], Offer]:
+        return lambda offer: changed(offer, lambda manifest: manifest["fragments"][0]["verdicts"][0].__setitem__(i, value))
+
+    def of_statistics(*written: Any, peer_id: str = "m0") -> Callable[[Offer], Offer]:
+        return of_fragment(statistics={peer_id: list(written)})
+
+    def in_round(round_id: int) -> Callable[[dict[str, Any]], None]:
+        def change(manifest: dict[str, Any]) -> None:
+            for each in (manifest, *manifest["fragments"]):
+                each["round_id"] = round_id
+
+        return change
+
+    yield "statistics that are no table", of_fragment(statistics=[])
+    yield "statistics of a stranger", of_statistics(*STATISTICS, peer_id="stranger")
+    yield "a count below 0", of_statistics(0.0, 0.01, -1, [], None, [], 0.1)
+    yield "a mean that is none", of_statistics("nan", 0.01, 20, [], None, [], 0.1)
+    yield "too many rejected levels", of_statistics(0.0, 0.01, 20, [0.0] * 101, None, [], 0.1)
+    yield "a norm that no float is", of_verdict(2, 10**400)
+    yield "staleness without end", of_verdict(4, math.inf)
+    yield "staleness that no message holds", of_verdict(4, 2**70)
+    yield "negative staleness", of_verdict(4, -1)
+    yield "a weight that is none", of_verdict(3, "nan")
+    yield "a weight above 1", of_verdict(3, 2.0)
+    yield "a verdict on nobody", of_verdict(0, [])
+    yield "a verdict on two lines", of_verdict(0, "a\nb")
+    yield "a merged norm that no float is", of_fragment(merged_norm=10**400)
+    yield "a clip above 1", of_fragment(clip=2.0)
+    yield "elements without end", of_fragment(encoded=["int8", math.inf])
+    yield "an outer step that is no integer", of_fragment(outer_step=2.0)
+    yield "a fragment of format 3 without vectors", of_fragment(rollback=False, injected=-1)
+    yield "a round that no message holds", lambda offer: changed(offer, in_round(2**70))
+    yield "a reason that no message holds", lambda offer: changed(offer, lambda manifest: manifest.update(reason="\ud800"))
     yield "a round that is none", lambda offer: changed(offer, lambda manifest: manifest.update(round_id="one"))
     yield "more", lambda offer: changed(offer, lambda manifest: manifest.update(more=1))
     yield "fewer fragments", lambda offer: changed(offer, lambda manifest: manifest["fragments"].pop())
@@ -240,6 +278,13 @@ def test_an_owner_that_lies_is_refused_before_anything_is_written(
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
     assert other.replica.state.held is None and same(other.replica.snapshot(), before)
     other.replica.hold(offer)
+
+
+def test_an_owner_may_say_what_it_knows_of_the_norms_of_who_contributed(two: tuple[Member, Member]) -> None:
+    one, other = two
+    honest = changed(one.offer(), lambda manifest: manifest["fragments"][0].update(statistics={"m0": STATISTICS}))
+    other.replica.hold(honest)
+    assert other.replica.state.held == honest.update
 
 
 def test_an_offer_that_is_not_finite_is_a_rollback_at_all(two: tuple[Member, Member]) -> None:
@@ -317,6 +362,8 @@ def test_a_snapshot_that_is_damaged_changes_nothing(two: tuple[Member, Member]) 
         lambda found: replace(found, name="3" * 64),
         lambda found: replace(found, tokens=-1),
         lambda found: replace(found, metadata={**found.metadata, "outer_step": 0}),
+        lambda found: replace(found, metadata={**found.metadata, "statistics": [{"m0": [10**400, *STATISTICS[1:]]}, {}]}),
+        lambda found: replace(found, metadata={**found.metadata, "injected": ["r", math.inf, 1]}),
         lambda found: replace(found, metadata={}),
         lambda found: replace(found, schema="{}"),
         lambda found: replace(found, tensors={}),

@@ -1,9 +1,11 @@
 """The detector "level": what the paper's rule gets wrong and this one does not; equal to the naive rule of edit.reference."""
 
+import itertools
 import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -226,8 +228,49 @@ def test_shares_below_the_cap_keep_their_bits_and_what_is_cut_is_spread() -> Non
 
 def test_statistics_survive_json_to_the_bit() -> None:
     inner = NormStatistics(math.pi, 1e-300, 3, last=(0.1, -0.2, math.e), last_error=1e-9)
-    for statistics in (NormStatistics(), NormStatistics(-0.1, math.inf, 7, (1.5, 2.5), inner)):
+    for statistics in (NormStatistics(), NormStatistics(-0.1, 1e90, 7, (1.5, 2.5), inner)):
         assert NormStatistics.from_json(json.loads(json.dumps(statistics.to_json(), allow_nan=False))) == statistics
+
+
+WRITTEN = [0.1, 0.01, 20, [], None, [0.1, 0.2, 0.3], 0.1]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        *((i, value) for i in (0, 1, 2, 6) for value in (math.nan, math.inf, 10**400, "inf", "1", None, True, [], 1e201)),
+        *((i, value) for i in (3, 5) for value in (None, 7, "no", [math.nan], [math.inf], [10**400], [1e101], ["1"], [None])),
+        *((i, -1) for i in (1, 2, 6)),
+        (2, 1.5),
+        (2, 1 << 49),
+        (2, 2),  # fewer than there are last levels
+        (3, [0.0] * 101),
+        (5, [0.0] * 4),
+        *((4, value) for value in (7, "no", {}, [], [0.1, 0.01, -1, [], None, [], 0.1], [0.1, 0.01, 20, [], WRITTEN, [], 0.1])),
+    ],
+)
+def test_statistics_that_no_detector_computes_are_not_read(place: int, value: object) -> None:
+    for written in (WRITTEN, [*WRITTEN[:4], list(WRITTEN), *WRITTEN[5:]]):
+        assert NormStatistics.from_json(written).count == 20
+        with pytest.raises((TypeError, ValueError)):
+            NormStatistics.from_json([*written[:place], value, *written[place + 1 :]])
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 0.02, 1.0])
+def test_with_statistics_at_all_bounds_the_detector_goes_on(alpha: float) -> None:
+    settings = replace(PenaltyConfig(), alpha=alpha, observations=1)
+    paper = replace(settings, detector="edit")
+    norms, steps = {"a": 1.0, "b": 1.1, "c": 1e30}, dict.fromkeys("abc", 10)
+    for mean, variance, count in itertools.product((-1e100, 0.0, 1e100), (0.0, 1e200), (0, 1, 2, 3, 20, 1 << 48)):
+        for level, last_error in itertools.product((-1e100, 1e100), (0.0, 1e200)):
+            plain = [mean, variance, count, [level] * 3, None, [-level, level, level][: min(count, 3)], last_error]
+            for written in (plain, [*plain[:4], plain, *plain[5:]]):
+                for contributed in ({"a": 1.0}, norms):
+                    before = {"a": NormStatistics.from_json(written)}
+                    _, after = by_levels(contributed, steps, before, settings)
+                    _, of_paper = judge_round(contributed, {p: steps[p] for p in contributed}, before, paper)
+                    for each in (*after.values(), *of_paper.values()):
+                        assert NormStatistics.from_json(json.loads(json.dumps(each.to_json(), allow_nan=False))) == each
 
 
 @pytest.mark.parametrize("seed", range(6))
