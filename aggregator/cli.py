@@ -457,6 +457,8 @@ def evict(
 def pause(state: State = Path("edit-run")) -> None:
     """Pause the run until `resume`, even if `serve` is restarted. The open round is aborted; peers wait at their exchange.
 
+    A run that drains is not paused: resume it first.
+
     Example: edit-coordinator pause --state my-run
     """
     from aggregator.operator_client import call_every, pause_run

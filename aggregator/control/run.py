@@ -566,6 +566,11 @@ class Run:
         return self._rounds.outer.schema if self._rounds is not None else None
 
     @property
+    def draining(self) -> bool:
+        """Whether the run was drained, and its open round is still to come to its end."""
+        return self._rounds is not None and self._rounds.machine.draining and not self.finished
+
+    @property
     def finished(self) -> bool:
         """Whether the last outer step or token is merged, or the run was drained."""
         return self._rounds is not None and self._rounds.machine.phase is Phase.FINISHED

@@ -196,9 +196,11 @@ class ControlService:
         return cpb.EvictReply()
 
     async def Pause(self, request: cpb.PauseRequest, context: Context) -> cpb.PauseReply:
-        """Open no rounds until Resume."""
+        """Open no rounds until Resume. Refused while the run drains: its open round is to come to its end."""
         async with abort_on_error(context):
             self._authorizer.authorize(context, "operator")
+            if self._run.draining:
+                raise RefusedError("the run drains; resume it first, or wait until it has finished")
             self._run.pause()
         return cpb.PauseReply()
 

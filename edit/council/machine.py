@@ -71,7 +71,8 @@ Owners
 13. An update becomes the outer step when its grant is the record's, its outer step the next, its base the record's digest, and
     when a quorum, and all verifiers of the part, say themselves that they hold it. No word of its owner is needed. Where a
     quorum holds it, and a verifier does not for verify_s more, at least a lease, others verify, with the next grant.
-14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed, with new grants.
+14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed, with new grants. A run
+    that drains is not paused: it is resumed, likewise with new grants, or finishes.
 15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
     that is not the record's is damage, mended by a snapshot; never an assertion. So is a state that most voters came to
     otherwise, which the shell asks for when an update is for other parameters than are here: it is not held.
@@ -999,6 +1000,9 @@ class Council:
             if record.phase is Phase.FINISHED and order.phase is not Phase.RUNNING:
                 if order.phase is Phase.PAUSED:
                     self._effects.append(Refused("the run is finished"))
+                return
+            if record.phase is Phase.DRAINING and order.phase is Phase.PAUSED:  # open rounds are to end, and some parts have
+                self._effects.append(Refused("the run drains; resume it first, or wait until it has finished"))
                 return
             again = order.phase is Phase.RUNNING and record.phase in (Phase.DRAINING, Phase.FINISHED)
             parts = tuple(replace(part, grant=part.grant + again) for part in record.parts)  # engines that ended begin again

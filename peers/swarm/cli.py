@@ -454,6 +454,8 @@ def evict(
 def pause(home: HomeOption = Path("edit-peer")) -> None:
     """Pause the run until `resume`. Needs the run's authority in --home.
 
+    A run that drains is not paused: resume it first.
+
     Example: edit-peer swarm pause --home a
     """
     operate("pause", home)

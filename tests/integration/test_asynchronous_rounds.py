@@ -220,6 +220,23 @@ def test_a_drained_run_is_finished_for_everybody_and_a_resume_goes_on(tmp_path: 
     asyncio.run(scenario())
 
 
+def test_a_run_that_drains_is_not_paused_until_it_is_resumed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        async with served(folder) as run, run.peer("a") as a, run.channel("boss", "operator") as channel:
+            boss = control_pb2_grpc.ControlStub(channel)
+            first = await found_run(a)
+            await boss.Drain(control_pb2.DrainRequest())
+            with pytest.raises(grpc.aio.AioRpcError, match="the run drains; resume it first"):
+                await boss.Pause(control_pb2.PauseRequest())
+            assert (await a.view(lambda v: v.draining)).round_id == first.round_id, "the open round is not aborted"
+            await boss.Resume(control_pb2.ResumeRequest())
+            await boss.Pause(control_pb2.PauseRequest())
+            await a.view(lambda v: v.phase is RunPhase.PAUSED and not v.draining)
+
+    asyncio.run(scenario())
+
+
 def test_there_is_nothing_to_drain_before_the_founding(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run")) as run, run.channel("boss", "operator") as channel:

@@ -313,6 +313,28 @@ def test_a_finished_run_is_not_paused_and_draining_it_again_changes_nothing() ->
     assert table.record.phase is Phase.FINISHED
 
 
+def test_a_run_that_drains_is_not_paused_and_goes_on_when_it_is_resumed() -> None:
+    table = Table("abc", owners="ab")
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    table.handle("c", ev.SetPhase(Phase.DRAINING))
+    (refused,) = table.handle("c", ev.SetPhase(Phase.PAUSED))
+    assert isinstance(refused, ev.Refused) and refused.reason.startswith("the run drains")
+    table.run(LEASE_S / 2)
+    first = table.record.parts[0]
+    table.handle(first.owner, ev.Ended(0, first.grant))
+    (again,) = table.handle("c", ev.SetPhase(Phase.PAUSED))
+    assert again == refused
+    table.run(LEASE_S / 2)
+    assert table.record.phase is Phase.DRAINING, "the other part is still to end"
+    table.handle("c", ev.SetPhase(Phase.RUNNING))
+    table.run(LEASE_S)
+    second = table.record.parts[1]
+    table.handle(second.owner, ev.Ended(1, second.grant))
+    table.run(LEASE_S)
+    assert table.record.phase is Phase.RUNNING and table.record.parts[0].grant > first.grant
+
+
 def test_a_survivor_recovers_and_the_others_join_anew() -> None:
     table = Table("abc")
     table.elect("a")
