@@ -174,7 +174,7 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStatus:
-    """One member. The numbers of its last heartbeat are 0 before it attends."""
+    """One member. The numbers of its last heartbeat are 0 before it attends; its loss is NaN."""
 
     peer_id: str  # the member's name
     role: str  # peer, region, observer, auditor, scorer, operator
@@ -183,7 +183,7 @@ class MemberStatus:
     silent_s: float = 0.0  # since the last sign of life
     outer_step: int = 0  # of the peer's outer parameters
     inner_steps: int = 0  # since the peer's process started
-    loss: float = 0.0  # training loss, moving mean; NaN before the first step
+    loss: float = math.nan  # training loss, moving mean; NaN before the first step
     tokens_per_s: float = 0.0  # of its training, moving mean
     step_s: float = 0.0  # seconds per inner step
     bytes_sent: int = 0  # data plane, since the peer's process started

@@ -92,7 +92,10 @@ STATUS = RunStatus(
     expected=("a", "b"),
     arrived=("a",),
     deadline_in_s=12.5,
-    members=(MEMBER, MemberStatus(peer_id="b", role="peer", state="invited", reason="never attended")),
+    members=(
+        MEMBER,
+        MemberStatus(peer_id="b", role="peer", state="invited", reason="has not attended since the coordinator started"),
+    ),
     rounds=(ROUND,),
     t=1.75e9,
     eta_s=90.0,
@@ -119,6 +122,13 @@ def test_no_deadline_survives_the_wire() -> None:
     status = dataclasses.replace(STATUS, deadline_in_s=None, eta_s=None, epsilon=None)
     assert status_from_pb(status_to_pb(status)) == status == RunStatus.from_json(status.as_json())
     assert status.as_json()["deadline_in_s"] == status.as_json()["eta_s"] == -1.0
+
+
+def test_a_member_that_never_attended_has_no_loss_whatever_earlier_software_says() -> None:
+    message = cpb.StatusReply.FromString(status_to_pb(STATUS).SerializeToString())
+    message.members[1].heartbeat.loss = 0.0
+    assert math.isnan(status_from_pb(message).members[1].loss)
+    assert json.loads(json_text(STATUS.members[1].as_json()))["loss"] is None
 
 
 def test_no_field_is_left_out_anywhere() -> None:
@@ -262,8 +272,9 @@ def test_what_a_run_that_diverges_says_is_shown() -> None:
 
 
 def test_json_of_several_aggregators() -> None:
-    further = dataclasses.replace(STATUS, aggregator=1)
-    shown = dataclasses.replace(STATUS, aggregators=(further,)).as_json()
+    status = dataclasses.replace(STATUS, members=(MEMBER,))
+    further = dataclasses.replace(status, aggregator=1)
+    shown = dataclasses.replace(status, aggregators=(further,)).as_json()
     assert shown["aggregators"] == [further.as_json()]
     assert next(iter(further.as_json())) == "aggregator" and "aggregators" not in further.as_json()
     assert json.loads(json.dumps(shown)) == shown
