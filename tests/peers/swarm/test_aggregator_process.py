@@ -50,7 +50,7 @@ def test_an_eviction_that_a_command_was_told_is_said_once(monkeypatch: pytest.Mo
     program = "from edit import command_line, errors\ndef told(): raise errors.EvictedError('key lost')\n"
     line = [sys.executable, "-c", program + "command_line.run_command('aggregator.swarm', told)"]
     monkeypatch.setattr(aggregator_process, "command", lambda *words: line)
-    with pytest.raises(EvictedError, match="^key lost$"):
+    with pytest.raises(EvictedError, match=r"^key lost$"):
         ask("status")
 
 
