@@ -172,6 +172,33 @@ def test_a_round_says_what_became_of_each_peer_and_how_much_they_agree() -> None
     assert dataclasses.replace(report, fragments=(larger,)).cosine is None
 
 
+def judged(fragment_id: int, verdicts: dict[str, Verdict], weight: float = 0.0) -> FragmentCommit:
+    """One fragment of a round; weight: of each that is OK."""
+    each = tuple(
+        PeerVerdict(peer_id=peer_id, verdict=verdict, norm=1.0, weight=weight if verdict is Verdict.OK else 0.0)
+        for peer_id, verdict in verdicts.items()
+    )
+    return FragmentCommit(fragment_id=fragment_id, payload=None, verdicts=each, merged_norm=1.0, clip=1.0)
+
+
+def reasons(*fragments: FragmentCommit) -> dict[str, tuple[str, str]]:
+    return {one.peer_id: (one.verdict, one.reason) for one in dataclasses.replace(ROUND, fragments=fragments, missing=()).peers}
+
+
+def test_who_is_left_out_of_a_round_in_which_nothing_is_merged_reads_because_of_whom() -> None:
+    """The sum of masked contributions is not opened where too few of them are sound; one that is not counts in no fragment."""
+    odd, left = Verdict.ANOMALOUS, Verdict.REJECTED
+    told = reasons(judged(0, {"a": left, "basel": odd, "c": left}), judged(1, {"a": left, "basel": left, "c": left}))
+    assert told["a"] == told["c"] == ("rejected", "nothing was merged, too few are sound: basel is anomalous")
+    assert told["basel"] == ("anomalous", "norm far above the usual")
+    many = reasons(judged(0, {**dict.fromkeys("abcdef", Verdict.NONFINITE), "g": left}))
+    named = ", ".join(f"{peer_id} is nonfinite" for peer_id in "abcd")
+    assert many["g"] == ("rejected", f"nothing was merged, too few are sound: {named} and 2 more")
+    assert reasons(judged(0, {"a": left, "c": left}))["a"][1] == "nothing was merged, the aggregator's log says why"
+    some = reasons(judged(0, {"a": Verdict.OK, "c": left}, 1.0), judged(1, {"a": Verdict.OK, "c": Verdict.OK}, 0.5))
+    assert some["c"] == ("rejected", "refused by the run's policy in 1 of 2 fragments")
+
+
 def test_losses_of_others_are_shown_to_the_operator_or_where_the_run_shares_them() -> None:
     other = dataclasses.replace(MEMBER, peer_id="b")
     curves = (*STATUS.curves, Curve(kind="loss", peer_id="b", x=(1.0,), t=(1.7e9,), y=(3.0,)), Curve(kind="cosine"))
