@@ -226,7 +226,13 @@ def serve(
             "--tracker-option", help="NAME.KEY=VALUE for one of these trackers. Repeatable.", metavar="NAME.KEY=VALUE"
         ),
     ] = None,
-    settings: SetOption = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="SECTION.KEY=VALUE: serve with this setting, and write it into run.toml once the run is served. Repeatable.",
+        ),
+    ] = None,
     allow: Allow = None,
 ) -> None:
     """Serve the run until it has finished and its peers have the last outer step, or until Ctrl-C or SIGTERM.
@@ -244,9 +250,9 @@ def serve(
         from edit.trackers.choose import TrackerChoice
 
     log_to_stderr()
-    if settings:
-        StateFolder(state).change(settings)
     folder, nodes = StateFolder(state), tuple(dht_peers or ())
+    if settings:
+        folder.change(settings)
     choice = TrackerChoice.of(trackers or (), tracker_options or (), frozenset(allow or ()))
     folder.pin(allow or ())
     serving = serve_run(

@@ -19,6 +19,7 @@ import torch
 
 from aggregator.control.farewell import Farewell
 from aggregator.control.run import Run
+from aggregator.control.schemas import check_founded
 from aggregator.file_limit import raise_file_limit
 from aggregator.metrics import MetricsLog
 from aggregator.past import PAST_BYTES, Past
@@ -147,7 +148,15 @@ class Coordinator:
         steps = max(config.audit.keep_contributions, KEPT_FOR_SCORERS if config.robust.scored else 0)
         kept = KeptContributions(folder.contributions, steps) if steps else None
         resources = Resources(
-            store=Store(folder.outer, config, folder.run_id, disk, audit=audit, kept=kept),
+            store=Store(
+                folder.outer,
+                config,
+                folder.run_id,
+                disk,
+                audit=audit,
+                kept=kept,
+                check=partial(check_founded, folder.config(), folder.aggregator),
+            ),
             uploads=UploadBuffer(config.storage.buffer_bytes, folder.spill, files),
             members=authority.members if authority else _members_seen(folder),
             orders=OperatorFlags(folder.orders),
@@ -449,6 +458,7 @@ async def _serve(
         if threads > 1:
             coordinator.compute_with(threads)
         await coordinator.start()
+        coordinator.folder.keep_settings()
         if dht_peers:
             said = _say_where(coordinator, dht_peers)
         if not keep_serving:

@@ -81,14 +81,16 @@ class CompositeCollective:
     shares: a collective for each aggregator, in the aggregators' order. Each carries the fragments that its aggregator has
     (`edit.fragments.assignment`); they advance on their own. clip: the largest norm of a contribution, over all fragments and
     ranks, that this peer's site allows: a longer one is made as short before it is encoded; 0: any. It needs one aggregator.
+    reached: the largest outer step that any of several aggregators has said: above 0 none of them is founded anew.
     """
 
-    def __init__(self, shares: Sequence[Collective], clip: float = 0.0) -> None:
+    def __init__(self, shares: Sequence[Collective], clip: float = 0.0, reached: int = 0) -> None:
         if not shares:
             raise LocalProtocolError("a CompositeCollective needs at least one collective")
         if clip and len(shares) > 1:
             raise ConfigError(f"protect.clip = {clip:g}: the model is in {len(shares)} parts, with a contribution to each")
         self._shares, self.clip = tuple(shares), clip
+        self.reached = reached if len(shares) > 1 else 0
 
     @property
     def peer_id(self) -> str:

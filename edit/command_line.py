@@ -17,11 +17,12 @@ from datetime import UTC, datetime
 import typer
 
 import edit
-from edit.errors import ConfigError, EditError
+from edit.errors import ConfigError, EditError, EvictedError
 from edit.plain_text import json_text, printable
 
 __all__ = [
     "CALLED_AS",
+    "EVICTED",
     "EXIT_CODES",
     "SHORT_HELP",
     "exit_codes",
@@ -73,6 +74,7 @@ def with_version(app: typer.Typer, program: str) -> None:
         os.environ[LOG_FORMAT] = log_format  # for `log_to_stderr`, also of the processes that this one starts
 
 
+EVICTED = "evicted from the run: "  # what is said before the reason that the operator gave
 CALLED_AS = "EDIT_CALLED_AS"  # in the environment of a process that a command has become: how its messages begin
 
 
@@ -85,7 +87,7 @@ def run_command(program: str, command: Callable[[], object]) -> None:
     try:
         command()
     except EditError as error:
-        print(_lines(f"{program}: {error}"), file=sys.stderr)  # noqa: T201
+        print(_lines(f"{program}: {EVICTED if isinstance(error, EvictedError) else ''}{error}"), file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

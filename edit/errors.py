@@ -59,7 +59,7 @@ class RefusedError(EditError):
 
 
 class EvictedError(EditError):
-    """The operator evicted this peer from the run."""
+    """The operator evicted this peer from the run. The message is the operator's reason."""
 
     exit_code = 4
 

@@ -23,7 +23,7 @@ from edit.fragments.schema import Schema
 from edit.merging.private import noise_line
 from editpb.tensor_messages import schema_from_bytes
 
-__all__ = ["Schemas", "builtin_schema", "physical_memory_bytes"]
+__all__ = ["Schemas", "builtin_schema", "check_founded", "physical_memory_bytes"]
 
 
 def physical_memory_bytes() -> int:
@@ -46,6 +46,20 @@ def builtin_schema(config: RunConfig, aggregator: int = 0) -> Schema | None:
         return None
     schema = gpt_schema(layers=model.layers, width=model.width, vocabulary=model.vocabulary)
     return schema.subset(assign(schema, aggregators)[aggregator]) if aggregators > 1 else schema
+
+
+def check_founded(config: RunConfig, aggregator: int, founded: Schema) -> None:
+    """Raise ConfigError where a run was founded with another model than its settings now say.
+
+    founded: the schema of its parameters at this aggregator.
+    """
+    now, model = builtin_schema(config, aggregator), config.model
+    if now is not None and (difference := founded.first_difference(now, "a new peer")) is not None:
+        raise ConfigError(
+            f"model.layers = {model.layers}, model.width = {model.width}, model.vocabulary = {model.vocabulary}: the run's "
+            f"parameters were made with another [model] or other aggregators.addresses ({difference}); set these back, or "
+            "begin a new run"
+        )
 
 
 class Schemas:

@@ -157,7 +157,7 @@ def _member(run: Run, rounds: RoundRunner | None, record: MemberRecord, member: 
     return MemberStatus(
         peer_id=peer_id,
         role=record.role,
-        **(_attended(member, now) if member is not None else {"state": "invited", "reason": "never attended"}),
+        **(_attended(member, now) if member is not None else _awaited(run)),
         **(_pace(peer_id, rounds, now) if member is not None and rounds is not None else {}),
         expires=record.expires,
         computing=shares.get("computing", 0.0),
@@ -167,6 +167,12 @@ def _member(run: Run, rounds: RoundRunner | None, record: MemberRecord, member: 
         verdict_reason=last.reason if last is not None else "",
         consented=peer_id in run.consents,
     )
+
+
+def _awaited(run: Run) -> dict[str, Any]:
+    """Return the state of a member that this process has not seen; an earlier one may have."""
+    who = "coordinator" if run.members.knows_all else "aggregator"
+    return {"state": "invited", "reason": f"has not attended since the {who} started"}
 
 
 def _attended(member: Member, now: float) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _of_members(members: tuple[MemberStatus, ...]) -> Iterator[Metric]:
     for name, (text, of) in gauges.items():
         gauge = GaugeMetricFamily(f"edit_member_{name}", text, labels=["member"])
         for one in trains:
-            if math.isfinite(value := float(of(one))) and (name != "loss" or one.inner_steps):
+            if math.isfinite(value := float(of(one))):
                 gauge.add_metric([one.peer_id], value)
         yield gauge
     for name, (text, of) in counters.items():

@@ -85,6 +85,7 @@ class StateFolder:
         self.outer = path / "outer"  # checkpoints and journals of the outer state
         self.contributions = path / "contributions"  # those behind the last outer steps, with audit.keep_contributions
         self.spill = path / "spill"  # uploads above the memory bound
+        self._changed: bytes | None = None  # the text of run.toml that `keep_settings` writes; None: nothing is changed
         try:
             if not self.run_json.is_file():
                 raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {path}` makes one")
@@ -139,19 +140,29 @@ class StateFolder:
         return cls(path)
 
     def change(self, settings: Sequence[str]) -> None:
-        """Write settings, `SECTION.KEY=VALUE`, into run.toml; none of them when one is wrong. Raises ConfigError."""
-        descriptor = self.lock()
-        try:
-            RunConfig.from_toml(self.run_toml, settings)
-            text = self.run_toml.read_text(encoding="utf-8")
-            if (changed := with_settings(text, settings)) != text:
-                write_atomic(self.run_toml, changed.encode())
-        finally:
-            os.close(descriptor)
+        """Put settings, `SECTION.KEY=VALUE`, into the text of run.toml; none of them when one is wrong. Raises ConfigError.
+
+        `keep_settings` writes it.
+        """
+        text = self._text()
+        RunConfig.from_text(text, self.run_toml, settings)
+        if (changed := with_settings(text.decode(), settings).encode()) != text:
+            self._changed = changed
+
+    def keep_settings(self) -> None:
+        """Write into run.toml what `change` and `pin` have put into its text, once the run is served with it: a setting with
+        which it cannot be served is not in the way of the next start. The folder is locked. Raises StorageError."""
+        if self._changed is not None:
+            write_atomic(self.run_toml, self._changed)
+            self._changed = None
+
+    def _text(self) -> bytes:
+        """Return run.toml, with what is changed in it. Raises ConfigError."""
+        return self._changed if self._changed is not None else RunConfig.bytes_of(self.run_toml)
 
     def config(self) -> RunConfig:
         """Return the run's settings; at a further aggregator its own address is the server's in them. Raises ConfigError."""
-        config = RunConfig.from_toml(self.run_toml)
+        config = RunConfig.from_text(self._text(), self.run_toml)
         if self.aggregator == 0:
             return config
         host, _, port = address_of(config, self.aggregator, self.run_toml).rpartition(":")
@@ -159,17 +170,16 @@ class StateFolder:
         return dataclasses.replace(config, server=server)
 
     def pin(self, allowed: Collection[str]) -> None:
-        """Pin the allowed plug-ins in run.toml, as they are installed here. Raises ConfigError; see `edit.plugins.pin`."""
+        """Pin the allowed plug-ins in the text of run.toml, as they are installed here; `keep_settings` writes it.
+
+        Raises ConfigError; see `edit.plugins.pin`.
+        """
         try:
-            before = self.run_toml.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
+            before = self._text().decode()
+        except UnicodeDecodeError:
             return  # `config` says so
         if (after := plugins.pin(before, allowed)) != before:
-            descriptor = self.lock()
-            try:
-                write_atomic(self.run_toml, after.encode())
-            finally:
-                os.close(descriptor)
+            self._changed = after.encode()
 
     def lock(self) -> int:
         """Lock the folder for this process: see `lock_folder`."""

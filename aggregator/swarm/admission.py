@@ -56,7 +56,7 @@ from editpb.limits import one_line
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
-from editpb.transport.status import from_rpc, handshake_refusal
+from editpb.transport.status import from_rpc, swarm_refusal
 from editpb.validity import Notice, Validity
 
 __all__ = [
@@ -514,6 +514,6 @@ async def _describe(address: str, credentials: grpc.ChannelCredentials, server_n
         try:
             reply = await council_stub(channel).Describe(pb.DescribeRequest(settings=True), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            stranger = handshake_refusal(error.details() or "")
+            stranger = swarm_refusal(error.details() or "")
             raise (RefusedError(f"{address}: {stranger}") if stranger else from_rpc(error)) from None
         return description_from_pb(reply)

@@ -28,7 +28,7 @@ from editpb.identity import Identity
 from editpb.messages import PROTOCOL
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
-from editpb.transport.status import from_rpc, handshake_refusal
+from editpb.transport.status import from_rpc, swarm_refusal
 
 __all__ = ["Links", "Listener"]
 
@@ -245,7 +245,7 @@ class Links:
             self._reached[peer_id] = address
             await self._converse(stream, _read(call), call.write)
         except grpc.aio.AioRpcError as error:
-            meant = handshake_refusal(error.details() or "")
+            meant = swarm_refusal(error.details() or "")
             raise (RefusedError(meant) if meant else from_rpc(error)) from None
         except asyncio.InvalidStateError:  # a write to a call that ended
             raise TransportError("the connection broke") from None

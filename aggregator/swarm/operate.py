@@ -46,7 +46,7 @@ from editpb.seen_entries import SEEN_FILES
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.parts import in_part
-from editpb.transport.status import from_rpc, handshake_refusal
+from editpb.transport.status import from_rpc, swarm_refusal
 
 if TYPE_CHECKING:
     from aggregator.swarm.discovery import Discovery, Found
@@ -154,7 +154,7 @@ async def _connected(
         try:
             yield channel
         except grpc.aio.AioRpcError as error:
-            if (stranger := handshake_refusal(error.details() or "")) is not None:
+            if (stranger := swarm_refusal(error.details() or "")) is not None:
                 raise RefusedError(f"{who} at {address}: {stranger}") from error
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise TransportError(f"nobody answers at {address}") from error

@@ -583,11 +583,15 @@ class RunConfig:
     @classmethod
     def from_toml(cls, path: Path, settings: Sequence[str] = ()) -> RunConfig:
         """Read `run.toml` with these settings, `SECTION.KEY=VALUE`, in it. Raises ConfigError that names file and field."""
+        return cls.from_text(cls.bytes_of(path), path, settings)
+
+    @staticmethod
+    def bytes_of(path: Path) -> bytes:
+        """Return what `from_text` takes of a `run.toml`. Raises ConfigError that names the file."""
         try:
-            data = path.read_bytes()
+            return path.read_bytes()
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); `edit-coordinator init` writes one") from error
-        return cls.from_text(data, path, settings)
 
     @classmethod
     def from_text(cls, data: bytes, name: object, settings: Sequence[str] = ()) -> RunConfig:

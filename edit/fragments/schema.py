@@ -116,21 +116,24 @@ class Schema:
         except (ValueError, TypeError) as error:
             raise RemoteProtocolError(f"schema: not what to_json writes ({error})") from error
 
-    def first_difference(self, other: Schema) -> str | None:
-        """Name the first tensor in which a peer's schema differs from this one, in one line; None when they are equal."""
+    def first_difference(self, other: Schema, peer: str = "the peer") -> str | None:
+        """Name the first tensor in which a peer's schema differs from this one, in one line; None when they are equal.
+
+        peer: whose `other` is, in words.
+        """
         mine = [(f"{f.name} (buffers)" if f.buffers else f.name, t) for f in self.fragments for t in f.tensors]
         theirs = [(f"{f.name} (buffers)" if f.buffers else f.name, t) for f in other.fragments for t in f.tensors]
         for (my_fragment, a), (their_fragment, b) in zip(mine, theirs, strict=False):
             if a.name != b.name:
-                return f"tensor {a.name} of the run stands where the peer has {b.name}"
+                return f"tensor {a.name} of the run stands where {peer} has {b.name}"
             if a.shape != b.shape:
-                return f"tensor {a.name} has shape {list(a.shape)} in the run and {list(b.shape)} at the peer"
+                return f"tensor {a.name} has shape {list(a.shape)} in the run and {list(b.shape)} at {peer}"
             if my_fragment != their_fragment:
-                return f"tensor {a.name} is in fragment {my_fragment} of the run and in {their_fragment} at the peer"
+                return f"tensor {a.name} is in fragment {my_fragment} of the run and in {their_fragment} at {peer}"
         if len(mine) > len(theirs):
-            return f"tensor {mine[len(theirs)][1].name} of the run is missing at the peer"
+            return f"tensor {mine[len(theirs)][1].name} of the run is missing at {peer}"
         if len(theirs) > len(mine):
-            return f"tensor {theirs[len(mine)][1].name} of the peer is not in the run"
+            return f"tensor {theirs[len(mine)][1].name} of {peer} is not in the run"
         return None
 
 

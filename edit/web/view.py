@@ -61,7 +61,7 @@ VERDICTS = {
     "harmful": "its last contributions did not lower the loss that scorers measure",
     "copied": "a copy of another one, or of the last update",
     "anomalous": "rejected: norm far above the usual",
-    "rejected": "rejected by a policy of the run",
+    "rejected": "left out by the run's policy, or because nothing was merged",
     "nonfinite": "rejected: NaN or infinite",
     "absent": "absent",
     "aborted": "the round was aborted",

@@ -52,15 +52,23 @@ class AggregatorShare:
         )
 
 
-def join_all(exchanges: Sequence[ShareExchange], collectives: Sequence[Collective], checkpoints: Sequence[Checkpoint]) -> None:
-    """Enter the run at every aggregator, then begin from its parameters or, with checkpoints, go on from them."""
+def join_all(
+    exchanges: Sequence[ShareExchange],
+    collectives: Sequence[Collective],
+    checkpoints: Sequence[Checkpoint],
+    reached: int = 0,
+) -> None:
+    """Enter the run at every aggregator, then begin from its parameters or, with checkpoints, go on from them.
+
+    reached: the largest outer step that an aggregator has said.
+    """
     replicas = [each.replica for each in exchanges]
     snapshots: list[Snapshot] = []
     by_updates: list[bool] = []
     for number, (each, collective) in enumerate(zip(exchanges, collectives, strict=True)):
         replica, known = each.replica, KnownParameters(each, checkpoints[number] if checkpoints else None)
         shards = replica.layout.held if replica.layout.ranks.size > 1 else None
-        snapshot = collective.join(replica.schema, _founding(replicas, snapshots), shards, known.lacks)
+        snapshot = collective.join(replica.schema, _founding(replicas, snapshots, reached), shards, known.lacks)
         snapshots.append(known.complete(snapshot))
         by_updates.append(known.by_updates)
     for number, (each, snapshot) in enumerate(zip(exchanges, snapshots, strict=True)):
@@ -104,8 +112,10 @@ def refuse_small_shares(replicas: Sequence[Replica], groups: int) -> None:
             )
 
 
-def _founding(replicas: Sequence[Replica], snapshots: Sequence[Snapshot]) -> Callable[[], Sequence[Tensor]]:
-    """Return what gives the initial fragments of the next share. snapshots: of the shares joined before it, not loaded yet.
+def _founding(replicas: Sequence[Replica], snapshots: Sequence[Snapshot], reached: int) -> Callable[[], Sequence[Tensor]]:
+    """Return what gives the initial fragments of the next share.
+
+    snapshots: of the shares joined before it, not loaded yet. reached: the largest outer step that any aggregator has said.
 
     Each aggregator chooses its founder, so two peers may found shares of one run: only if they have the same model, to the bit.
     It raises ConfigError where this one's is another, RefusedError where the run is past its founding.
@@ -113,12 +123,12 @@ def _founding(replicas: Sequence[Replica], snapshots: Sequence[Snapshot]) -> Cal
     number = len(snapshots)
 
     def found() -> Sequence[Tensor]:
+        if (latest := max([reached, *(snapshot.outer_step for snapshot in snapshots)])) > 0:
+            raise RefusedError(
+                f"aggregator {number} has no parameters, but others of the run are at outer step {latest}: its state folder is "
+                "a new one; restore the old one"
+            )
         for replica, snapshot in zip(replicas, snapshots, strict=False):
-            if snapshot.outer_step > 0:
-                raise RefusedError(
-                    f"aggregator {number} has no parameters, but others of the run are at outer step {snapshot.outer_step}: "
-                    "its state folder is a new one; restore the old one"
-                )
             same = all(torch.equal(replica.local_fragment(i), theta) for i, theta in enumerate(snapshot.fragments))
             if not replica.layout.ranks.all([same])[0]:
                 raise ConfigError(

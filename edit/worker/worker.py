@@ -111,7 +111,9 @@ class EditWorker:
         self._optimizers = innermost_optimizers(optimizer)
         self._device = _device_name(self._model)
         self._collectives = shares_of(collective)
-        self._clip = collective.clip if isinstance(collective, CompositeCollective) else 0.0
+        self._clip, self._reached = 0.0, 0
+        if isinstance(collective, CompositeCollective):
+            self._clip, self._reached = collective.clip, collective.reached
         self._config = config
         self._leaves_outer = leave == "outer"
         together = is_sharded(self._model) or is_replicated(model)
@@ -147,7 +149,7 @@ class EditWorker:
                 for replica, collective in zip(replicas, self._collectives, strict=True)
             )
             checkpoints, self._checkpoints = self._checkpoints, ()
-            join_all(self._exchanges, self._collectives, checkpoints)
+            join_all(self._exchanges, self._collectives, checkpoints, self._reached)
         tensors = (tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment)
         self._exchanged = frozenset(map(id, tensors))
         forward = self._config.sync.mode == "forward"

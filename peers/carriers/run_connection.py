@@ -81,6 +81,11 @@ class RunConnection(Protocol):
         ...
 
     @property
+    def reached(self) -> int:
+        """See `edit.collective.CompositeCollective`."""
+        ...
+
+    @property
     def connected(self) -> bool:
         """Whether every aggregator is heard at present."""
         ...

@@ -43,25 +43,29 @@ def invitation_text(argument: str, stdin: TextIO) -> str:
     """Return the invitation that an argument of the command line means.
 
     `-` is a line of `stdin`, the path of a file the invitation among its lines, and anything else the invitation itself. Raises
-    ConfigError when the file cannot be read, and for a short word that is neither a file nor the beginning of an invitation.
+    ConfigError when the file cannot be read or is empty, and for a short word that is neither a file nor the beginning of an
+    invitation.
     """
     if argument == "-":
-        return stdin.readline(MAX_TEXT_CHARS + 1)
-    if not argument.strip():
-        raise ConfigError(
-            f"the invitation is empty; one begins with edit{VERSION}. and is printed by `edit-coordinator invite`"
-        )
-    path = Path(argument)
+        return _not_empty(stdin.readline(MAX_TEXT_CHARS + 1), "standard input: ")
+    path = Path(_not_empty(argument, ""))
     try:
         if len(argument) <= _MAX_PATH_CHARS and path.is_file():
             with path.open(encoding="utf-8") as file:
-                text = file.read(MAX_TEXT_CHARS + 1)
+                text = _not_empty(file.read(MAX_TEXT_CHARS + 1), f"{argument}: ")
                 return next((line for line in text.splitlines() if line.startswith(f"edit{VERSION}.")), text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{argument}: cannot be read ({error})") from error
     if len(argument) <= _MAX_PATH_CHARS and not argument.lstrip().startswith("edit"):
         raise ConfigError(f"{argument}: there is no such file, and it is not an invitation (one begins with edit{VERSION}.)")
     return argument
+
+
+def _not_empty(text: str, where: str) -> str:
+    if not text.strip():
+        words = f"the invitation is empty; one begins with edit{VERSION}. and is printed by `edit-coordinator invite`"
+        raise ConfigError(f"{where}{words}")
+    return text
 
 
 def join(

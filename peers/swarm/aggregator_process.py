@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from edit.command_line import CALLED_AS
+from edit.command_line import CALLED_AS, EVICTED
 from edit.errors import ConfigError, EditError, EvictedError, RefusedError, TransportError
 from editpb.invitation import local_address
 from editpb.run_status import RunStatus
@@ -41,7 +41,7 @@ def ask(*arguments: object, told: str = "") -> list[str]:
     last = (done.stderr.splitlines() or [f"it ended with {done.returncode}"])[-1]
     if done.returncode not in ERRORS:
         print(done.stderr, file=sys.stderr, end="")  # noqa: T201
-    raise ERRORS.get(done.returncode, EditError)(last.removeprefix("aggregator.swarm: "))
+    raise ERRORS.get(done.returncode, EditError)(last.removeprefix("aggregator.swarm: ").removeprefix(EVICTED))
 
 
 def configured(folder: Path) -> RunStatus:

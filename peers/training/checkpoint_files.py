@@ -207,11 +207,17 @@ class Checkpoints:
 
     def _check_owner(self, path: Path, theirs: Mapping[str, str]) -> None:
         for key, mine in asdict(self._owner).items():
-            if theirs.get(key) != mine:
+            if theirs.get(key) == mine:
+                continue
+            if key == "schema_hash":  # the run's, since a checkpoint is only of a run that was joined
                 raise ConfigError(
-                    f"{path}: belongs to another {_WORDS[key]} ({theirs.get(key)}, not {mine}); "
-                    "give another folder with --checkpoints, or --fresh to move it aside"
+                    f"another model: this peer has joined the run with other tensors, as {path} says; set [model] of run.toml, "
+                    "the plug-in or the code back. --fresh does not help: the run has those tensors, too"
                 )
+            raise ConfigError(
+                f"{path}: belongs to another {_WORDS[key]} ({theirs.get(key)}, not {mine}); "
+                "give another folder with --checkpoints, or --fresh to move it aside"
+            )
 
     # ---- on the saving thread --------------------------------------------------------------------------------------------
 
@@ -315,7 +321,7 @@ def _table(plans: list[list[_Plan]], shares: Mapping[str, Mapping[Box, int]]) ->
     return table
 
 
-_WORDS = {"run_id": "run", "peer_id": "peer", "schema_hash": "model"}
+_WORDS = {"run_id": "run", "peer_id": "peer"}
 
 
 def _refuse_foreign(path: Path) -> None:

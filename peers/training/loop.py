@@ -100,7 +100,7 @@ class Training:
         batches = self._batches()
         trainer = self._trainer(batches, founded=run_step > 0)
         settings = dataclasses.replace(WorkerConfig.of(config), only_steps_write=True)
-        collective = CompositeCollective(self._traced(), self._options.policy.protect.clip)
+        collective = CompositeCollective(self._traced(), self._options.policy.protect.clip, self._connection.reached)
         worker = EditWorker(trainer.model, trainer.optimizers, collective, settings, place.ranks, time.monotonic, leave="local")
         faults = FaultInjector(trainer.model, worker, config.sync.interval_at, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook

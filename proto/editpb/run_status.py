@@ -36,17 +36,21 @@ KEPT_ROUNDS, KEPT_EVENTS = 200, 500  # that a status shows
 SHARES = ("computing", "exchanging", "waiting")  # of a peer's time, in a `MemberStatus` and as kinds of curves
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # what from_json may raise
 _KEPT_POINTS = 1024  # of a curve, whatever an aggregator says
-WORST = (  # verdicts, the worst one first
+WORST = (  # verdicts, the worst one first; REJECTED often follows from that on another fragment
     Verdict.NONFINITE,
-    Verdict.REJECTED,
     Verdict.ANOMALOUS,
     Verdict.HARMFUL,
     Verdict.COPIED,
     Verdict.OUTLIER,
     Verdict.UNPAIRED,
     Verdict.IDLE,
+    Verdict.REJECTED,
     Verdict.OK,
 )
+
+
+_SOUND = (Verdict.OK, Verdict.REJECTED)
+_NAMED = 4  # of the peers because of which others are left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,8 @@ class RoundReport:
                 found.setdefault(verdict.peer_id, []).append(verdict)
         usual = sorted(norm for each in found.values() if _worst(each) is Verdict.OK and math.isfinite(norm := _norm(each)))
         median = usual[len(usual) // 2] if usual else 0.0
-        cells = {peer_id: _peer_round(peer_id, verdicts, median) for peer_id, verdicts in found.items()}
+        left_out = _why_left_out({peer_id: _worst(verdicts) for peer_id, verdicts in found.items()}, self.fragments)
+        cells = {peer_id: _peer_round(peer_id, verdicts, median, left_out) for peer_id, verdicts in found.items()}
         for peer_id in self.carried:
             cells.setdefault(peer_id, PeerRound(peer_id=peer_id, verdict="carried", reason="late: counts for the next round"))
         for peer_id in self.missing:
@@ -174,7 +179,7 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStatus:
-    """One member. The numbers of its last heartbeat are 0 before it attends."""
+    """One member. The numbers of its last heartbeat are 0 before it attends; its loss is NaN."""
 
     peer_id: str  # the member's name
     role: str  # peer, region, observer, auditor, scorer, operator
@@ -183,7 +188,7 @@ class MemberStatus:
     silent_s: float = 0.0  # since the last sign of life
     outer_step: int = 0  # of the peer's outer parameters
     inner_steps: int = 0  # since the peer's process started
-    loss: float = 0.0  # training loss, moving mean; NaN before the first step
+    loss: float = math.nan  # training loss, moving mean; NaN before the first step
     tokens_per_s: float = 0.0  # of its training, moving mean
     step_s: float = 0.0  # seconds per inner step
     bytes_sent: int = 0  # data plane, since the peer's process started
@@ -566,14 +571,24 @@ def _norm(verdicts: Sequence[PeerVerdict]) -> float:
     return math.hypot(*(each.norm for each in verdicts))
 
 
-def _peer_round(peer_id: str, verdicts: Sequence[PeerVerdict], median: float) -> PeerRound:
+def _why_left_out(worst: Mapping[str, Verdict], fragments: Sequence[FragmentCommit]) -> str:
+    """Say why a contribution is REJECTED that has no fault of its own. worst: the worst verdict of each peer."""
+    if any(verdict.weight > 0 for each in fragments for verdict in each.verdicts):
+        return "refused by the run's policy"
+    faulty = [f"{peer_id} is {verdict.value}" for peer_id, verdict in sorted(worst.items()) if verdict not in _SOUND]
+    more = f" and {len(faulty) - _NAMED} more" if len(faulty) > _NAMED else ""
+    why = f"too few are sound: {', '.join(faulty[:_NAMED])}{more}" if faulty else "the aggregator's log says why"
+    return f"nothing was merged, {why}"
+
+
+def _peer_round(peer_id: str, verdicts: Sequence[PeerVerdict], median: float, left_out: str) -> PeerRound:
     worst, norm = _worst(verdicts), _norm(verdicts)
     bad = sum(each.verdict is not Verdict.OK for each in verdicts)
     where = "" if bad == len(verdicts) else f" in {bad} of {len(verdicts)} fragments"
     return PeerRound(
         peer_id=peer_id,
         verdict=worst.value,
-        reason=_why(worst, norm, median) + (where if bad else ""),
+        reason=_why(worst, norm, median, left_out) + (where if bad else ""),
         norm=norm,
         weight=sum(each.weight for each in verdicts) / len(verdicts),
         staleness=max(each.staleness for each in verdicts),
@@ -582,8 +597,8 @@ def _peer_round(peer_id: str, verdicts: Sequence[PeerVerdict], median: float) ->
     )
 
 
-def _why(verdict: Verdict, norm: float, median: float) -> str:
-    """Say what a verdict means. median: of the norms of those that were merged; 0: there are none."""
+def _why(verdict: Verdict, norm: float, median: float, left_out: str) -> str:
+    """Say what a verdict means. median: of the norms of those that were merged; 0: there are none. left_out: of REJECTED."""
     match verdict:
         case Verdict.OK:
             return "merged"
@@ -604,7 +619,7 @@ def _why(verdict: Verdict, norm: float, median: float) -> str:
         case Verdict.UNPAIRED:
             return "no swap with its partner"
         case Verdict.REJECTED:
-            return "refused by the run's policy"
+            return left_out
 
 
 def _plain(record: Any) -> dict[str, object]:

@@ -6,6 +6,7 @@ the points of curves are bounded here, so views compute with them as they are; o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from edit.records import FragmentCommit, PeerVerdict, Verdict
@@ -168,7 +169,7 @@ def _member_from_pb(row: cpb.MemberStatus) -> MemberStatus:
         silent_s=row.silent_s,
         outer_step=heartbeat.outer_step,
         inner_steps=heartbeat.inner_steps,
-        loss=heartbeat.loss,
+        loss=heartbeat.loss if heartbeat.inner_steps else math.nan,  # earlier software says 0 of a member that never attended
         tokens_per_s=heartbeat.tokens_per_s,
         step_s=heartbeat.step_s,
         bytes_sent=heartbeat.bytes_sent,

@@ -221,8 +221,13 @@ def _members(parts: Sequence[RunStatus], members: Collection[str] | None) -> tup
 
 
 def _member(rows: Sequence[MemberStatus]) -> MemberStatus:
-    """Return one member's row. Where it is connected to some parts only, its state is that of these."""
-    last = min(rows, key=lambda row: (_LIVE.index(row.state) if row.state in _LIVE else len(_LIVE), row.silent_s))
+    """Return one member's row. Where it is connected to some parts only, its state is that of these; what an aggregator says
+    that has not seen it counts last."""
+
+    def place(row: MemberStatus) -> tuple[int, bool, float]:
+        return _LIVE.index(row.state) if row.state in _LIVE else len(_LIVE), row.state == "invited", row.silent_s
+
+    last = min(rows, key=place)
     here = [row for row in rows if row.state in _LIVE] or list(rows)
     worst = min(rows, key=lambda row: _VERDICTS.index(row.verdict) if row.verdict in _VERDICTS else len(_VERDICTS))
     phases = {row.phase for row in here}

@@ -32,7 +32,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.outer_state import OuterState
 from edit.replica.ranks import ALONE
 from editpb.identity import Identity, from_certificate
-from peers.carriers.hub.all_aggregators import agreed_configuration
+from peers.carriers.hub.all_aggregators import agreed_configuration, connect_hub
 from peers.carriers.hub.channels import Channels
 from peers.carriers.io_thread import IoThread
 from tests.support.fake_coordinator import RUN_ID, FakeCoordinator
@@ -177,7 +177,13 @@ def test_a_peer_enters_only_when_all_aggregators_have_the_coordinators_settings(
         second.config = config
         with faked(config) as first:
             channels = Channels((f"127.0.0.1:{first.port}",))
-            assert agreed_configuration(io, channels, me, ALONE) == (dataclasses.replace(config, server=RunConfig().server), 0)
+            assert agreed_configuration(io, channels, me, ALONE) == (
+                dataclasses.replace(config, server=RunConfig().server),
+                [0, 0],
+            )
+            second.show(outer_step=3)
+            with connect_hub(io, channels, me, ALONE) as (connection, _, run_step):
+                assert (connection.reached, run_step) == (3, 0)
             second.config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, every=16))
             with pytest.raises(
                 ConfigError, match=rf"aggregator 1 \({address}\) has other .*: sync.every is 16, not 8; give it"

@@ -61,4 +61,4 @@ def test_a_column_that_says_nothing_of_anybody_takes_no_room() -> None:
     with console.capture() as capture:
         print_members(console, [MemberStatus(peer_id="a", role="peer", state="invited", reason="")])
     header = capture.get().splitlines()[0].split()
-    assert header == ["member", "role", "state", "outer", "steps", "loss", "in", "out", "absent"]
+    assert header == ["member", "role", "state", "outer", "steps", "in", "out", "absent"]

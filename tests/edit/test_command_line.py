@@ -141,7 +141,8 @@ def test_an_integration_whose_package_is_missing_says_in_one_line_what_to_instal
 
 @pytest.mark.parametrize(("error", "code"), [("RefusedError", 3), ("EvictedError", 4), ("TransportError", 69)])
 def test_what_an_error_quotes_cannot_move_the_cursor(error: str, code: int):
-    assert stderr_of(ended_by(f"errors.{error}"), code) == [f"program: {SHOWN}", ""]
+    said = f"evicted from the run: {SHOWN}" if code == 4 else SHOWN
+    assert stderr_of(ended_by(f"errors.{error}"), code) == [f"program: {said}", ""]
 
 
 def test_a_bug_prints_its_traceback_and_nothing_else_that_a_terminal_obeys():

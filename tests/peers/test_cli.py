@@ -196,7 +196,8 @@ def test_refusal_eviction_and_no_answer_have_their_exit_codes(
 
     monkeypatch.setattr("peers.daemon.run_peer", refuse)
     assert run(monkeypatch, "run", "--data", str(tmp_path)) == code
-    assert str(error) in one_line(capsys)
+    line = one_line(capsys)
+    assert str(error) in line and line.startswith("edit-peer: evicted from the run: ") == (code == 4)
 
 
 def test_a_bug_is_a_traceback_and_exit_code_70(

@@ -114,7 +114,7 @@ def test_pause_and_evict_reach_both_and_a_peer_waits_for_both_to_be_there(tmp_pa
         assert [status["phase"], *(one["phase"] for one in status["aggregators"])] == ["paused", "paused"]
         assert isinstance(site.fails("evict", "nobody"), RefusedError)
         call(aggregator.cli.app, "evict", "b", "--state", site.state, "--reason", "key lost")
-        assert b.finish() == 4 and b.lines[-1] == "edit-peer: key lost\n"
+        assert b.finish() == 4 and b.lines[-1] == "edit-peer: evicted from the run: key lost\n"
         status = site.status()
         for members in (status["members"], status["aggregators"][0]["members"]):
             assert {one["peer_id"]: one["state"] for one in members}["b"] == "evicted"

@@ -92,7 +92,10 @@ STATUS = RunStatus(
     expected=("a", "b"),
     arrived=("a",),
     deadline_in_s=12.5,
-    members=(MEMBER, MemberStatus(peer_id="b", role="peer", state="invited", reason="never attended")),
+    members=(
+        MEMBER,
+        MemberStatus(peer_id="b", role="peer", state="invited", reason="has not attended since the coordinator started"),
+    ),
     rounds=(ROUND,),
     t=1.75e9,
     eta_s=90.0,
@@ -119,6 +122,13 @@ def test_no_deadline_survives_the_wire() -> None:
     status = dataclasses.replace(STATUS, deadline_in_s=None, eta_s=None, epsilon=None)
     assert status_from_pb(status_to_pb(status)) == status == RunStatus.from_json(status.as_json())
     assert status.as_json()["deadline_in_s"] == status.as_json()["eta_s"] == -1.0
+
+
+def test_a_member_that_never_attended_has_no_loss_whatever_earlier_software_says() -> None:
+    message = cpb.StatusReply.FromString(status_to_pb(STATUS).SerializeToString())
+    message.members[1].heartbeat.loss = 0.0
+    assert math.isnan(status_from_pb(message).members[1].loss)
+    assert json.loads(json_text(STATUS.members[1].as_json()))["loss"] is None
 
 
 def test_no_field_is_left_out_anywhere() -> None:
@@ -160,6 +170,33 @@ def test_a_round_says_what_became_of_each_peer_and_how_much_they_agree() -> None
     assert dataclasses.replace(report, fragments=()).cosine is None
     larger = dataclasses.replace(first, merged_norm=5.0)  # no mean of these is so long: another merger made it
     assert dataclasses.replace(report, fragments=(larger,)).cosine is None
+
+
+def judged(fragment_id: int, verdicts: dict[str, Verdict], weight: float = 0.0) -> FragmentCommit:
+    """One fragment of a round; weight: of each that is OK."""
+    each = tuple(
+        PeerVerdict(peer_id=peer_id, verdict=verdict, norm=1.0, weight=weight if verdict is Verdict.OK else 0.0)
+        for peer_id, verdict in verdicts.items()
+    )
+    return FragmentCommit(fragment_id=fragment_id, payload=None, verdicts=each, merged_norm=1.0, clip=1.0)
+
+
+def reasons(*fragments: FragmentCommit) -> dict[str, tuple[str, str]]:
+    return {one.peer_id: (one.verdict, one.reason) for one in dataclasses.replace(ROUND, fragments=fragments, missing=()).peers}
+
+
+def test_who_is_left_out_of_a_round_in_which_nothing_is_merged_reads_because_of_whom() -> None:
+    """The sum of masked contributions is not opened where too few of them are sound; one that is not counts in no fragment."""
+    odd, left = Verdict.ANOMALOUS, Verdict.REJECTED
+    told = reasons(judged(0, {"a": left, "basel": odd, "c": left}), judged(1, {"a": left, "basel": left, "c": left}))
+    assert told["a"] == told["c"] == ("rejected", "nothing was merged, too few are sound: basel is anomalous")
+    assert told["basel"] == ("anomalous", "norm far above the usual")
+    many = reasons(judged(0, {**dict.fromkeys("abcdef", Verdict.NONFINITE), "g": left}))
+    named = ", ".join(f"{peer_id} is nonfinite" for peer_id in "abcd")
+    assert many["g"] == ("rejected", f"nothing was merged, too few are sound: {named} and 2 more")
+    assert reasons(judged(0, {"a": left, "c": left}))["a"][1] == "nothing was merged, the aggregator's log says why"
+    some = reasons(judged(0, {"a": Verdict.OK, "c": left}, 1.0), judged(1, {"a": Verdict.OK, "c": Verdict.OK}, 0.5))
+    assert some["c"] == ("rejected", "refused by the run's policy in 1 of 2 fragments")
 
 
 def test_losses_of_others_are_shown_to_the_operator_or_where_the_run_shares_them() -> None:
@@ -262,8 +299,9 @@ def test_what_a_run_that_diverges_says_is_shown() -> None:
 
 
 def test_json_of_several_aggregators() -> None:
-    further = dataclasses.replace(STATUS, aggregator=1)
-    shown = dataclasses.replace(STATUS, aggregators=(further,)).as_json()
+    status = dataclasses.replace(STATUS, members=(MEMBER,))
+    further = dataclasses.replace(status, aggregator=1)
+    shown = dataclasses.replace(status, aggregators=(further,)).as_json()
     assert shown["aggregators"] == [further.as_json()]
     assert next(iter(further.as_json())) == "aggregator" and "aggregators" not in further.as_json()
     assert json.loads(json.dumps(shown)) == shown

@@ -142,6 +142,14 @@ def test_a_member_that_one_owner_has_lost_is_still_here() -> None:
     assert told is not None and told.members[0].state == "lost"
 
 
+def test_an_owner_that_never_saw_a_member_does_not_hide_what_became_of_it() -> None:
+    left = member(state="left", reason="the run has finished", silent_s=9.0, loss=2.0)
+    unseen = MemberStatus(peer_id="ada", role="peer", state="invited", reason="has not attended since the aggregator started")
+    for rows in ((left, unseen), (unseen, left)):
+        told = whole_run([a_part(members=(row,)) for row in rows])
+        assert told is not None and (told.members[0].state, told.members[0].loss) == ("left", 2.0)
+
+
 def test_an_owner_invents_no_members() -> None:
     strangers = tuple(member(peer_id=f"stranger-{i}") for i in range(50))
     loss = Curve(kind="loss", peer_id="stranger-1", x=(1.0,), t=(1.0,), y=(1.0,))

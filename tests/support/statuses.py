@@ -192,7 +192,15 @@ def _members(outer_step: int, draw: random.Random) -> tuple[MemberStatus, ...]:
                 verdict_reason="its contribution did not come in time" if away else "merged",
             )
         )
-    rows.append(MemberStatus(peer_id="ada", role="observer", state="invited", reason="never attended", expires=T + 20 * 86_400))
+    rows.append(
+        MemberStatus(
+            peer_id="ada",
+            role="observer",
+            state="invited",
+            reason="has not attended since the coordinator started",
+            expires=T + 20 * 86_400,
+        )
+    )
     return tuple(rows)
 
 

@@ -56,36 +56,37 @@ def connect_hub(
     """
     with _serving(io, server):
         parser = ConfigParser(site.check, site.configuration)
-        config, run_step = agreed_configuration(io, channels, identity, ranks, parser)
+        config, steps = agreed_configuration(io, channels, identity, ranks, parser)
         if server is not None and config.aggregators.addresses:
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
         each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
-        hub = AllAggregators(io, each, identity, ranks, parser, server, site)
+        hub = AllAggregators(io, each, identity, ranks, parser, server, site, reached=max(steps))
         with leaving(hub, ended, failed) as connection:
-            yield connection, config, run_step
+            yield connection, config, min(steps)
 
 
 def agreed_configuration(
     io: IoThread, channels: Channels, identity: Identity, ranks: Ranks, parser: ConfigParser | None = None
-) -> tuple[RunConfig, int]:
+) -> tuple[RunConfig, Sequence[int]]:
     """Return the run's configuration, once the coordinator and every further aggregator have said the same.
 
-    Returns it with the least of their outer steps: none of them is behind it from now on. Waits for ever: a peer that entered
-    while an aggregator is away would keep the others waiting for it. All ranks of a replica call it together. Raises
-    ConfigError, RefusedError, EvictedError, Interrupted.
+    Returns it with their outer steps, in their order. Waits for ever: a peer that entered while an aggregator is away would
+    keep the others waiting for it. All ranks of a replica call it together. Raises ConfigError, RefusedError, EvictedError,
+    Interrupted.
     """
     parser = parser or ConfigParser()
     config, outer_step = read_configuration(io, channels, identity, ranks, parser)
+    steps = [outer_step]
     for number, address in enumerate(config.aggregators.addresses, start=1):
-        theirs, reached = read_configuration(io, channels.to((address,)), identity, ranks, parser)
-        outer_step = min(outer_step, reached)
+        theirs, outer_step = read_configuration(io, channels.to((address,)), identity, ranks, parser)
+        steps.append(outer_step)
         if theirs is not config and (difference := _first_difference(config, theirs)) is not None:
             raise ConfigError(
                 f"aggregator {number} ({address}) has other settings than the coordinator: {difference}; give it the same "
                 "run.toml with `edit-coordinator new-aggregator`, and start it again"
             )
-    return config, outer_step
+    return config, steps
 
 
 def _first_difference(config: RunConfig, other: RunConfig) -> str | None:
@@ -127,6 +128,7 @@ class AllAggregators(CompositeCollective):
         server: serves this peer's snapshots.
         site: this peer's.
         followers: of the connection to each aggregator, at rank 0; none: nobody follows.
+        reached: see `CompositeCollective`.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class AllAggregators(CompositeCollective):
         server: SnapshotServer | None = None,
         site: Site = NOWHERE,
         followers: Sequence[Follower] = (),
+        reached: int = 0,
     ) -> None:
         self._io = io
         self._server = server
@@ -149,7 +152,7 @@ class AllAggregators(CompositeCollective):
             HubCollective(io, each, identity, ranks=ranks, siblings=siblings, site=site, follower=follower, aggregator=number)
             for number, (each, follower) in enumerate(zip(channels, following, strict=True))
         )
-        super().__init__(self._connections, site.clip)
+        super().__init__(self._connections, site.clip, reached)
 
     @property
     def shares(self) -> tuple[HubCollective, ...]:

@@ -25,7 +25,7 @@ from edit.errors import (
 from editpb.limits import one_line
 from editpb.transport.early_status import keep_early_statuses
 
-__all__ = ["ERRORS", "from_rpc", "from_status", "handshake_refusal", "to_status"]
+__all__ = ["ERRORS", "from_rpc", "from_status", "handshake_refusal", "swarm_refusal", "to_status"]
 
 MAX_DETAILS_CHARS = 1024  # HTTP/2 trailers are bounded to a few KiB
 _EVICTED = "evicted: "  # tells an eviction from another refusal under the same code
@@ -125,3 +125,11 @@ def from_rpc(error: grpc.RpcError) -> EditError:
 def handshake_refusal(details: str) -> str | None:
     """Return in one line which certificate was refused; None when the `details` of a failed call are about something else."""
     return next((meaning for word, meaning in HANDSHAKE_WORDS.items() if word in details), None)
+
+
+def swarm_refusal(details: str) -> str | None:
+    """As `handshake_refusal`, at a host of a swarm: its members may have got a new authority meanwhile."""
+    meaning = handshake_refusal(details)
+    if meaning != HANDSHAKE_WORDS["CERTIFICATE_VERIFY_FAILED"]:
+        return meaning
+    return f"{meaning}; after `new-authority` an observer, or a member that was away, needs another invitation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,9 +41,10 @@ def test_the_status_of_a_run_from_its_founding_to_its_end(tmp_path: Path) -> Non
             assert (before.phase, before.outer_step, before.parameters, before.digest) == ("founding", 0, 0, "")
             assert (before.expected, before.deadline_in_s, before.rounds, before.round_id) == ((), None, (), 0)
             assert [(one.peer_id, one.state, one.reason) for one in before.members] == [
-                ("a", "invited", "never attended"),
-                ("b", "invited", "never attended"),
+                ("a", "invited", "has not attended since the coordinator started"),
+                ("b", "invited", "has not attended since the coordinator started"),
             ]
+            assert all(math.isnan(one.loss) for one in before.members)
             view = await found_run(a)
             open_round = still(run)
             assert (open_round.phase, open_round.round_id) == ("collecting", view.round_id)

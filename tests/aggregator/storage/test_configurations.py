@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import Issuer
+from aggregator.server import Coordinator
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.configurations import Configurations, configurations_of
 from aggregator.storage.journal import Disk
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from edit.config.run import RunConfig
-from edit.errors import StaleError, StorageError
+from edit.errors import ConfigError, StaleError, StorageError
+from edit.fragments.gpt import gpt_schema
+from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from editpb.audit_log import LogVerifier
 from editpb.messages import Configuration
@@ -26,14 +30,43 @@ from tests.support.served import TOML as SERVED_TOML
 TOML = SERVED_TOML + '[audit]\nenabled = true\n[governance]\napprovers = ["ann", "bob", "cyd"]\nneeded = 2\n'
 
 
-def opened(folder: StateFolder, disk: Disk | None = None) -> AuditLog:
+def opened(folder: StateFolder, disk: Disk | None = None, schema: Schema = SCHEMA) -> AuditLog:
     """Start as the coordinator does; the log that it goes on with."""
     config = configurations_of(folder).config
     audit = AuditLog.open(folder.path, folder.run_id, config, lambda: 1.7e9, disk)
     store = Store(folder.outer, config, folder.run_id, disk, audit=audit)
     if store.recover() is None:
-        store.found(OuterState(SCHEMA, config, theta()))
+        store.found(OuterState(schema, config, theta(schema=schema)))
     return audit
+
+
+@pytest.mark.parametrize(
+    ("setting", "difference"), [("model.width=8", "[256, 4] in the run and [256, 8]"), ("model.layers=1", "")]
+)
+def test_a_model_that_is_not_the_parameters_is_refused_before_anything_is_written(
+    tmp_path: Path, setting: str, difference: str
+) -> None:
+    toml = SERVED_TOML.replace('name = "entry:mine"', 'name = "builtin:gpt"\nlayers = 2\nheads = 2\nwidth = 4')
+    folder = new_folder(tmp_path / "run", toml=toml + "[audit]\nenabled = true\n")
+    schema = gpt_schema(layers=2, width=4, vocabulary=256)
+    folder.first_round_id()
+    opened(folder, schema=schema).close()
+    before = folder.run_toml.read_bytes(), (folder.path / "audit-log.jsonl").read_bytes()
+
+    async def start() -> None:
+        folder.change([setting])
+        coordinator = Coordinator.open(folder)
+        try:
+            await coordinator.start()
+        finally:
+            await coordinator.close()
+
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(start())
+    said = str(refused.value)
+    assert setting.replace("=", " = ") in said and "the run's parameters were made with another [model]" in said
+    assert difference in said and "\n" not in said
+    assert before == (folder.run_toml.read_bytes(), (folder.path / "audit-log.jsonl").read_bytes())
 
 
 def approver(folder: StateFolder, name: str) -> Approver:

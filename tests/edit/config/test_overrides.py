@@ -99,18 +99,24 @@ def test_init_writes_the_settings_and_refuses_wrong_ones_as_run_toml_would(tmp_p
             StateFolder(tmp_path / "b")
 
 
-def test_what_serve_changes_stays_changed_and_a_wrong_setting_changes_nothing(tmp_path: Path) -> None:
+def test_what_serve_changes_is_written_once_it_serves_and_a_wrong_setting_changes_nothing(tmp_path: Path) -> None:
     folder = StateFolder.create(tmp_path / "a", RUN_TOML)
-    folder.change(["rounds.quorum=1", "rounds.floor_s=7"])
-    assert folder.config().rounds.floor_s == 7
     before = folder.run_toml.read_bytes()
+    folder.change(["rounds.quorum=1", "rounds.floor_s=7"])
+    assert folder.config().rounds.floor_s == 7 and folder.run_toml.read_bytes() == before
+    folder.keep_settings()
+    after = folder.run_toml.read_bytes()
+    assert after != before and StateFolder(tmp_path / "a").config().rounds.floor_s == 7
     with pytest.raises(ConfigError, match=r"run\.toml: rounds\.floor_s"):
         folder.change(["rounds.spread=1", "rounds.floor_s=-1"])
-    assert folder.run_toml.read_bytes() == before
+    folder.keep_settings()
+    assert folder.run_toml.read_bytes() == after
 
 
 def test_settings_of_a_served_folder_are_not_changed(tmp_path: Path) -> None:
     folder = StateFolder.create(tmp_path / "a", RUN_TOML)
     folder.lock()
-    with pytest.raises(ConfigError, match="another coordinator is serving this folder"):
-        StateFolder(tmp_path / "a").change(["sync.every=60"])
+    before = folder.run_toml.read_bytes()
+    refused = CliRunner().invoke(app, ["serve", "--state", f"{tmp_path}/a", "--set", "sync.every=60"])
+    assert "another coordinator is serving this folder" in str(refused.exception)
+    assert folder.run_toml.read_bytes() == before

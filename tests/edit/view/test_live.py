@@ -14,7 +14,7 @@ from rich.console import Console
 from edit.errors import RefusedError, TransportError
 from edit.records import FragmentCommit, PeerVerdict, Verdict
 from edit.view.live import show
-from edit.view.screen import Frame, render
+from edit.view.screen import Frame, progress_line, render
 from edit.view.state import RunState
 from editpb.run_status import Curve, Event, MemberStatus, RoundReport, RunStatus, Setting
 
@@ -116,6 +116,15 @@ def test_the_screen_of_a_run_says_what_its_status_says() -> None:
     assert any("event 3" in line for line in lines)
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "it does not answer" in text_of(RunState.of(status()), problem="it does not answer")
+
+
+def test_a_member_that_never_attended_counts_in_no_mean_and_has_no_loss_on_the_screen() -> None:
+    invited = tuple(MemberStatus(peer_id=name, role="peer", state="invited", reason="") for name in ("c", "d"))
+    state = RunState.of(replace(status(), members=(MEMBER, LOST, *invited)))
+    frame = Frame(run_id="run-1a2b", started=1000.0, now=1083.0)
+    assert " · loss 2.500 · " in progress_line(state, frame)
+    (row,) = (" ".join(line.split()) for line in text_of(state).splitlines() if line.split()[:2] == ["c", "invited"])
+    assert row == "c invited 0 0 0 B 0 B 0/0"
 
 
 def test_the_held_out_loss_that_peers_report_is_a_line_of_the_screen() -> None:

@@ -88,6 +88,11 @@ class Gate:
         self._inner.report(progress)
 
 
+def reached(runs: Sequence[LocalRun]) -> int:
+    """The largest outer step that an aggregator says."""
+    return max((run.state.outer_step for run in runs if run._state is not None), default=0)
+
+
 class Peer:
     """One peer of runs that have a part of the model each."""
 
@@ -99,7 +104,8 @@ class Peer:
         for gate in self.gates:
             gate.steps = lambda: self.taken
         self.taken = 0
-        self.worker = EditWorker(self.model, self.optimizer, CompositeCollective(self.gates), WorkerConfig.of(run_config))
+        joined = CompositeCollective(self.gates, reached=reached(runs))
+        self.worker = EditWorker(self.model, self.optimizer, joined, WorkerConfig.of(run_config))
         if saved is not None:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -276,7 +282,7 @@ class TestFounding:
     def enter(self, runs: Sequence[LocalRun], name: str, seed: int) -> EditWorker:
         model = TinyTransformer(seed=seed)
         optimizer = torch.optim.AdamW(model.parameters())
-        collectives = CompositeCollective([run.collective(name) for run in runs])
+        collectives = CompositeCollective([run.collective(name) for run in runs], reached=reached(runs))
         return EditWorker(model, optimizer, collectives, WorkerConfig.of(run_of())).__enter__()
 
     def half_founded(self) -> list[LocalRun]:
@@ -316,13 +322,20 @@ class TestFounding:
         ):
             self.enter(runs, "b", seed=1)
 
-    def test_an_aggregator_that_has_lost_its_state_is_not_founded_anew(self) -> None:
-        runs, peers = joined_peers(run_of(), 2)
+    @pytest.mark.parametrize("lost", [0, 1, 2])
+    def test_an_aggregator_that_has_lost_its_state_is_not_founded_anew(self, lost: int) -> None:
+        runs, peers = joined_peers(run_of(), 3)
         for _ in range(4):
             for peer in peers:
                 peer.step()
-        with pytest.raises(RefusedError, match="aggregator 1 has no parameters, but others of the run are at outer step 1"):
-            self.enter([runs[0], LocalRun(run_of(), NAMES)], "a", seed=3)
+        saved = peers[0].save()
+        runs[lost] = LocalRun(run_of(), NAMES)
+        said = f"aggregator {lost} has no parameters, but others of the run are at outer step 1"
+        with pytest.raises(RefusedError, match=said):
+            self.enter(runs, "a", seed=3)
+        with pytest.raises(RefusedError, match=said):
+            Peer(runs, "a", run_of(), saved)
+        assert runs[lost]._state is None
         for peer in peers:
             peer.die()
 

@@ -181,6 +181,11 @@ def test_an_invitation_need_not_stand_on_the_command_line(run: Run, tmp_path: Pa
         invitation_text("invitation.txt", io.StringIO())
     with pytest.raises(ConfigError, match=r"^the invitation is empty"):
         invitation_text("", io.StringIO())
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match=r"/empty: the invitation is empty; one begins with edit1\."):
+        invitation_text(str(tmp_path / "empty"), io.StringIO())
+    with pytest.raises(ConfigError, match=r"^standard input: the invitation is empty"):
+        invitation_text("-", io.StringIO())
     endless = io.StringIO("x" * 1_000_000)
     assert len(invitation_text("-", endless)) < 20_000 and endless.tell() < 20_000
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from edit.errors import EditError, TransportError
+from edit.errors import EditError, EvictedError, TransportError
 from peers.swarm import aggregator_process
-from peers.swarm.aggregator_process import MOST_RESTARTS, HostProcess
+from peers.swarm.aggregator_process import MOST_RESTARTS, HostProcess, ask
 from tests.support.loops import WAIT_S
 
 KILLED = "import os, signal; open({starts!r}, 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)"
@@ -44,6 +44,14 @@ def test_a_host_that_fails_too_often_or_gives_up_ends_its_peer(
     finally:
         host.close()
     assert log.read_text() == "x" * starts, "it is not started again"
+
+
+def test_an_eviction_that_a_command_was_told_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "from edit import command_line, errors\ndef told(): raise errors.EvictedError('key lost')\n"
+    line = [sys.executable, "-c", program + "command_line.run_command('aggregator.swarm', told)"]
+    monkeypatch.setattr(aggregator_process, "command", lambda *words: line)
+    with pytest.raises(EvictedError, match=r"^key lost$"):
+        ask("status")
 
 
 def test_a_command_that_becomes_the_aggregators_says_its_own_name(tmp_path: Path) -> None:

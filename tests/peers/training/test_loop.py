@@ -59,7 +59,7 @@ class LocalConnection:
         self.shares = (LocalShare(run, peer_id),)
         self.shown: list[tuple[Schema, Outer]] = []
         self.pauses: list[float] = []
-        self.connected, self.traffic = True, Traffic()
+        self.reached, self.connected, self.traffic = 0, True, Traffic()
         self._looks, self._stop_after = 0, stop_after
 
     @property

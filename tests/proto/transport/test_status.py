@@ -22,7 +22,7 @@ from edit.errors import (
     StorageError,
     TransportError,
 )
-from editpb.transport.status import ERRORS, from_rpc, from_status, to_status
+from editpb.transport.status import ERRORS, from_rpc, from_status, handshake_refusal, swarm_refusal, to_status
 from tests.support.loops import on_a_loop
 
 CODES = list(grpc.StatusCode)
@@ -104,6 +104,18 @@ def test_who_does_not_listen_is_told_without_the_words_of_grpc() -> None:
         assert type(error) is TransportError and str(error) == "cannot be reached (connection refused)"
     of_tls = f"{said.partition('ipv4')[0]}Ssl handshake failed: CERTIFICATE_VERIFY_FAILED"
     assert str(from_status(grpc.StatusCode.UNAVAILABLE, of_tls)) == of_tls, "others look for what it says"
+
+
+def test_at_a_swarm_a_stranger_may_be_one_that_has_another_authority_now() -> None:
+    of_tls = "Ssl handshake failed: SSL_ERROR_SSL: ...:CERTIFICATE_VERIFY_FAILED"
+    said = "its certificate is not from this run's authority (is another run served there?)"
+    assert handshake_refusal(of_tls) == said
+    assert (
+        swarm_refusal(of_tls)
+        == f"{said}; after `new-authority` an observer, or a member that was away, needs another invitation"
+    )
+    expired = "certificate has expired: CERTIFICATE_VERIFY_FAILED"
+    assert swarm_refusal(expired) == handshake_refusal(expired) and swarm_refusal("no route to host") is None
 
 
 def test_an_exception_of_grpc_is_translated() -> None:
