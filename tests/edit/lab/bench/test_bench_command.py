@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from edit.errors import ConfigError
 from edit.lab.bench import codecs, exchange, links, results
 from edit.lab.bench.codecs import CodecOptions, row_of
-from edit.lab.bench.results import append_lines, circumstances, figure_note
+from edit.lab.bench.results import append_lines, circumstances, figure_note, read_lines
 from edit.lab.bench.rivals.environments import Environments
 from edit.lab.cli import app
 from edit.view.charts import Group, Part, PartedBar, Point, bars_picture, points_picture
@@ -176,6 +178,39 @@ def test_rows_are_appended_with_their_circumstances(tmp_path: Path) -> None:
     assert (first["label"], second) == ("a try", {"seconds": 1.0})
     assert {"date", "time", "machine", "load_before", "commit"} < set(first)
     assert first["kernels"].split()[0] in ("torch", "numba")
+
+
+def test_half_a_line_is_taken_away_and_a_whole_one_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"b": "' + "x" * 200_000)
+    assert read_lines(path) == [{"a": 1}]
+    append_lines(path, [{"c": 3}])
+    assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
+    for text in ('{"a": 1}', '{"a'):
+        path.write_text(text)
+        append_lines(path, [{"c": 3}])
+        assert path.read_text() == ('{"a": 1}\n{"c": 3}\n' if text.endswith("}") else '{"c": 3}\n')
+    path.write_text('{"a": {"b": 2}\n{"c": 3}\n')
+    with pytest.raises(ConfigError, match="line 1 is no row of results"):
+        read_lines(path)
+    assert read_lines(tmp_path / "none") == []
+
+
+def test_a_full_disk_leaves_a_file_of_results_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, room = tmp_path / "rows.jsonl", os.write, [12]
+    append_lines(path, [{"a": 1}])
+
+    def little(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "no space left")
+        written = real(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match=r"cannot write .*: no space left"):
+        patched.setattr(results.os, "write", little)
+        append_lines(path, [{"b": 2}, {"c": 3}])
+    assert room == [0] and read_lines(path) == [{"a": 1}]
 
 
 def test_a_commit_is_dirty_when_something_else_than_results_was_changed(tmp_path: Path) -> None:

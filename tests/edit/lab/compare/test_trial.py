@@ -15,6 +15,8 @@ import pytest
 from rich.console import Console
 
 from edit.errors import ConfigError
+from edit.lab.bench import apart
+from edit.lab.bench.results import append_lines
 from edit.lab.compare import command
 from edit.lab.compare.command import Cell, CompareOptions, Outputs, recorded, run_comparison
 from edit.lab.compare.command import trials as trials_of
@@ -179,6 +181,9 @@ def test_finished_trials_are_not_made_again_and_half_a_line_is(tmp_path: Path, m
     with pytest.raises(ConfigError, match="1 of 2 trials failed; the first: diloco, seed 1: killed"):
         run_comparison(chosen, Outputs(results=file, as_json=True), 1, Console())
     assert made == ["data-parallel 1", "diloco 1"]
+    for one in wanted[2:]:
+        append_lines(file, [line(one, 1.0)])
+    assert set(recorded(file)) == {one.key for one in wanted}, "nothing of the half line is left"
     file.write_text('{"what": 1}\n{}\n')
     with pytest.raises(ConfigError, match="line 1 is no trial"):
         recorded(file)
@@ -188,28 +193,40 @@ def test_finished_trials_are_not_made_again_and_half_a_line_is(tmp_path: Path, m
 def test_what_ends_a_comparison_ends_its_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
+    """Also while others of them end: each is gone before the next one is killed."""
+    both, killed = threading.Barrier(2), list[object]()
+
     class Endless:
-        """A trial's process: the signal comes while it runs, to the comparison alone."""
+        """A trial's process: the signal comes while both run, to the comparison alone."""
 
         def __init__(self, *_: object, **__: object) -> None:
-            self.killed, self.returncode = threading.Event(), -9
+            self._killed, self._gone = threading.Event(), threading.Event()
 
         def communicate(self, _: str) -> tuple[str, str]:
-            os.kill(os.getpid(), number)
-            assert self.killed.wait(30.0)
+            if both.wait(30.0) == 0:
+                os.kill(os.getpid(), number)
+            assert self._killed.wait(30.0)
             return "", "killed"
 
-        def kill(self) -> None:
-            self.killed.set()
+        @property
+        def returncode(self) -> int:
+            self._gone.set()
+            return -9
 
-    monkeypatch.setattr(command.subprocess, "Popen", Endless)
+        def kill(self) -> None:
+            killed.append(self)
+            self._killed.set()
+            assert self._gone.wait(30.0)
+
+    monkeypatch.setattr(apart, "circumstances", dict)
+    monkeypatch.setattr(apart.subprocess, "Popen", Endless)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts with & ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_comparison(options("data-parallel", "diloco"), Outputs(results=tmp_path / "rows.jsonl"), 1, Console())
+            run_comparison(options("data-parallel", "diloco"), Outputs(results=tmp_path / "rows.jsonl"), 2, Console())
     finally:
         signal.signal(signal.SIGINT, before)
-    assert recorded(tmp_path / "rows.jsonl") == {}
+    assert len(killed) == 2 and recorded(tmp_path / "rows.jsonl") == {}
 
 
 def test_gaps_are_paired_by_seed_and_what_diverged_says_so() -> None:
