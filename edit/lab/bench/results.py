@@ -40,6 +40,7 @@ Row: TypeAlias = Mapping[str, Any]
 """One measurement: a line of a results file."""
 
 _PIECE = 1 << 16
+_WIDEST = 10_000
 
 
 def circumstances(label: str = "") -> dict[str, Any]:
@@ -211,5 +212,8 @@ def results_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
 
 def print_table(table: RenderableType) -> None:
     """Print to stdout; where that is no terminal, as wide as the table is."""
-    wide = None if Console().is_terminal else 200
-    Console(width=wide).print(table)
+    console = Console()
+    if not console.is_terminal:
+        wide = Console(width=_WIDEST)
+        console = Console(width=max(200, wide.measure(table).maximum))
+    console.print(table)

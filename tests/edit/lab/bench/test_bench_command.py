@@ -12,16 +12,17 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 from typer.testing import CliRunner
 
 from edit.errors import ConfigError
 from edit.lab.bench import codecs, exchange, links, results
 from edit.lab.bench.codecs import CodecOptions, row_of
-from edit.lab.bench.results import append_lines, circumstances, figure_note, read_lines
+from edit.lab.bench.results import append_lines, circumstances, figure_note, print_table, read_lines, results_table
 from edit.lab.bench.rivals.environments import Environments
 from edit.lab.cli import app
-from edit.view.charts import Group, Part, PartedBar, Point, bars_picture, points_picture
+from edit.view.charts import Group as Bars
+from edit.view.charts import Part, PartedBar, Point, bars_picture, points_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 BEGINS = {"date": "2026-11-22", "label": "", "commit": "0123abc", "machine": "a <machine>", "load_before": 0.25}
@@ -113,7 +114,7 @@ def test_the_picture_of_codecs_shows_the_limit_and_what_failed() -> None:
 @pytest.mark.parametrize("log", [False, True])
 def test_bars_begin_at_one_line_and_grow_with_their_values(log: bool) -> None:
     bars = [PartedBar(str(value), [Part(value, "s0", "")], "") for value in (0.31, 2.0, 25.0)]
-    picture = ElementTree.fromstring(bars_picture("t", [], [Group("g", bars)], "s", {"s0": "x"}, limit=(0.2, "l"), log=log))
+    picture = ElementTree.fromstring(bars_picture("t", [], [Bars("g", bars)], "s", {"s0": "x"}, limit=(0.2, "l"), log=log))
     drawn = [bar for bar in picture.iterfind(f"{SVG}rect[@class='bar s0']") if bar.get("height") == "18"]
     assert len({bar.get("x") for bar in drawn}) == 1
     widths = [float(bar.get("width", "0")) for bar in drawn]
@@ -157,7 +158,7 @@ def test_names_of_points_at_one_place_do_not_cover_each_other() -> None:
 def test_a_picture_of_nothing_is_an_svg_too() -> None:
     nothing = points_picture("nothing", [], [], "x", "y", {}, {}, linear=0.1)
     assert "nothing" in ElementTree.fromstring(nothing).itertext()
-    empty = bars_picture("nothing", [], [Group("g", [PartedBar("b", (), "failed")])], "s", {})
+    empty = bars_picture("nothing", [], [Bars("g", [PartedBar("b", (), "failed")])], "s", {})
     assert "failed" in ElementTree.fromstring(empty).itertext()
 
 
@@ -211,6 +212,13 @@ def test_a_full_disk_leaves_a_file_of_results_as_it_was(tmp_path: Path, monkeypa
         patched.setattr(results.os, "write", little)
         append_lines(path, [{"b": 2}, {"c": 3}])
     assert room == [0] and read_lines(path) == [{"a": 1}]
+
+
+def test_a_table_beside_a_terminal_is_as_wide_as_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    name, note = "muloco " + "x" * 300, "n" * 150
+    print_table(Group(results_table("", ("method", "loss"), [(name, "1.2525")], note)))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [*name.split(), "1.2525"] in lines and [note] in lines
 
 
 def test_a_commit_is_dirty_when_something_else_than_results_was_changed(tmp_path: Path) -> None:
