@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def trials(options: CompareOptions, cell: Cell) -> list[Trial]:
     return [
         Trial(
             method=method,
-            length=trial_length(method.trains, cell.length),
+            length=trial_length(method, cell.length),
             seed=seed,
             text=options.text,
             slow=options.slow,
@@ -130,9 +130,10 @@ def trials(options: CompareOptions, cell: Cell) -> list[Trial]:
     ]
 
 
-def recorded(file: Path) -> dict[str, Row]:
+def recorded(file: Path, wanted: Mapping[str, Trial] | None = None) -> dict[str, Row]:
     """Return the finished trials of a results file by key; of equal ones the last. Half a line at its end is ignored.
 
+    wanted: only these, by key, and only as trained on the text that is here.
     Raises ConfigError for a file that cannot be read, or that has something else in it.
     """
     try:
@@ -142,6 +143,8 @@ def recorded(file: Path) -> dict[str, Row]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("key"), str):
             raise ConfigError(f"--results {file}: line {number} is no trial; give another file")
+    if wanted is not None:
+        rows = [row for row in rows if row["key"] in wanted and wanted[row["key"]].has(row)]
     return {row["key"]: row for row in rows}
 
 
@@ -152,14 +155,17 @@ def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | N
     if outputs.curves is not None and len(options.cells) > 1:
         raise ConfigError(f"--curves {outputs.curves}: shows one --peers and one --every; give one of each")
     cells = [(cell.length, trials(options, cell)) for cell in options.cells]
-    wanted = {trial.key: trial for _, those in cells for trial in those}  # cells share what does not depend on H
-    done = recorded(outputs.results)
+    wanted = {trial.key: trial for _, those in cells for trial in those}  # cells share what does not depend on --every
+    done = recorded(outputs.results, wanted)
+    if elsewhere := wanted.keys() & recorded(outputs.results).keys() - done.keys():
+        of = "trained on another text, the standard library of another Python"
+        console.print(f"{len(elsewhere)} of these trials were {of}: they do not count", highlight=False)
     missing = [] if outputs.print_only else [trial for key, trial in wanted.items() if key not in done]
     missing.sort(key=lambda trial: trial.seed)
     if missing:
         choose_device(options.device)
     failed = _make(missing, outputs.results, processes or os.cpu_count() or 1, console)
-    done = recorded(outputs.results)
+    done = recorded(outputs.results, wanted)
     names = [method.name for method in options.cells[0].methods]
     shown = [
         (length, [{**done[trial.key], "method": trial.method.name} for trial in those if trial.key in done])

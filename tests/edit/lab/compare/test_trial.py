@@ -20,7 +20,7 @@ from edit.lab.bench.results import append_lines
 from edit.lab.compare import command
 from edit.lab.compare.command import Cell, CompareOptions, Outputs, recorded, run_comparison
 from edit.lab.compare.command import trials as trials_of
-from edit.lab.compare.corpus import Batch, TextOptions, streams
+from edit.lab.compare.corpus import Batch, TextOptions, read_text, streams
 from edit.lab.compare.method import Length, read_method
 from edit.lab.compare.table import comparison_table, curves, gaps, grid_table, loss_against_bytes
 from edit.lab.compare.trial import Trial, run_trial
@@ -189,6 +189,34 @@ def test_finished_trials_are_not_made_again_and_half_a_line_is(tmp_path: Path, m
         recorded(file)
 
 
+def test_a_trial_on_another_text_is_made_again_and_the_row_of_the_other_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each Python has a standard library of its own. Older rows do not say which."""
+    chosen, file = options("data-parallel", "diloco", "edit", seeds=1), tmp_path / "rows.jsonl"
+    old, same, other = trials(chosen)
+    here = run_trial(same)["text"]
+    assert here == read_text(TextOptions(), 2, 0).hash != read_text(TextOptions(), 2, 1).hash
+    told = {"date": "d", "machine": "m", "load_before": 1.0}
+    rows = [line(old, 1.0), {**line(same, 1.1), "text": here}, {**line(other, 1.2), "text": here}, line(other, 9.0)]
+    rows[3]["text"] = "0123456789abcdef"
+    made: list[str] = []
+
+    def make(missing: list[Trial], results: Path, processes: int, console: Console) -> list[str]:
+        made.extend(one.method.name for one in missing)
+        return []
+
+    monkeypatch.setattr(command, "_make", make)
+    outputs, console = Outputs(results=file, as_json=True), Console()
+    append_lines(file, [{**told, **rows[i]} for i in (0, 1, 3)])
+    run_comparison(chosen, outputs, 1, console)
+    assert made == ["edit"] and "1 of these trials were trained on another text" in capsys.readouterr().out
+    append_lines(file, [{**told, **rows[i]} for i in (2, 3)])
+    run_comparison(chosen, outputs, 1, console)
+    assert made == ["edit"]
+    assert [row["loss"] for row in json.loads(capsys.readouterr().out)] == [1.0, 1.1, 1.2]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_ends_a_comparison_ends_its_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -278,6 +306,34 @@ def test_one_trial_of_a_method_that_takes_no_outer_steps_serves_every_h(
     assert len(json.loads(capsys.readouterr().out)) == len(made), "each trial once"
     with pytest.raises(ConfigError, match=r"--curves .*: shows one --peers and one --every"):
         run_comparison(chosen, Outputs(results=file, curves=tmp_path / "c.svg"), 1, Console())
+
+
+def test_a_method_with_an_h_of_its_own_is_one_trial_and_its_row_has_that_h() -> None:
+    own, changing = "diloco sync.every=2", "diloco sync.every=1 sync.milestones=[[2,2]]"
+    chosen = options(own, changing, seeds=1, every=(2, 3))
+    (one, _), (again, grows) = (trials_of(chosen, cell) for cell in chosen.cells)
+    assert one.key == again.key and one.length.every == again.length.every == run_trial(again)["every"] == 2
+    assert grows.length.every == 3, "where H changes it is the one that was asked for"
+    rows = [{**line(one, 1.0), "every": 2, "date": "d", "machine": "m", "load_before": 1.0}]
+    picture = loss_against_bytes([(cell.length, rows) for cell in chosen.cells], [own], "")
+    assert picture.count(">2 x H 2<") == 1 and "H 3" not in picture
+
+
+def test_what_diverged_has_no_gap_and_no_point_and_is_named() -> None:
+    losses = {("data-parallel", 0): 1.0, ("data-parallel", 1): 2.0, ("diloco", 0): 1.1, ("diloco", 1): None}
+    rows = [
+        {**line(trial(method, seed), loss), "date": "d", "machine": "m", "load_before": 1.0}
+        for (method, seed), loss in losses.items()
+    ]
+    names = ["data-parallel", "diloco"]
+    cells = [list(column.cells) for column in comparison_table(rows, names, "data-parallel").columns]
+    assert (cells[2][1], cells[3][1], cells[4][1]) == ("diverged", "", "")
+    picture = loss_against_bytes([(LENGTH, rows)], names, "data-parallel")
+    assert "Diverged, so without a point: diloco (1 of 2 seeds)." in picture and ">diloco<" not in picture
+    drawn = curves(rows, names)
+    assert ">diloco (diverged)<" in drawn and "(diverged)" not in curves(rows[:2], names)
+    rows[3]["curve"] = [[3, None], [6, None]]
+    assert "Without a point: diloco (diverged)." in curves(rows, names)
 
 
 def test_a_grid_has_gaps_by_peers_and_h_and_says_where_seeds_are_missing() -> None:
