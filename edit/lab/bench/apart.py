@@ -7,7 +7,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from edit.errors import ConfigError
@@ -17,6 +17,7 @@ from edit.lab.processes import terminated_as_interrupt
 __all__ = ["make_apart"]
 
 _Job = TypeVar("_Job")
+_SLICE_S = 0.5  # a signal that comes just before a wait begins does not end it
 
 
 def make_apart(
@@ -57,11 +58,14 @@ def make_apart(
     with terminated_as_interrupt(), ThreadPoolExecutor(processes) as pool:
         try:
             made = {pool.submit(make, job): job for job in jobs}
-            for future in as_completed(made):
-                error = future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                each(made[future], error if error is not None else future.result())
+            pending = set(made)
+            while pending:
+                ended, pending = wait(pending, timeout=_SLICE_S, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    error = future.exception()
+                    if error is not None and not isinstance(error, Exception):
+                        raise error
+                    each(made[future], error if error is not None else future.result())
         finally:
             stopped.set()
             with lock:
