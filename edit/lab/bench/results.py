@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -26,6 +27,7 @@ from edit.plain_text import json_text, parse_json, printable
 __all__ = [
     "Row",
     "append_lines",
+    "check_writable",
     "circumstances",
     "cpu_model",
     "figure_note",
@@ -169,6 +171,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         elif number < len(lines):
             raise ConfigError(f"{path}: line {number} is no row of results; take it out, or give another file")
     return rows
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that is to be written whole. Raises ConfigError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: is a folder")
 
 
 def write_picture(path: Path, text: str) -> None:

@@ -14,7 +14,16 @@ from rich.console import Console
 from edit.config.presets import PRESETS
 from edit.errors import ConfigError
 from edit.lab.bench.apart import make_apart
-from edit.lab.bench.results import Row, append_lines, one_line, print_table, read_lines, results_table, write_picture
+from edit.lab.bench.results import (
+    Row,
+    append_lines,
+    check_writable,
+    one_line,
+    print_table,
+    read_lines,
+    results_table,
+    write_picture,
+)
 from edit.lab.compare.corpus import TextOptions
 from edit.lab.compare.method import Length, Method, read_method, trial_length
 from edit.lab.compare.table import comparison_table, curves, grid_table, loss_against_bytes
@@ -149,8 +158,8 @@ def recorded(file: Path, wanted: Mapping[str, Trial] | None = None) -> dict[str,
 
 
 def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | None, console: Console) -> None:
-    """Make the missing trials and show all. Raises ConfigError, before them where the device is not there; at the end also when
-    a trial failed.
+    """Make the missing trials and show all. Raises ConfigError, before them where the device is not there or a file cannot be
+    written; at the end also when a trial failed.
     """
     if outputs.curves is not None and len(options.cells) > 1:
         raise ConfigError(f"--curves {outputs.curves}: shows one --peers and one --every; give one of each")
@@ -162,8 +171,12 @@ def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | N
         console.print(f"{len(elsewhere)} of these trials were {of}: they do not count", highlight=False)
     missing = [] if outputs.print_only else [trial for key, trial in wanted.items() if key not in done]
     missing.sort(key=lambda trial: trial.seed)
+    for picture in (outputs.plot, outputs.curves):
+        if picture is not None:
+            check_writable(picture)
     if missing:
         choose_device(options.device)
+        append_lines(outputs.results, [])
     failed = _make(missing, outputs.results, processes or os.cpu_count() or 1, console)
     done = recorded(outputs.results, wanted)
     names = [method.name for method in options.cells[0].methods]
@@ -172,11 +185,6 @@ def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | N
         for length, those in cells
     ]
     rows = [row for _, those in shown for row in those]
-    if rows:
-        if outputs.plot is not None:
-            write_picture(outputs.plot, loss_against_bytes(shown, names, options.base))
-        if outputs.curves is not None:
-            write_picture(outputs.curves, curves(rows, names))
     if outputs.as_json:
         print(json_text(list({row["key"]: row for row in rows}.values())))  # noqa: T201
     elif rows:
@@ -184,6 +192,10 @@ def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | N
         print_table(
             comparison_table(rows, names, options.base) if one else grid_table(shown, names, options.base, options.seeds)
         )
+    if rows and outputs.plot is not None:
+        write_picture(outputs.plot, loss_against_bytes(shown, names, options.base))
+    if rows and outputs.curves is not None:
+        write_picture(outputs.curves, curves(rows, names))
     if failed:
         raise ConfigError(f"{len(failed)} of {len(missing)} trials failed; the first: {failed[0]}")
     if not rows:

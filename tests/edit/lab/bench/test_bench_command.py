@@ -16,7 +16,7 @@ from rich.console import Console, Group
 from typer.testing import CliRunner
 
 from edit.errors import ConfigError
-from edit.lab.bench import codecs, exchange, links, results
+from edit.lab.bench import codecs, command, exchange, links, results
 from edit.lab.bench.codecs import CodecOptions, row_of
 from edit.lab.bench.results import append_lines, circumstances, figure_note, print_table, read_lines, results_table
 from edit.lab.bench.rivals.environments import Environments
@@ -286,6 +286,33 @@ def test_what_is_wrong_is_one_line(arguments: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         bench(*arguments)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("option", ["--plot", "--results"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, option: str, tmp_path: Path
+) -> None:
+    measured: list[CodecOptions] = []
+    monkeypatch.setattr(codecs, "measure_codecs", lambda options: measured.append(options) or CODECS)
+    with pytest.raises(ConfigError, match="cannot write"):
+        bench("codecs", "--json", option, "/dev/null/more/x.svg")
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        bench("codecs", "--json", option, str(tmp_path / "folder.svg"))
+    assert measured == []
+
+
+@pytest.mark.parametrize("step", ["write_picture", "append_lines"])
+def test_what_was_measured_is_printed_before_a_file_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: str) -> None:
+    def fails(path: Path, rows: Any) -> None:
+        if rows:
+            raise ConfigError("the disk is full")
+
+    monkeypatch.setattr(codecs, "measure_codecs", lambda _: CODECS)
+    monkeypatch.setattr(command, step, fails)
+    files = ["--plot", str(tmp_path / "x.svg"), "--results", str(tmp_path / "x.jsonl")]
+    result = CliRunner().invoke(app, ["bench", "codecs", "--json", *files])
+    assert str(result.exception) == "the disk is full" and json.loads(result.stdout) == CODECS
 
 
 @pytest.mark.processes

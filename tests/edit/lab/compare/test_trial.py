@@ -217,6 +217,33 @@ def test_a_trial_on_another_text_is_made_again_and_the_row_of_the_other_is_kept(
     assert [row["loss"] for row in json.loads(capsys.readouterr().out)] == [1.0, 1.1, 1.2]
 
 
+@pytest.mark.parametrize("option", ["results", "plot", "curves"])
+def test_files_that_cannot_be_written_are_told_before_a_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(command, "_make", lambda *arguments: made.append(arguments) or [])
+    files = {"results": tmp_path / "rows.jsonl", option: Path("/dev/null/more/x")}
+    with pytest.raises(ConfigError, match="cannot"):
+        run_comparison(options("diloco", seeds=1), Outputs(**files), 1, Console())
+    assert made == []
+
+
+def test_a_comparison_is_printed_before_a_picture_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen, file = options("data-parallel", seeds=1), tmp_path / "rows.jsonl"
+    append_lines(file, [{**line(trials(chosen)[0], 1.0), "date": "d", "machine": "m", "load_before": 1.0}])
+
+    def fails(path: Path, text: str) -> None:
+        raise ConfigError("the disk is full")
+
+    monkeypatch.setattr(command, "write_picture", fails)
+    with pytest.raises(ConfigError, match="the disk is full"):
+        run_comparison(chosen, Outputs(results=file, plot=tmp_path / "x.svg", as_json=True), 1, Console())
+    assert json.loads(capsys.readouterr().out)[0]["loss"] == 1.0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_ends_a_comparison_ends_its_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
