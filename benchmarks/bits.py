@@ -26,11 +26,9 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # before site-packages: opac
 
 from benchmarks.quality import trainer
 from edit.config.run import CodecConfig, InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
-from edit.lab.bench.results import append_lines, circumstances, write_picture
+from edit.lab.bench.apart import make_apart
+from edit.lab.bench.results import Row, append_lines, one_line, read_lines, write_picture
 from edit.lab.compare.corpus import whole_text
 from edit.lab.compare.intervals import half_width
 from edit.lab.compare.loop import Counting, Peer, enter, step_together
@@ -164,11 +163,28 @@ def taken_over(state: OuterState) -> OuterState:
     return OuterState.restore(state.schema, state.config, tensors, state.metadata())
 
 
-def apart(name: str, shape: Shape, seed: int) -> dict[str, Any]:
-    """Train one setting in a process of its own."""
+def make(
+    missing: Sequence[tuple[str, int]], shape: Shape, results: Path, processes: int, script: str = __file__
+) -> list[tuple[str, int]]:
+    """Train settings with seeds, each in a process of its own; append each row as it is there. Return what failed.
+
+    script: whose option --only trains one.
+    """
+    failed = []
     sizes = [word for key, value in asdict(shape).items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, __file__, "--only", name, str(seed), *sizes]
-    return dict(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+
+    def command(job: tuple[str, int]) -> tuple[Sequence[str], str]:
+        return [sys.executable, script, "--only", job[0], str(job[1]), *sizes], ""
+
+    def each(job: tuple[str, int], row: Row | Exception) -> None:
+        if isinstance(row, Exception):
+            failed.append(job)
+            print(f"{job[0]}, seed {job[1]}: failed: {one_line(row)}", file=sys.stderr)
+        else:
+            append_lines(results, [row])
+
+    make_apart(missing, command, processes, each)
+    return failed
 
 
 Results = dict[tuple[str, int], dict[str, Any]]
@@ -177,9 +193,8 @@ Results = dict[tuple[str, int], dict[str, Any]]
 
 def recorded(file: Path) -> dict[Shape, Results]:
     """What a results file has, by the shape of the runs. Lines without `every` are from when H was always 30."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found: dict[Shape, Results] = {}
-    for each in map(json.loads, lines):
+    for each in read_lines(file):
         shape = Shape(each["peers"], each["steps"], each.get("every", 30))
         found.setdefault(shape, {})[each["setting"], each["seed"]] = each
     return found
@@ -277,14 +292,13 @@ def main() -> None:
         (name, seed) for seed in range(arguments.seeds) for name in SETTINGS if name in chosen and (name, seed) not in done
     ]
 
-    if not arguments.print:
-        with ThreadPoolExecutor(arguments.processes) as pool:
-            for ended in as_completed([pool.submit(apart, name, shape, seed) for name, seed in missing]):
-                append_lines(arguments.results, [{**circumstances(), **ended.result()}])
+    failed = [] if arguments.print else make(missing, shape, arguments.results, arguments.processes)
     found = recorded(arguments.results)
     show(found.get(shape, {}))
     if arguments.plot:
         write_picture(arguments.plot, picture(found))
+    if failed:
+        sys.exit(f"{len(failed)} of {len(missing)} runs failed")
 
 
 if __name__ == "__main__":

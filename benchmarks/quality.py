@@ -15,14 +15,11 @@ benchmarks/results/quality.jsonl.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +27,8 @@ import torch
 from torch import nn
 
 from edit.config.run import InnerConfig, ModelConfig, OuterConfig, PenaltyConfig, RunConfig, SyncConfig
+from edit.lab.bench.apart import make_apart
+from edit.lab.bench.results import Row, append_lines, one_line
 from edit.lab.compare.corpus import whole_text
 from edit.lab.compare.loop import enter, step_together
 from edit.local import LocalRun
@@ -133,28 +132,32 @@ def main() -> None:
     names = [name for name in known_names if not arguments.settings or name in ("data-parallel", *arguments.settings)]
     jobs = [(peers, name) for peers in sorted(arguments.peers, reverse=True) for name in names]
 
-    def run(job: tuple[int, str]) -> dict[str, object]:
-        peers, name = job
-        command = [sys.executable, __file__, "--only", name, "--peers", str(peers)]
-        command += ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
-        return dict(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    def command(job: tuple[int, str]) -> tuple[Sequence[str], str]:
+        words = [sys.executable, __file__, "--only", job[1], "--peers", str(job[0])]
+        return [*words, "--steps", str(arguments.steps), "--seed", str(arguments.seed)], ""
 
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2))) as pool:
-        results = list(pool.map(run, jobs))
-    machine = {"date": datetime.date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    base = {result["peers"]: float(str(result["loss"])) for result in results if result["setting"] == "data-parallel"}
+    results: list[Row] = []
+
+    def each(job: tuple[int, str], row: Row | Exception) -> None:
+        if isinstance(row, Exception):
+            print(f"{job[1]}, {job[0]} peers: failed: {one_line(row)}", file=sys.stderr)
+        else:
+            results.append(row)
+
+    make_apart(jobs, command, os.cpu_count() or 2, each)
+    base = {result["peers"]: result["loss"] for result in results if result["setting"] == "data-parallel"}
     print(f"{'peers':>5}  {'setting':<44} {'loss':>7} {'gap':>8} {'published':>10} {'s':>5}")
-    for result in sorted(results, key=lambda r: int(str(r["peers"]))):
-        gap = float(str(result["loss"])) - base[result["peers"]]
-        known = next(
-            (v for (m, h), v in PUBLISHED.items() if m == result["peers"] and str(result["setting"]).endswith(h)), None
-        )
+    for result in sorted(results, key=lambda r: (r["peers"], names.index(r["setting"]))):
+        setting, peers = result["setting"], result["peers"]
+        gap = result["loss"] - base[peers] if peers in base else None  # where that one failed
+        known = next((v for (m, h), v in PUBLISHED.items() if m == peers and setting.endswith(h)), None)
         print(
-            f"{result['peers']:>5}  {result['setting']:<44} {result['loss']:>7.4f} {gap:>+8.4f} "
+            f"{peers:>5}  {setting:<44} {result['loss']:>7.4f} {'' if gap is None else f'{gap:+.4f}':>8} "
             f"{'' if known is None else f'{known:+.2f}':>10} {result['s']:>5}"
         )
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**machine, **result, "gap": round(gap, 4), "published_gap_35m": known}) + "\n")
+        append_lines(RESULTS, [{**result, "gap": None if gap is None else round(gap, 4), "published_gap_35m": known}])
+    if len(results) < len(jobs):
+        sys.exit(f"{len(jobs) - len(results)} of {len(jobs)} runs failed")
 
 
 if __name__ == "__main__":

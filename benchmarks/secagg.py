@@ -222,6 +222,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for count in options.peers:
+        begins = circumstances()
         row = measured(options.parameters, count)
         print(f"\n{row['parameters']:,} parameters, {count} peers, one drops out, {BITS} bits")
         for name, seconds in row["cpu_s"].items():
@@ -229,7 +230,7 @@ def main() -> None:
         print(f"  upload {row['upload_mb']} MB (int8 {row['int8_upload_mb']} MB)", end=", ")
         print(f"keys {row['keys_sent_bytes']:,} bytes up, {row['keys_got_bytes']:,} down", end=", ")
         print(f"the merged mean is off by {100 * row['error_of_the_mean']:.3f} %")
-        rows.append({**circumstances(), **row})
+        rows.append({**begins, **row})
     if options.record:
         append_lines(RESULTS, rows)
 

@@ -22,11 +22,9 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -37,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # before site-packages: opac
 import torch
 from torch import Tensor
 
-from benchmarks.bits import Results, Shape, gaps, recorded
+from benchmarks.bits import Results, Shape, gaps, make, recorded
 from benchmarks.quality import trainer
 from edit.collective import Collective
 from edit.config.run import (
@@ -51,7 +49,6 @@ from edit.config.run import (
     SyncConfig,
 )
 from edit.fragments.schema import Schema
-from edit.lab.bench.results import append_lines, circumstances
 from edit.lab.compare.corpus import whole_text
 from edit.lab.compare.intervals import half_width
 from edit.lab.compare.loop import Counting, enter, step_together
@@ -166,13 +163,6 @@ def one(name: str, shape: Shape, seed: int) -> dict[str, Any]:
     }
 
 
-def separately(name: str, shape: Shape, seed: int) -> dict[str, Any]:
-    """Train one setting in a process of its own."""
-    sizes = [word for key, value in asdict(shape).items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, __file__, "--only", name, str(seed), *sizes]
-    return dict(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
-
-
 def show(results: Results) -> None:
     """Print the table: means over the seeds, and the gap to DiLoCo with its interval."""
     head = f"{'setting':<26} {'seeds':>5} {'loss':>8} {'to DiLoCo, %':>18} {'own loss':>9}"
@@ -218,11 +208,10 @@ def main() -> None:
     chosen = arguments.settings or list(SETTINGS)
     done = recorded(arguments.results).get(shape, {})
     missing = [(name, seed) for seed in range(arguments.seeds) for name in chosen if (name, seed) not in done]
-    if not arguments.print:
-        with ThreadPoolExecutor(arguments.processes) as pool:
-            for ended in as_completed([pool.submit(separately, name, shape, seed) for name, seed in missing]):
-                append_lines(arguments.results, [{**circumstances(), **ended.result()}])
+    failed = [] if arguments.print else make(missing, shape, arguments.results, arguments.processes, __file__)
     show(recorded(arguments.results).get(shape, {}))
+    if failed:
+        sys.exit(f"{len(failed)} of {len(missing)} runs failed")
 
 
 if __name__ == "__main__":

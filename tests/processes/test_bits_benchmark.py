@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks import bits
+from edit.errors import ConfigError
+from edit.lab.bench.results import circumstances
 from peers.training.data import Tokens
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,13 +30,24 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     return capsys.readouterr().out
 
 
+def in_this_process(
+    jobs: Sequence[tuple[str, int]], command: Callable[..., tuple[Sequence[str], str]], _: int, each: Callable[..., None]
+) -> None:
+    """Stands for make_apart: trains by the command lines."""
+    for job in jobs:
+        words, _given = command(job)
+        sizes = dict(zip(words[5::2], map(int, words[6::2]), strict=True))
+        shape = bits.Shape(sizes["--peers"], sizes["--steps"], sizes["--every"])
+        each(job, {**circumstances(), **bits.one(words[3], shape, int(words[4]))})
+
+
 def test_a_run_records_its_shape_its_commit_and_counted_bits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     text = Tokens(np.arange(4096, dtype=np.uint8), "text", 256)
     monkeypatch.setattr(bits, "whole_text", lambda seed: (text, text))
     monkeypatch.setattr(bits, "use_threads", lambda count: None)
-    monkeypatch.setattr(bits, "apart", bits.one)
+    monkeypatch.setattr(bits, "make_apart", in_this_process)
     file = tmp_path / "bits.jsonl"
     sizes = ("--peers", "2", "--steps", "4", "--every", "2", "--seeds", "1", "--processes", "1", "--results", str(file))
     assert "int8" in run(monkeypatch, capsys, *sizes, "--settings", "int8")
@@ -44,6 +58,26 @@ def test_a_run_records_its_shape_its_commit_and_counted_bits(
     run(monkeypatch, capsys, *sizes, "--settings", "int8")
     assert len(file.read_text().splitlines()) == 2  # nothing is made again
     assert set(bits.recorded(file)) == {bits.Shape(peers=2, steps=4, every=2)}
+
+
+def test_a_run_that_fails_is_told_and_the_others_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And half a line, that an earlier call has left, is made again."""
+    file, row = tmp_path / "bits.jsonl", line("int8", 1, 1.0, every=30)
+    file.write_text(line("fp32", 0, 1.0) + line("fp32", 1, 1.0) + row[:40])
+
+    def make_apart(jobs: Sequence[object], _: object, processes: int, each: Callable[..., None]) -> None:
+        assert jobs == [("int8", 0), ("int8", 1)]
+        each(jobs[0], ConfigError("Traceback\nMemoryError: no memory"))
+        each(jobs[1], json.loads(row))
+
+    monkeypatch.setattr(bits, "make_apart", make_apart)
+    with pytest.raises(SystemExit, match="1 of 2 runs failed"):
+        run(monkeypatch, capsys, "--settings", "int8", "--steps", "600", "--seeds", "2", "--results", str(file))
+    told = capsys.readouterr()
+    assert "int8, seed 0: failed: MemoryError: no memory" in told.err
+    assert "int8" in told.out and sorted(bits.recorded(file)[bits.Shape(4, 600, 30)]) == [("fp32", 0), ("fp32", 1), ("int8", 1)]
 
 
 def test_steps_that_the_interval_does_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

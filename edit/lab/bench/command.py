@@ -13,7 +13,7 @@ from edit.lab.bench import codecs, exchange, links
 from edit.lab.bench.codecs import CodecOptions
 from edit.lab.bench.exchange import ExchangeOptions
 from edit.lab.bench.links import LinkOptions
-from edit.lab.bench.results import Row, append_lines, print_table, write_picture
+from edit.lab.bench.results import Row, append_lines, check_writable, print_table, write_picture
 from edit.lab.bench.rivals import contest
 from edit.lab.bench.rivals.contest import RivalOptions
 from edit.lab.processes import terminated_as_interrupt
@@ -50,8 +50,10 @@ def run_codecs(options: CodecOptions, outputs: Outputs, console: Console) -> Non
     console.print(f"{len(options.codecs)} codecs, {options.repeat} times", highlight=False)
     with terminated_as_interrupt():
         rows = codecs.measure_codecs(options)
-    _append(outputs, rows)
-    _show(rows, outputs, codecs.table, codecs.picture)
+    try:
+        _append(outputs, rows)
+    finally:
+        _show(rows, outputs, codecs.table, codecs.picture)
 
 
 def run_links(options: LinkOptions, outputs: Outputs, console: Console) -> None:
@@ -87,9 +89,14 @@ def run_rivals(options: RivalOptions, outputs: Outputs, console: Console) -> Non
 
 
 def _checked(outputs: Outputs) -> None:
-    """Raise ConfigError for a picture that is not named .svg: before minutes of measuring, not after them."""
-    if outputs.plot is not None and outputs.plot.suffix != ".svg":
-        raise ConfigError(f"--plot {outputs.plot}: the file is an SVG, so its name must end in .svg")
+    """Raise ConfigError for a picture that is not named .svg, and for a file that cannot be written: before minutes of work,
+    not after them.
+    """
+    if outputs.plot is not None:
+        if outputs.plot.suffix != ".svg":
+            raise ConfigError(f"--plot {outputs.plot}: the file is an SVG, so its name must end in .svg")
+        check_writable(outputs.plot)
+    _append(outputs, ())
 
 
 def _append(outputs: Outputs, rows: Sequence[Row]) -> None:
@@ -103,9 +110,9 @@ def _show(
     table: Callable[[Sequence[Row]], RenderableType],
     picture: Callable[[Sequence[Row]], str],
 ) -> None:
-    if outputs.plot is not None:
-        write_picture(outputs.plot, picture(rows))
     if outputs.as_json:
         print(json_text(list(rows)))  # noqa: T201
     else:
         print_table(table(rows))
+    if outputs.plot is not None:
+        write_picture(outputs.plot, picture(rows))

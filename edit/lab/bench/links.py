@@ -65,7 +65,7 @@ _CODEC = "fp32"
 _CHUNK = 1 << 18
 _BEAT_S = 0.25  # between two heartbeats that are timed
 _LOOK_S = 0.01  # how often the coordinator is asked what it has heard
-_WITHIN_S = 600.0
+_WITHIN_S = 600.0  # that a contribution may take, over links that are not slow
 _QUEUE_BYTES = 256 << 10  # in front of a fat link
 
 
@@ -116,6 +116,8 @@ def link_rates(
         fragments: of equal size, that they consist of.
         repeats: how often each is measured.
         folder: for the run, empty or not there yet; None: a temporary one.
+
+    Raises TransportError where a contribution is not sent in time, or its round comes to nothing.
     """
     schema = _schema(payload_bytes, fragments)
     raw_up, raw_down = _raw(shape, 4 * schema.numel, repeats)
@@ -124,11 +126,9 @@ def link_rates(
         for _repeat in range(repeats):
             began = time.perf_counter()
             step = _contribute(collective, payloads)
-            io.wait(lambda: None if collective.sending else True, timeout=_WITHIN_S)
+            _wait_sent(io, collective, _within_s(shape, schema))
             contribution.append(time.perf_counter() - began)
-            outcome = collective.outcome(step, block=True)
-            if not isinstance(outcome, Committed):
-                raise TransportError(f"a measured round came to nothing: {outcome}")
+            _check_committed(collective, step)
             shards = tuple(Shard(fragment) for fragment in schema.fragments)
             assembly = UpdateAssembly(schema, step + 1, range(fragments), shards)
             update.append(_timed(lambda: io.call(data.update(assembly, lambda: True, lambda: None))))  # noqa: B023
@@ -156,7 +156,7 @@ def heartbeat_delays(
 ) -> Delays:
     """Measure the heartbeats of a peer while its contribution goes up and snapshots come down, all over one link.
 
-    idle_s: how long they are measured before, while nothing else is on the link.
+    idle_s: how long they are measured before, while nothing else is on the link. Raises TransportError as `link_rates`.
     """
     schema = _schema(payload_bytes, fragments)
     with (
@@ -178,13 +178,16 @@ def heartbeat_delays(
 
         reading = threading.Thread(target=read_snapshots, name="snapshots")
         reading.start()
-        began = time.perf_counter()
-        _contribute(collective, payloads)
-        io.wait(lambda: None if collective.sending else True, timeout=_WITHIN_S)
-        seconds, down = time.perf_counter() - began, downs[0]
-        busy = beats.take()
-        ended.set()
-        reading.join()
+        try:
+            began = time.perf_counter()
+            step = _contribute(collective, payloads)
+            _wait_sent(io, collective, _within_s(shape, schema))
+            seconds, down = time.perf_counter() - began, downs[0]
+            busy = beats.take()
+        finally:
+            ended.set()
+            reading.join()
+        _check_committed(collective, step)
     return Delays(
         mbit=shape.up_bits_per_s / 1e6,
         rtt_s=2 * shape.latency_s,
@@ -217,13 +220,14 @@ def _scratch(folder: Path | None) -> Iterator[Path]:
 @contextlib.contextmanager
 def _peer(folder: Path, shape: LinkShape, schema: Schema) -> Iterator[tuple[Path, IoThread, HubCollective, DataCalls]]:
     """Yield the coordinator's folder, and a peer in this process that has joined through a link of this shape."""
+    within_s = _within_s(shape, schema)
     settings: Settings = {
         "name": "links",
         "model": {"name": "entry:mine"},
         "sync": {"every": 1, "outer_steps": 1000},
         "penalty": {"enabled": False},
         "codec": {"up": _CODEC, "down": _CODEC},
-        "rounds": {"start_peers": 1, "quorum": 1, "floor_s": _WITHIN_S, "ceiling_s": _WITHIN_S},
+        "rounds": {"start_peers": 1, "quorum": 1, "floor_s": within_s, "ceiling_s": within_s},
         "storage": {"checkpoint_every": 1000, "keep_updates": 1, "buffer_bytes": 8 << 30},
         "membership": {"heartbeat_s": 2.0, "lease_s": 60.0},
     }
@@ -256,6 +260,24 @@ def _contribute(collective: HubCollective, payloads: Sequence[EncodedTensor]) ->
     for i, payload in enumerate(payloads):
         collective.contribute(Contribution(outer_step=view.outer_step, fragment_id=i, inner_steps=1, tokens=1, payload=payload))
     return view.outer_step
+
+
+def _within_s(shape: LinkShape, schema: Schema) -> float:
+    """Return how long a contribution may take: at least three times as long as its bytes do."""
+    return max(_WITHIN_S, 3 * 32 * schema.numel / shape.up_bits_per_s)
+
+
+def _wait_sent(io: IoThread, collective: HubCollective, within_s: float) -> None:
+    """Wait until a contribution is sent. Raises TransportError where it takes longer."""
+    if io.wait(lambda: None if collective.sending else True, timeout=within_s) is None:
+        raise TransportError(f"a contribution was not sent within {within_s:.0f} s")
+
+
+def _check_committed(collective: HubCollective, step: int) -> None:
+    """Raise TransportError unless the outer step after this one has what was contributed."""
+    outcome = collective.outcome(step, block=True)
+    if not isinstance(outcome, Committed):
+        raise TransportError(f"a measured round came to nothing: {outcome}")
 
 
 def _timed(action: Callable[[], object]) -> float:

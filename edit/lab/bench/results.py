@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import platform
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -19,22 +22,27 @@ from rich.table import Table
 from edit import kernels
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
-from edit.plain_text import json_text, printable
+from edit.plain_text import json_text, parse_json, printable
 
 __all__ = [
     "Row",
     "append_lines",
+    "check_writable",
     "circumstances",
     "cpu_model",
     "figure_note",
     "one_line",
     "print_table",
+    "read_lines",
     "results_table",
     "write_picture",
 ]
 
 Row: TypeAlias = Mapping[str, Any]
 """One measurement: a line of a results file."""
+
+_PIECE = 1 << 16
+_WIDEST = 10_000
 
 
 def circumstances(label: str = "") -> dict[str, Any]:
@@ -85,13 +93,96 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def append_lines(path: Path, rows: Sequence[Row]) -> None:
-    """Append rows as lines of JSON. Raises ConfigError when the file cannot be written."""
+    """Append rows as lines of JSON: all, or none where the disk is full. Raises ConfigError when the file cannot be written.
+
+    Half a line at the end, that a kill or a full disk has left, is taken away first.
+    """
+    data = "".join(json_text(row) + "\n" for row in rows).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json_text(row) + "\n" for row in rows)
+        with path.open("a+b") as file:
+            if not file.seekable():  # a pipe
+                file.write(data)
+                return
+            fcntl.flock(file, fcntl.LOCK_EX)  # against others that append; until the file is closed
+            data = _end_last_line(file) + data
+            _append_whole(file, data)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _append_whole(file: IO[bytes], data: bytes) -> None:
+    """Append the bytes; where that fails, leave the file as it was."""
+    size = file.seek(0, os.SEEK_END)
+    try:
+        while data:
+            data = data[os.write(file.fileno(), data) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
+
+
+def _end_last_line(file: IO[bytes]) -> bytes:
+    """Take half a line at the end away; return the line end that a whole one lacks."""
+    begins = _last_line(file)
+    file.seek(begins)
+    rest = file.read()
+    if rest and _row(rest) is None:
+        file.truncate(begins)
+        return b""
+    return b"\n" if rest else b""
+
+
+def _last_line(file: IO[bytes]) -> int:
+    """Return where what stands after the last line end begins."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - _PIECE)
+        file.seek(begin)
+        if (place := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + place + 1
+        end = begin
+    return 0
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return the row that a line is; None where it is none."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a results file, none where there is no file. Half a line at its end is left out.
+
+    Raises ConfigError for a file that cannot be read, or that has something else in it.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if (row := _row(line)) is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise ConfigError(f"{path}: line {number} is no row of results; take it out, or give another file")
+    return rows
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that is to be written whole. Raises ConfigError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: is a folder")
 
 
 def write_picture(path: Path, text: str) -> None:
@@ -117,7 +208,7 @@ def figure_note(rows: Sequence[Row]) -> str:
 
 def one_line(error: Exception) -> str:
     """Return the line of an error that says most: who was killed by a signal, else the last one of a process's last words."""
-    lines = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     line = lines[0].partition("; its last lines:")[0] if "ended (killed by " in lines[0] else lines[-1]
     return printable(line).strip()
 
@@ -135,5 +226,8 @@ def results_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
 
 def print_table(table: RenderableType) -> None:
     """Print to stdout; where that is no terminal, as wide as the table is."""
-    wide = None if Console().is_terminal else 200
-    Console(width=wide).print(table)
+    console = Console()
+    if not console.is_terminal:
+        wide = Console(width=_WIDEST)
+        console = Console(width=max(200, wide.measure(table).maximum))
+    console.print(table)

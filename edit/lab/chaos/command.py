@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from rich.console import Console, RenderableType
 
+from edit.errors import ConfigError
 from edit.lab.chaos.harness import Chaos, Report, RuleBroken
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, swarm_tables, tables
@@ -60,14 +61,20 @@ def _run(
 
 
 def _show(report: Report | SwarmReport, values: dict[str, Any], shown: RenderableType, json_only: bool) -> None:
-    """Write and print the result. Raises RuleBroken."""
-    (report.options.out / "chaos.json").write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
+    """Print and write the result. Raises RuleBroken, also where the file cannot be written; else ConfigError then."""
     if json_only:
         print(json_text(values))  # noqa: T201
     else:
         Console().print(shown)
+    file, unwritten = report.options.out / "chaos.json", None
+    try:
+        file.write_text(json_text(values, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        unwritten = ConfigError(f"cannot write {file}: {error.strerror}")
     if report.violation is not None:
         raise RuleBroken(_explanation(report))
+    if unwritten is not None:
+        raise unwritten
 
 
 class _Log:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import os
-import subprocess
 import sys
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from edit.config.presets import PRESETS
 from edit.errors import ConfigError
-from edit.lab.bench.results import Row, append_lines, circumstances, one_line, print_table, results_table, write_picture
+from edit.lab.bench.apart import make_apart
+from edit.lab.bench.results import (
+    Row,
+    append_lines,
+    check_writable,
+    one_line,
+    print_table,
+    read_lines,
+    results_table,
+    write_picture,
+)
 from edit.lab.compare.corpus import TextOptions
 from edit.lab.compare.method import Length, Method, read_method, trial_length
 from edit.lab.compare.table import comparison_table, curves, grid_table, loss_against_bytes
 from edit.lab.compare.trial import Trial
-from edit.lab.processes import terminated_as_interrupt
 from edit.plain_text import json_text
 from edit.view.units import duration_text
 from peers.training.trainer import choose_device
@@ -123,7 +127,7 @@ def trials(options: CompareOptions, cell: Cell) -> list[Trial]:
     return [
         Trial(
             method=method,
-            length=trial_length(method.trains, cell.length),
+            length=trial_length(method, cell.length),
             seed=seed,
             text=options.text,
             slow=options.slow,
@@ -135,53 +139,52 @@ def trials(options: CompareOptions, cell: Cell) -> list[Trial]:
     ]
 
 
-def recorded(file: Path) -> dict[str, Row]:
+def recorded(file: Path, wanted: Mapping[str, Trial] | None = None) -> dict[str, Row]:
     """Return the finished trials of a results file by key; of equal ones the last. Half a line at its end is ignored.
 
+    wanted: only these, by key, and only as trained on the text that is here.
     Raises ConfigError for a file that cannot be read, or that has something else in it.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--results {file}: cannot be read ({error})") from error
-    found: dict[str, Row] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            found[row["key"]] = row
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise ConfigError(f"--results {file}: line {number} is no trial; give another file") from error
-    return found
+        rows = read_lines(file)
+    except ConfigError as error:
+        raise ConfigError(f"--results {error}") from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("key"), str):
+            raise ConfigError(f"--results {file}: line {number} is no trial; give another file")
+    if wanted is not None:
+        rows = [row for row in rows if row["key"] in wanted and wanted[row["key"]].has(row)]
+    return {row["key"]: row for row in rows}
 
 
 def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | None, console: Console) -> None:
-    """Make the missing trials and show all. Raises ConfigError, before them where the device is not there; at the end also when
-    a trial failed.
+    """Make the missing trials and show all. Raises ConfigError, before them where the device is not there or a file cannot be
+    written; at the end also when a trial failed.
     """
     if outputs.curves is not None and len(options.cells) > 1:
         raise ConfigError(f"--curves {outputs.curves}: shows one --peers and one --every; give one of each")
     cells = [(cell.length, trials(options, cell)) for cell in options.cells]
-    wanted = {trial.key: trial for _, those in cells for trial in those}  # cells share what does not depend on H
-    done = recorded(outputs.results)
+    wanted = {trial.key: trial for _, those in cells for trial in those}  # cells share what does not depend on --every
+    done = recorded(outputs.results, wanted)
+    if elsewhere := wanted.keys() & recorded(outputs.results).keys() - done.keys():
+        of = "trained on another text, the standard library of another Python"
+        console.print(f"{len(elsewhere)} of these trials were {of}: they do not count", highlight=False)
     missing = [] if outputs.print_only else [trial for key, trial in wanted.items() if key not in done]
     missing.sort(key=lambda trial: trial.seed)
+    for picture in (outputs.plot, outputs.curves):
+        if picture is not None:
+            check_writable(picture)
     if missing:
         choose_device(options.device)
-    with terminated_as_interrupt():
-        failed = _make(missing, outputs.results, processes or os.cpu_count() or 1, console)
-    done = recorded(outputs.results)
+        append_lines(outputs.results, [])
+    failed = _make(missing, outputs.results, processes or os.cpu_count() or 1, console)
+    done = recorded(outputs.results, wanted)
     names = [method.name for method in options.cells[0].methods]
     shown = [
         (length, [{**done[trial.key], "method": trial.method.name} for trial in those if trial.key in done])
         for length, those in cells
     ]
     rows = [row for _, those in shown for row in those]
-    if rows:
-        if outputs.plot is not None:
-            write_picture(outputs.plot, loss_against_bytes(shown, names, options.base))
-        if outputs.curves is not None:
-            write_picture(outputs.curves, curves(rows, names))
     if outputs.as_json:
         print(json_text(list({row["key"]: row for row in rows}.values())))  # noqa: T201
     elif rows:
@@ -189,6 +192,10 @@ def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | N
         print_table(
             comparison_table(rows, names, options.base) if one else grid_table(shown, names, options.base, options.seeds)
         )
+    if rows and outputs.plot is not None:
+        write_picture(outputs.plot, loss_against_bytes(shown, names, options.base))
+    if rows and outputs.curves is not None:
+        write_picture(outputs.curves, curves(rows, names))
     if failed:
         raise ConfigError(f"{len(failed)} of {len(missing)} trials failed; the first: {failed[0]}")
     if not rows:
@@ -198,50 +205,25 @@ def run_comparison(options: CompareOptions, outputs: Outputs, processes: int | N
 def _make(missing: Sequence[Trial], results: Path, processes: int, console: Console) -> list[str]:
     """Make these trials and append each to the results as it ends; return what went wrong."""
     failed: list[str] = []
+    ended = itertools.count(1)
     several = len({trial.length for trial in missing}) > 1
-    running: set[subprocess.Popen[str]] = set()
-    lock = threading.Lock()
-    stopped = threading.Event()
 
-    def separately(trial: Trial) -> dict[str, Any]:
-        with lock:
-            if stopped.is_set():
-                raise ConfigError("stopped")
-            command = [sys.executable, "-m", "edit.lab.compare.one_trial"]
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-            running.add(process)
-        try:
-            out, err = process.communicate(trial.to_json())
-        finally:
-            running.discard(process)
-        if process.returncode:
-            raise ConfigError(err.strip() or f"ended with {process.returncode}")
-        return dict(json.loads(out))
+    def command(trial: Trial) -> tuple[Sequence[str], str]:
+        return (sys.executable, "-m", "edit.lab.compare.one_trial"), trial.to_json()
 
-    with ThreadPoolExecutor(processes) as pool:
-        made = {pool.submit(separately, trial): trial for trial in missing}
-        try:
-            for number, future in enumerate(as_completed(made), 1):
-                trial = made[future]
-                length = trial.length
-                where = f"{length.peers} peers, H {length.every}, " if several else ""
-                what = f"{number} of {len(missing)}: {trial.method.name}, {where}seed {trial.seed}"
-                try:
-                    row = future.result()
-                except Exception as error:
-                    failed.append(f"{trial.method.name}, {where}seed {trial.seed}: {one_line(error)}")
-                    console.print(f"{what}: failed: {one_line(error)}", markup=False, highlight=False)
-                    continue
-                append_lines(results, [{**circumstances(), **row}])
-                loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
-                console.print(f"{what}: {loss}, {duration_text(row['wall_s'])}", markup=False, highlight=False)
-        finally:
-            with lock:
-                stopped.set()
-                for process in running:
-                    with contextlib.suppress(OSError):
-                        process.kill()
+    def each(trial: Trial, row: Row | Exception) -> None:
+        where = f"{trial.length.peers} peers, H {trial.length.every}, " if several else ""
+        who = f"{trial.method.name}, {where}seed {trial.seed}"
+        what = f"{next(ended)} of {len(missing)}: {who}"
+        if isinstance(row, Exception):
+            failed.append(f"{who}: {one_line(row)}")
+            console.print(f"{what}: failed: {one_line(row)}", markup=False, highlight=False)
+            return
+        append_lines(results, [row])
+        loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        console.print(f"{what}: {loss}, {duration_text(row['wall_s'])}", markup=False, highlight=False)
+
+    make_apart(missing, command, processes, each)
     return failed
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from edit.config.validation import Between, check_bounds, require
 from edit.lab.demo.corpus import SourceFile, plan_corpus, standard_library
 from peers.training.data import SEPARATOR, Batches, Tokens
 
-__all__ = ["Batch", "Text", "TextOptions", "joined", "read_text", "streams", "whole_text"]
+__all__ = ["Batch", "Text", "TextOptions", "joined", "read_text", "streams", "text_hash", "whole_text"]
 
 Batch = tuple[Tensor, Tensor]
 """(tokens, targets), both (B, T) int64."""
@@ -47,6 +49,15 @@ class Text:
     peers: tuple[Tokens, ...]
     held_out: Tokens
 
+    @property
+    def hash(self) -> str:
+        """Names the text: another one where the standard library is that of another Python."""
+        digest = blake3()
+        # Peers may share a row.
+        for row in (self.held_out, *{id(row): row for row in self.peers}.values()):
+            digest.update(len(row).to_bytes(8, "big")).update(row.array.tobytes())
+        return digest.hexdigest()[:16]
+
 
 def whole_text(seed: int) -> tuple[Tokens, Tokens]:
     """Return all training text as one row of bytes, and what is held out, which the seed decides."""
@@ -69,6 +80,12 @@ def read_text(options: TextOptions, peers: int, seed: int) -> Text:
         share = options.small if options.domains else options.small / peers
         rows[-1] = Tokens(last.array[: int(share * len(last))], last.origin, last.vocabulary)
     return Text(tuple(rows), held_out)
+
+
+@cache
+def text_hash(options: TextOptions, peers: int, seed: int) -> str:
+    """Return the hash of the text that a trial trains on here. Raises ConfigError as `read_text`."""
+    return read_text(options, peers, seed).hash
 
 
 def streams(text: Text, options: TextOptions, context: int, batch_size: int, number: int, seed: int) -> list[Iterator[Batch]]:

@@ -38,7 +38,7 @@ class Length:
     peers: int
     # Inner steps of each peer.
     steps: int
-    # H of the presets; a run.toml has its own.
+    # H of the presets; a run.toml has its own, and so has a method with sync.every behind its name.
     every: int
 
 
@@ -72,9 +72,15 @@ class Method:
         return round(self.harness.get("warmup", 0.0) * steps / every) * every
 
 
-def trial_length(trains: str, length: Length) -> Length:
-    """Return the length of a trial: where H means nothing it is the default, so that one trial serves a comparison of any H."""
-    return length if trains in _TAKE_OUTER_STEPS else replace(length, every=DEFAULT_EVERY)
+def trial_length(method: Method, length: Length) -> Length:
+    """Return the length of a trial, with the method's own H: one trial serves a comparison of any other.
+
+    Where H means nothing it is the default, and where it changes during the run the one that was asked for.
+    """
+    if not method.takes_outer_steps:
+        return replace(length, every=DEFAULT_EVERY)
+    sync = method.config(0).sync
+    return length if sync.milestones else replace(length, every=sync.every)
 
 
 def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Method:
@@ -89,7 +95,11 @@ def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Meth
     is_file = name not in PRESETS and (name.endswith(".toml") or "/" in name)
     chosen = None if is_file else preset(name)
     trains = chosen.trains if chosen is not None else "exchange"
-    tables = _of_file(Path(name)) if is_file else _of_preset(name, trial_length(trains, length))
+    tables = (
+        _of_file(Path(name))
+        if is_file
+        else _of_preset(name, length if trains in _TAKE_OUTER_STEPS else replace(length, every=DEFAULT_EVERY))
+    )
     harness = dict(chosen.harness) if chosen is not None else {}
     for setting in (*settings, *own):
         key = setting.partition("=")[0].strip()

@@ -110,7 +110,7 @@ def _lines(rows: Sequence[Row], name: str, base: str) -> list[tuple[str, ...]]:
 def _cells(rows: Sequence[Row], name: str, base: str, loss: str) -> tuple[str, ...]:
     mine = [row for row in rows if row["method"] == name]
     losses = [row[loss] for row in mine]
-    gap = gaps(rows, name, base, loss) if base and base != name else []
+    gap = gaps(rows, name, base, loss) if base and base != name and None not in losses else []
     known = {row["seed"]: row["loss"] for row in rows if row["method"] == base}
     shares = [100 * (row[loss] / known[row["seed"]] - 1) for row in mine if row[loss] and known.get(row["seed"])]
     spikes = [row["spike"] for row in mine]
@@ -141,16 +141,23 @@ def loss_against_bytes(cells: Sequence[tuple[Length, Sequence[Row]]], names: Seq
     far as there are colours.
     """
     several, coloured = len(cells) > 1, len(names) <= 6
-    points, key = [], {}
+    points, key, diverged = [], {}, list[str]()
+    drawn: set[tuple[str, str]] = set()
     for length, rows in cells:
         for i, name in enumerate(names):
-            mine = [row for row in rows if row["method"] == name and row["sent"] and row["loss"] is not None]
+            mine = [row for row in rows if row["method"] == name and row["sent"]]
+            where = f"{length.peers} x H {mine[0].get('every', length.every) if mine else length.every}"
+            if (name, where) in drawn or (several and name == base):
+                continue
+            drawn.add((name, where))  # else a method with an H of its own would be there for each other one
+            if lost := sum(row["loss"] is None for row in mine):
+                diverged.append(f"{name}{f', {where}' if several else ''} ({lost} of {len(mine)} seeds)")
+                continue
             values = gaps(rows, name, base) if base else [row["loss"] for row in mine]
-            if not mine or not values or (several and name == base):
+            if not mine or not values:
                 continue
             half = half_width(values)
             x = statistics.fmean(row["sent"] / row["parameters"] for row in mine)
-            where = f"{length.peers} x H {length.every}"
             label = name if not several else where if coloured else f"{name}, {where}"
             points.append(Point(label, x, statistics.fmean(values), 0.0 if math.isnan(half) else half, f"s{i % 6}"))
             if several and coloured:
@@ -158,23 +165,29 @@ def loss_against_bytes(cells: Sequence[tuple[Length, Sequence[Row]]], names: Seq
     of = f"above {base}" if base else "in nats per byte"
     what = f"Loss on held-out text, {of}; mean over the seeds and 95 % interval" + (", peers x H." if several else ".")
     notes = [what, figure_note([row for _, rows in cells for row in rows])]
+    if diverged:
+        notes.append(f"Diverged, so without a point: {'; '.join(diverged)}.")
     return points_picture("Loss against bytes", notes, points, "bytes sent per parameter", "gap", key, {}, linear=0.01)
 
 
 def curves(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Return an SVG file: the loss of each method in the course of the run, the mean over its seeds."""
+    """Return an SVG file: the loss of each method in the course of the run, the mean over its seeds, until one diverges."""
     drawn = []
     for i, name in enumerate(names):
         mine: Sequence[Mapping[str, Any]] = [row for row in rows if row["method"] == name]
         points: dict[int, list[float]] = {}
+        ends = min((step for row in mine for step, loss in row["curve"] if loss is None), default=math.inf)
         for row in mine:
             for step, loss in row["curve"]:
-                if loss is not None:
+                if step < ends:
                     points.setdefault(step, []).append(loss)
         means = [(float(step), statistics.fmean(values)) for step, values in sorted(points.items())]
-        drawn.append(Series(name, f"s{i % 8}", means))
+        diverged = ends < math.inf or any(row["loss"] is None for row in mine)
+        drawn.append(Series(f"{name} (diverged)" if diverged else name, f"s{i % 8}", means))
     notes = [
         "Nats per byte of the outer parameters on held-out text, over inner steps; mean over the seeds.",
         figure_note(rows),
     ]
+    if nowhere := [one.name for one in drawn if not one.points]:
+        notes.append(f"Without a point: {', '.join(nowhere)}.")
     return curves_picture("Loss in the course of the run", notes, drawn, "inner steps")

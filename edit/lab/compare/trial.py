@@ -20,7 +20,7 @@ from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.fragments.schema import Schema
 from edit.lab.compare.baselines import DeMo, PrimalAveraging, Traffic, data_parallel
-from edit.lab.compare.corpus import Batch, Text, TextOptions, joined, read_text, streams
+from edit.lab.compare.corpus import Batch, Text, TextOptions, joined, read_text, streams, text_hash
 from edit.lab.compare.loop import Counting, Peer, enter, step_together
 from edit.lab.compare.method import Length, Method
 from edit.local import LocalGossip, LocalRun
@@ -64,6 +64,12 @@ class Trial:
         if self.device == "cpu":
             del values["device"]  # rows from before there was a choice
         return blake3(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+    def has(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row is of this trial: trained on the text that is here. Older rows do not say on which."""
+        if row["key"] != self.key:
+            return False
+        return "text" not in row or row["text"] == text_hash(self.text, self.length.peers, self.seed)
 
     def to_json(self) -> str:
         """Return what `from_json` reads."""
@@ -133,6 +139,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
         **asdict(length),
         "inner": trained.config.inner.optimizer,
         "options": {**asdict(trial.text), "slow": trial.slow},
+        "text": trained.text.hash,
         "device": torch.cuda.get_device_name(trial.device) if trial.device != "cpu" else "cpu",
         "loss": loss if math.isfinite(loss) else None,
         "loss_averaged": evaluate(averaged, trained.text.held_out, context, _FINAL_BATCHES) if averaged is not None else None,

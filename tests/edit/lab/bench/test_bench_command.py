@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 from typer.testing import CliRunner
 
 from edit.errors import ConfigError
-from edit.lab.bench import codecs, exchange, links, results
+from edit.lab.bench import codecs, command, exchange, links, results
 from edit.lab.bench.codecs import CodecOptions, row_of
-from edit.lab.bench.results import append_lines, circumstances, figure_note
+from edit.lab.bench.results import append_lines, circumstances, figure_note, print_table, read_lines, results_table
 from edit.lab.bench.rivals.environments import Environments
 from edit.lab.cli import app
-from edit.view.charts import Group, Part, PartedBar, Point, bars_picture, points_picture
+from edit.view.charts import Group as Bars
+from edit.view.charts import Part, PartedBar, Point, bars_picture, points_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 BEGINS = {"date": "2026-11-22", "label": "", "commit": "0123abc", "machine": "a <machine>", "load_before": 0.25}
@@ -111,7 +114,7 @@ def test_the_picture_of_codecs_shows_the_limit_and_what_failed() -> None:
 @pytest.mark.parametrize("log", [False, True])
 def test_bars_begin_at_one_line_and_grow_with_their_values(log: bool) -> None:
     bars = [PartedBar(str(value), [Part(value, "s0", "")], "") for value in (0.31, 2.0, 25.0)]
-    picture = ElementTree.fromstring(bars_picture("t", [], [Group("g", bars)], "s", {"s0": "x"}, limit=(0.2, "l"), log=log))
+    picture = ElementTree.fromstring(bars_picture("t", [], [Bars("g", bars)], "s", {"s0": "x"}, limit=(0.2, "l"), log=log))
     drawn = [bar for bar in picture.iterfind(f"{SVG}rect[@class='bar s0']") if bar.get("height") == "18"]
     assert len({bar.get("x") for bar in drawn}) == 1
     widths = [float(bar.get("width", "0")) for bar in drawn]
@@ -155,7 +158,7 @@ def test_names_of_points_at_one_place_do_not_cover_each_other() -> None:
 def test_a_picture_of_nothing_is_an_svg_too() -> None:
     nothing = points_picture("nothing", [], [], "x", "y", {}, {}, linear=0.1)
     assert "nothing" in ElementTree.fromstring(nothing).itertext()
-    empty = bars_picture("nothing", [], [Group("g", [PartedBar("b", (), "failed")])], "s", {})
+    empty = bars_picture("nothing", [], [Bars("g", [PartedBar("b", (), "failed")])], "s", {})
     assert "failed" in ElementTree.fromstring(empty).itertext()
 
 
@@ -176,6 +179,46 @@ def test_rows_are_appended_with_their_circumstances(tmp_path: Path) -> None:
     assert (first["label"], second) == ("a try", {"seconds": 1.0})
     assert {"date", "time", "machine", "load_before", "commit"} < set(first)
     assert first["kernels"].split()[0] in ("torch", "numba")
+
+
+def test_half_a_line_is_taken_away_and_a_whole_one_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"b": "' + "x" * 200_000)
+    assert read_lines(path) == [{"a": 1}]
+    append_lines(path, [{"c": 3}])
+    assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
+    for text in ('{"a": 1}', '{"a'):
+        path.write_text(text)
+        append_lines(path, [{"c": 3}])
+        assert path.read_text() == ('{"a": 1}\n{"c": 3}\n' if text.endswith("}") else '{"c": 3}\n')
+    path.write_text('{"a": {"b": 2}\n{"c": 3}\n')
+    with pytest.raises(ConfigError, match="line 1 is no row of results"):
+        read_lines(path)
+    assert read_lines(tmp_path / "none") == []
+
+
+def test_a_full_disk_leaves_a_file_of_results_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, room = tmp_path / "rows.jsonl", os.write, [12]
+    append_lines(path, [{"a": 1}])
+
+    def little(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "no space left")
+        written = real(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match=r"cannot write .*: no space left"):
+        patched.setattr(results.os, "write", little)
+        append_lines(path, [{"b": 2}, {"c": 3}])
+    assert room == [0] and read_lines(path) == [{"a": 1}]
+
+
+def test_a_table_beside_a_terminal_is_as_wide_as_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    name, note = "muloco " + "x" * 300, "n" * 150
+    print_table(Group(results_table("", ("method", "loss"), [(name, "1.2525")], note)))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [*name.split(), "1.2525"] in lines and [note] in lines
 
 
 def test_a_commit_is_dirty_when_something_else_than_results_was_changed(tmp_path: Path) -> None:
@@ -243,6 +286,33 @@ def test_what_is_wrong_is_one_line(arguments: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         bench(*arguments)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("option", ["--plot", "--results"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, option: str, tmp_path: Path
+) -> None:
+    measured: list[CodecOptions] = []
+    monkeypatch.setattr(codecs, "measure_codecs", lambda options: measured.append(options) or CODECS)
+    with pytest.raises(ConfigError, match="cannot write"):
+        bench("codecs", "--json", option, "/dev/null/more/x.svg")
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        bench("codecs", "--json", option, str(tmp_path / "folder.svg"))
+    assert measured == []
+
+
+@pytest.mark.parametrize("step", ["write_picture", "append_lines"])
+def test_what_was_measured_is_printed_before_a_file_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: str) -> None:
+    def fails(path: Path, rows: Any) -> None:
+        if rows:
+            raise ConfigError("the disk is full")
+
+    monkeypatch.setattr(codecs, "measure_codecs", lambda _: CODECS)
+    monkeypatch.setattr(command, step, fails)
+    files = ["--plot", str(tmp_path / "x.svg"), "--results", str(tmp_path / "x.jsonl")]
+    result = CliRunner().invoke(app, ["bench", "codecs", "--json", *files])
+    assert str(result.exception) == "the disk is full" and json.loads(result.stdout) == CODECS
 
 
 @pytest.mark.processes

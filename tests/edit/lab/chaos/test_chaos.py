@@ -14,11 +14,12 @@ from rich.console import Console
 
 from edit.errors import ConfigError
 from edit.lab import procfs
+from edit.lab.chaos.command import _show
 from edit.lab.chaos.disk import BoundedFiles
 from edit.lab.chaos.faults import Fault, Kind, draw_schedule, kinds_for
-from edit.lab.chaos.harness import Chaos, Report
+from edit.lab.chaos.harness import Chaos, Report, RuleBroken
 from edit.lab.chaos.history import Files, History, Incident, Memory, Recovered
-from edit.lab.chaos.invariants import Bounds, broken, broken_at_end, journal_differs, may_not_start
+from edit.lab.chaos.invariants import Bounds, Violation, broken, broken_at_end, journal_differs, may_not_start
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, tables
 from edit.lab.processes import COORDINATOR
@@ -448,6 +449,19 @@ def test_a_report_of_nothing() -> None:
     report = Report(options, (), History(PEERS, 64), "a disk")
     assert as_json(report)["goodput"] is None
     Console(file=io.StringIO()).print(tables(report))
+
+
+@pytest.mark.parametrize("violation", [None, Violation("the outer step advances", 9.0, "it stood")])
+def test_a_result_that_cannot_be_written_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], violation: Violation | None
+) -> None:
+    """And a broken rule is told."""
+    options = ChaosOptions(faults=(), out=tmp_path / "none")
+    report = Report(options, (), History(PEERS, 64), "a disk", violation=violation)
+    said = "cannot write .*chaos.json" if violation is None else "rule broken: .*it stood"
+    with pytest.raises(ConfigError if violation is None else RuleBroken, match=said):
+        _show(report, as_json(report), tables(report), json_only=True)
+    assert json.loads(capsys.readouterr().out)["commits"] == 0
 
 
 # ---- processes --------------------------------------------------------------------------------------------------------------

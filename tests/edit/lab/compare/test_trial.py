@@ -15,10 +15,12 @@ import pytest
 from rich.console import Console
 
 from edit.errors import ConfigError
+from edit.lab.bench import apart
+from edit.lab.bench.results import append_lines
 from edit.lab.compare import command
 from edit.lab.compare.command import Cell, CompareOptions, Outputs, recorded, run_comparison
 from edit.lab.compare.command import trials as trials_of
-from edit.lab.compare.corpus import Batch, TextOptions, streams
+from edit.lab.compare.corpus import Batch, TextOptions, read_text, streams
 from edit.lab.compare.method import Length, read_method
 from edit.lab.compare.table import comparison_table, curves, gaps, grid_table, loss_against_bytes
 from edit.lab.compare.trial import Trial, run_trial
@@ -179,37 +181,107 @@ def test_finished_trials_are_not_made_again_and_half_a_line_is(tmp_path: Path, m
     with pytest.raises(ConfigError, match="1 of 2 trials failed; the first: diloco, seed 1: killed"):
         run_comparison(chosen, Outputs(results=file, as_json=True), 1, Console())
     assert made == ["data-parallel 1", "diloco 1"]
+    for one in wanted[2:]:
+        append_lines(file, [line(one, 1.0)])
+    assert set(recorded(file)) == {one.key for one in wanted}, "nothing of the half line is left"
     file.write_text('{"what": 1}\n{}\n')
     with pytest.raises(ConfigError, match="line 1 is no trial"):
         recorded(file)
+
+
+def test_a_trial_on_another_text_is_made_again_and_the_row_of_the_other_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each Python has a standard library of its own. Older rows do not say which."""
+    chosen, file = options("data-parallel", "diloco", "edit", seeds=1), tmp_path / "rows.jsonl"
+    old, same, other = trials(chosen)
+    here = run_trial(same)["text"]
+    assert here == read_text(TextOptions(), 2, 0).hash != read_text(TextOptions(), 2, 1).hash
+    told = {"date": "d", "machine": "m", "load_before": 1.0}
+    rows = [line(old, 1.0), {**line(same, 1.1), "text": here}, {**line(other, 1.2), "text": here}, line(other, 9.0)]
+    rows[3]["text"] = "0123456789abcdef"
+    made: list[str] = []
+
+    def make(missing: list[Trial], results: Path, processes: int, console: Console) -> list[str]:
+        made.extend(one.method.name for one in missing)
+        return []
+
+    monkeypatch.setattr(command, "_make", make)
+    outputs, console = Outputs(results=file, as_json=True), Console()
+    append_lines(file, [{**told, **rows[i]} for i in (0, 1, 3)])
+    run_comparison(chosen, outputs, 1, console)
+    assert made == ["edit"] and "1 of these trials were trained on another text" in capsys.readouterr().out
+    append_lines(file, [{**told, **rows[i]} for i in (2, 3)])
+    run_comparison(chosen, outputs, 1, console)
+    assert made == ["edit"]
+    assert [row["loss"] for row in json.loads(capsys.readouterr().out)] == [1.0, 1.1, 1.2]
+
+
+@pytest.mark.parametrize("option", ["results", "plot", "curves"])
+def test_files_that_cannot_be_written_are_told_before_a_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(command, "_make", lambda *arguments: made.append(arguments) or [])
+    files = {"results": tmp_path / "rows.jsonl", option: Path("/dev/null/more/x")}
+    with pytest.raises(ConfigError, match="cannot"):
+        run_comparison(options("diloco", seeds=1), Outputs(**files), 1, Console())
+    assert made == []
+
+
+def test_a_comparison_is_printed_before_a_picture_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen, file = options("data-parallel", seeds=1), tmp_path / "rows.jsonl"
+    append_lines(file, [{**line(trials(chosen)[0], 1.0), "date": "d", "machine": "m", "load_before": 1.0}])
+
+    def fails(path: Path, text: str) -> None:
+        raise ConfigError("the disk is full")
+
+    monkeypatch.setattr(command, "write_picture", fails)
+    with pytest.raises(ConfigError, match="the disk is full"):
+        run_comparison(chosen, Outputs(results=file, plot=tmp_path / "x.svg", as_json=True), 1, Console())
+    assert json.loads(capsys.readouterr().out)[0]["loss"] == 1.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_ends_a_comparison_ends_its_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
+    """Also while others of them end: each is gone before the next one is killed."""
+    both, killed = threading.Barrier(2), list[object]()
+
     class Endless:
-        """A trial's process: the signal comes while it runs, to the comparison alone."""
+        """A trial's process: the signal comes while both run, to the comparison alone."""
 
         def __init__(self, *_: object, **__: object) -> None:
-            self.killed, self.returncode = threading.Event(), -9
+            self._killed, self._gone = threading.Event(), threading.Event()
 
         def communicate(self, _: str) -> tuple[str, str]:
-            os.kill(os.getpid(), number)
-            assert self.killed.wait(30.0)
+            if both.wait(30.0) == 0:
+                os.kill(os.getpid(), number)
+            assert self._killed.wait(30.0)
             return "", "killed"
 
-        def kill(self) -> None:
-            self.killed.set()
+        @property
+        def returncode(self) -> int:
+            self._gone.set()
+            return -9
 
-    monkeypatch.setattr(command.subprocess, "Popen", Endless)
+        def kill(self) -> None:
+            killed.append(self)
+            self._killed.set()
+            assert self._gone.wait(30.0)
+
+    monkeypatch.setattr(apart, "circumstances", dict)
+    monkeypatch.setattr(apart.subprocess, "Popen", Endless)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts with & ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_comparison(options("data-parallel", "diloco"), Outputs(results=tmp_path / "rows.jsonl"), 1, Console())
+            run_comparison(options("data-parallel", "diloco"), Outputs(results=tmp_path / "rows.jsonl"), 2, Console())
     finally:
         signal.signal(signal.SIGINT, before)
-    assert recorded(tmp_path / "rows.jsonl") == {}
+    assert len(killed) == 2 and recorded(tmp_path / "rows.jsonl") == {}
 
 
 def test_gaps_are_paired_by_seed_and_what_diverged_says_so() -> None:
@@ -261,6 +333,34 @@ def test_one_trial_of_a_method_that_takes_no_outer_steps_serves_every_h(
     assert len(json.loads(capsys.readouterr().out)) == len(made), "each trial once"
     with pytest.raises(ConfigError, match=r"--curves .*: shows one --peers and one --every"):
         run_comparison(chosen, Outputs(results=file, curves=tmp_path / "c.svg"), 1, Console())
+
+
+def test_a_method_with_an_h_of_its_own_is_one_trial_and_its_row_has_that_h() -> None:
+    own, changing = "diloco sync.every=2", "diloco sync.every=1 sync.milestones=[[2,2]]"
+    chosen = options(own, changing, seeds=1, every=(2, 3))
+    (one, _), (again, grows) = (trials_of(chosen, cell) for cell in chosen.cells)
+    assert one.key == again.key and one.length.every == again.length.every == run_trial(again)["every"] == 2
+    assert grows.length.every == 3, "where H changes it is the one that was asked for"
+    rows = [{**line(one, 1.0), "every": 2, "date": "d", "machine": "m", "load_before": 1.0}]
+    picture = loss_against_bytes([(cell.length, rows) for cell in chosen.cells], [own], "")
+    assert picture.count(">2 x H 2<") == 1 and "H 3" not in picture
+
+
+def test_what_diverged_has_no_gap_and_no_point_and_is_named() -> None:
+    losses = {("data-parallel", 0): 1.0, ("data-parallel", 1): 2.0, ("diloco", 0): 1.1, ("diloco", 1): None}
+    rows = [
+        {**line(trial(method, seed), loss), "date": "d", "machine": "m", "load_before": 1.0}
+        for (method, seed), loss in losses.items()
+    ]
+    names = ["data-parallel", "diloco"]
+    cells = [list(column.cells) for column in comparison_table(rows, names, "data-parallel").columns]
+    assert (cells[2][1], cells[3][1], cells[4][1]) == ("diverged", "", "")
+    picture = loss_against_bytes([(LENGTH, rows)], names, "data-parallel")
+    assert "Diverged, so without a point: diloco (1 of 2 seeds)." in picture and ">diloco<" not in picture
+    drawn = curves(rows, names)
+    assert ">diloco (diverged)<" in drawn and "(diverged)" not in curves(rows[:2], names)
+    rows[3]["curve"] = [[3, None], [6, None]]
+    assert "Without a point: diloco (diverged)." in curves(rows, names)
 
 
 def test_a_grid_has_gaps_by_peers_and_h_and_says_where_seeds_are_missing() -> None:
