@@ -108,7 +108,7 @@ class Verdict(Enum):
     """What was decided about one peer's contribution to one fragment; all but OK and COPIED have weight 0."""
 
     OK = "ok"
-    NONFINITE = "nonfinite"  # NaN, Inf, or a norm that overflows
+    NONFINITE = "nonfinite"  # NaN, Inf, or too long for fp32
     ANOMALOUS = "anomalous"  # norm more than delta standard deviations above what its peer usually sends
     IDLE = "idle"  # norm far below the round's median: a free rider or a copied zero
     UNPAIRED = "unpaired"  # gossip: no swap with this partner; it did not answer, or found fault itself

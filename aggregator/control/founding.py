@@ -250,8 +250,9 @@ class Founding:
         """
 
         def work() -> OuterState:
-            if not all(bool(fragment.isfinite().all()) for fragment in theta):
-                raise RemoteProtocolError("the founder's parameters are not finite")
+            for fragment, part in zip(transfer.schema.fragments, theta, strict=False):
+                if not bool(part.isfinite().all()):
+                    raise RemoteProtocolError(f"the founder's parameters are not finite: {fragment.name}")
             outer = OuterState(transfer.schema, self._config, theta)
             if outer.digest != claimed_digest:
                 raise RemoteProtocolError("the founder's parameters do not have the digest it claims")

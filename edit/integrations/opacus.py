@@ -1,13 +1,15 @@
 """`PrivateGradients`: the gradients of DP-SGD in place of `loss.backward()`, by Opacus, each step counted before it is taken.
 
-Opacus computes and clips the gradient of each example. What must not go wrong around it is here: which examples are drawn, by
-chance that nobody can compute again; the noise; a ledger on disk; and a check that the gradients are those of the model.
+Opacus computes the gradient of each example. What must not go wrong around it is here: which examples are drawn, by chance
+that nobody can compute again; the clip and the sum; the noise; a ledger on disk; and a check that the gradients are those of
+the model.
 
 Source: Abadi et al. 2016 (arXiv 1607.00133); for Local SGD, what leaves is computed from these gradients alone.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import warnings
@@ -39,7 +41,9 @@ except ImportError as error:
 __all__ = ["BudgetSpent", "PrivateGradients", "lengths"]
 
 Batch = TypeVar("Batch")
+_log = logging.getLogger(__name__)
 _TOLERANCE = 1e-4  # of the largest entry of a parameter's gradient
+_EXACT = (torch.float32, torch.float64)  # in which clipped gradients may be summed
 _CHECKED = 3  # examples at the start
 _PLANNED = 1 << 17  # steps that the budget is asked for at a time: of billions, epsilon cannot be computed
 _SPARE = 1.05  # epsilon is computed for so many times the steps, and said until they are taken
@@ -75,8 +79,9 @@ class PrivateGradients(Generic[Batch]):
         bound: what messages call privacy.epsilon_max.
         entropy: random bytes, which must be secret.
 
-    Raises ConfigError for a delta that is not below 1 / N, a model that mixes examples (BatchNorm), a parameter whose gradients
-    Opacus does not see, and a budget that is spent already (`BudgetSpent`). Raises StorageError of the ledger.
+    Raises ConfigError for a delta that is not below 1 / N, a model that mixes examples (BatchNorm), a parameter that is neither
+    fp32 nor fp64 or whose gradients Opacus does not see, and a budget that is spent already (`BudgetSpent`). Raises
+    StorageError of the ledger.
     """
 
     def __init__(
@@ -350,7 +355,12 @@ class PrivateGradients(Generic[Batch]):
 
 
 class _Noised(DPOptimizer):
-    """Clips and sums as Opacus does; the noise is of a secret stream. It never steps: whoever has the gradients does."""
+    """Clips, sums and adds noise in the precision of the parameters, also under autocast. It never steps: whoever has the
+    gradients does.
+
+    An example whose gradient is not finite, or too long for a norm, counts as zero: no factor would shorten it. The noise, of
+    a secret stream, and the sum are added in fp64: what is rounded before the noise is added would show in the last bits.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, noise: SecretNoise, privacy: PrivacyConfig, batch_size: int) -> None:
         super().__init__(
@@ -361,13 +371,40 @@ class _Noised(DPOptimizer):
             loss_reduction="mean",
         )
         self._noise = noise
+        self._warned = False
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
+        with torch.autocast(self.params[0].device.type, enabled=False):
+            done: bool | None = super().pre_step(closure)
+        return done
+
+    def clip_and_accumulate(self) -> None:
+        samples: list[Tensor] = self.grad_samples
+        count, device = len(samples[0]), samples[0].device
+        each = [
+            torch.linalg.vector_norm(sample.reshape(count, parameter.numel()), dim=1, dtype=parameter.dtype).to(device)
+            for parameter, sample in zip(self.params, samples, strict=True)
+        ]
+        norms = torch.stack(each, dim=1).norm(dim=1)
+        bad = ~norms.isfinite()
+        if bool(bad.any()):
+            for sample in samples:
+                sample[bad.to(sample.device)] = 0
+            if not self._warned:
+                _log.warning("an example has a gradient that is not finite: such examples count as zero")
+                self._warned = True
+        factors = (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0).masked_fill(bad, 0.0)
+        for parameter, sample in zip(self.params, samples, strict=True):
+            clipped = torch.einsum("i,i...", factors.to(parameter), sample.to(parameter.dtype))
+            before = parameter.summed_grad
+            parameter.summed_grad = clipped if before is None else before.add_(clipped)
 
     def add_noise(self) -> None:
         std = self.noise_multiplier * self.max_grad_norm
         for parameter in self.params:
-            noise = torch.from_numpy(self._noise.normal(parameter.numel()) * std)
-            noise = noise.to(device=parameter.device, dtype=parameter.dtype).view_as(parameter)
-            parameter.grad = parameter.summed_grad.view_as(parameter) + noise
+            noise = torch.from_numpy(self._noise.normal(parameter.numel()) * std).view(parameter.shape)
+            total = noise.add_(parameter.summed_grad.view_as(parameter).cpu())
+            parameter.grad = total.to(device=parameter.device, dtype=parameter.dtype)
 
 
 def _layer_norm(layer: nn.LayerNorm, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -390,6 +427,12 @@ def _attach(model: nn.Module, privacy: PrivacyConfig, batch_size: int, noise: Se
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConfigError("model: has no parameter that can be trained")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in _EXACT:
+            raise ConfigError(
+                f"{name}: is {parameter.dtype}, in which a sum of gradients is rounded by more than privacy.clip; train in "
+                "torch.float32, under autocast if it is to be fast"
+            )
     if errors := ModuleValidator.validate(model):
         raise ConfigError(f"model: {str(errors[0]).splitlines()[0][:300]}")
     try:

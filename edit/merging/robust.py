@@ -6,7 +6,9 @@ Python's floats in a fixed order, so that whoever merges the same contributions 
 Distances: d_ij^2 = K_ii + K_jj - 2 K_ij, and to a point sum a_j x_j: d_i(a)^2 = K_ii - 2 (K a)_i + a^T K a. What is nearer than
 1e-3 sqrt(median K_ii) is rounding.
 
-- geometric_median (RFA, arXiv 1912.13445, algorithm 1): a <- p, then 32 times w_i = p_i / d_i(a), a <- w / sum w.
+- geometric_median (RFA, arXiv 1912.13445, algorithm 1): a_i = p_i min(1, 4 median |x| / |x_i|), then 32 times
+  w_i = p_i / d_i(a), a <- w / sum w. From the mean of rows of any length the steps would not get far: with n rows each takes
+  a factor of n - 1 off the distance.
 - centered_clip (arXiv 2012.10333, algorithm 2): from the fragment's last merged pseudo-gradient, 5 times
   c_i = p_i min(1, tau / d_i(a)), a <- a (1 - sum c) + c.
 - multi_krum (arXiv 1703.02757): the score of i is the sum of its n - f - 2 smallest d_ij^2; the n - f best share equally.
@@ -45,7 +47,7 @@ __all__ = [
     "shared_prior",
 ]
 
-_LONGEST = 4.0  # a contribution is made at most so many times as long
+_LONGEST = 4.0  # a contribution is made at most so many times as long; Weiszfeld starts from none longer than that median
 _NEAR = 1e-3  # of the median length
 _WEISZFELD_STEPS = 32
 _CONVERGED = 1e-7
@@ -284,10 +286,12 @@ def _distances(gram: Gram, a: Sequence[float], n: int) -> list[float]:
 def _geometric_median(gram: Gram, prior: Sequence[float]) -> list[float]:
     n = len(prior)
     inner = [row[:n] for row in gram[:n]]
-    a = list(prior)
+    lengths = [math.sqrt(max(inner[i][i], 0.0)) for i in range(n)]
+    most = _LONGEST * median(lengths)
+    a = [p * min(1.0, most / length) if length > 0 else p for p, length in zip(prior, lengths, strict=True)]
     for _ in range(_WEISZFELD_STEPS):
         away = _distances(inner, a, n)
-        if min(away) <= 0:  # all are zeros
+        if min(away) <= 0:  # most are zeros
             return a
         w = [p / d for p, d in zip(prior, away, strict=True)]
         total = math.fsum(w)

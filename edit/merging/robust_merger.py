@@ -38,6 +38,8 @@ from edit.records import PeerVerdict, Verdict
 
 __all__ = ["Chosen", "Gathered", "RobustMerger"]
 
+_LONGEST = 2.0**62  # inner products of contributions up to here are finite in fp32, whatever the order of their sums
+
 _Row = list[tuple[Measured, float]]  # the contributions of one organisation, and the share of each in their mean
 
 
@@ -92,7 +94,8 @@ class Chosen:
 class RobustMerger:
     """Verdicts of the penalty, then D by a rule of `edit.merging.robust`, then the penalty's clip; too few: a rollback.
 
-    Contributions of one organisation are averaged first, and count as one. With anchors D is by
+    One longer than 2^62 is NONFINITE: its inner products with others may overflow. Coefficients that are not finite are a
+    rollback. Contributions of one organisation are averaged first, and count as one. With anchors D is by
     `edit.merging.robust.by_anchors`; no anchor among the good ones: a rollback. With `trust = "loss"` the prior of each is
     multiplied by `edit.merging.trust.factors`, and without a rule it is the weight.
 
@@ -115,7 +118,7 @@ class RobustMerger:
         ordered = _ordered(fragment, contributions)
         if fragment.buffers:
             return self._of_buffers(fragment, ordered, rule)
-        norms = {one.peer_id: one.norm for one in ordered}
+        norms = _measurable_norms(ordered)
         judged, after = judge_round(norms, {one.peer_id: one.inner_steps for one in ordered}, before, self.penalty)
         good = [one for one in ordered if judged[one.peer_id] is Verdict.OK]
         rows = _rows(good, self._fresh(good))
@@ -151,7 +154,7 @@ class RobustMerger:
         if any([one.peer_id for one in each] != [one.peer_id for one in sent[0]] for each in sent):
             raise LocalProtocolError("a merge by the whole model needs each fragment of each contribution, once")
         for each, ordered in zip(of_weights, sent, strict=True):
-            norms = {one.peer_id: one.norm for one in ordered}
+            norms = _measurable_norms(ordered)
             steps = {one.peer_id: one.inner_steps for one in ordered}
             i = each.fragment.fragment_id
             verdicts[i], statistics[i] = judge_round(norms, steps, each.before, self.penalty)
@@ -217,9 +220,9 @@ class RobustMerger:
         weight = {one.peer_id: share for one, share in zip(good, weighed, strict=True)}
         mean_fresh = [math.fsum(weight[one.peer_id] for one, _ in row) / len(row) for row in rows]
         prior = shared_prior(_normalised(mean_fresh), groups, replayed)
+        nothing = _Coefficients(dict.fromkeys(weight, 0.0), dict.fromkeys(weight, 1.0), 0.0, frozenset(copied), harmful)
         if not any(prior):  # all that is trusted repeats the last merged one
-            nothing = dict.fromkeys(weight, 0.0)
-            return _Coefficients(nothing, dict.fromkeys(weight, 1.0), 0.0, frozenset(copied), harmful)
+            return nothing
         if not has_last:
             inner = _with_zeros(inner)
         if self.robust.anchored:
@@ -227,6 +230,8 @@ class RobustMerger:
             found = by_anchors(inner, prior, _normalised(of_anchors), squares)
         else:
             found = coefficients(inner, prior, self.robust)
+        if not all(map(math.isfinite, (*found.weights, *found.scales, found.last))):
+            return nothing
         shares = {one.peer_id: a * part for row, a in zip(rows, found.weights, strict=True) for one, part in row}
         scales = {one.peer_id: s for row, s in zip(rows, found.scales, strict=True) for one, _ in row}
         return _Coefficients(shares, scales, found.last, frozenset(copied), harmful)
@@ -319,6 +324,11 @@ def _ordered(fragment: FragmentSpec, contributions: Sequence[Measured]) -> list[
     if len({one.peer_id for one in ordered}) != len(ordered):
         raise LocalProtocolError(f"fragment {fragment.fragment_id}: a peer contributes twice")
     return ordered
+
+
+def _measurable_norms(ordered: Sequence[Measured]) -> dict[str, float]:
+    """Return the norm of each by peer_id, as a verdict is given: infinite where its inner products may be."""
+    return {one.peer_id: one.norm if one.norm <= _LONGEST else math.inf for one in ordered}
 
 
 def _is_row(verdicts: Sequence[Verdict]) -> bool:

@@ -236,8 +236,8 @@ class ShareExchange:
                 return Failed(WRONG_DIGEST, wrong_digest=True)
             if (target := self._updates.snapshot()) is None:
                 return Failed(f"{WRONG_DIGEST}; {self._updates.failure}")
-            for i in steps:
-                for _ in self._take_verdict(i, verdicts[i]):
+            for i, step in steps.items():
+                for _ in self._take_verdict(i, verdicts[i], step):
                     pass
             replica.move(target, progress)
             if self.estimator is not None:  # a snapshot may be further: that was not this commit's step alone
@@ -264,7 +264,7 @@ class ShareExchange:
         replica, sent = self.replica, self.sent
         moved: dict[int, Tensor] = {}
         for i, step in steps.items():
-            residual = self._take_verdict(i, verdicts[i]) if carried is None else ()
+            residual = self._take_verdict(i, verdicts[i], step) if carried is None else ()
             if carried is not None and i in carried.missing:
                 self._maker.keep_residual(sent, i)
             shifts = carried is not None and i in sent.sent_from
@@ -281,13 +281,14 @@ class ShareExchange:
         if self.estimator is not None:
             self.estimator.committed(commit, self._collective.peer_id, moved, sent.deltas)
 
-    def _take_verdict(self, i: int, verdict: Verdict | None) -> Iterable[slice]:
+    def _take_verdict(self, i: int, verdict: Verdict | None, step: Here | RolledBack) -> Iterable[slice]:
         """Adopt or forget the residual of fragment i; clean the inner optimizer's state after a contribution with NaN or Inf.
 
         Before theta and the local parameters move: yields each part that may move, and is to be iterated to its end.
-        verdict: None where the contribution is not part of the commit, nor will be of another.
+        verdict: None where the contribution is not part of the commit, nor will be of another. step: of a fragment that was
+        rolled back no contribution is merged, not even a good one.
         """
-        if verdict is Verdict.OK:
+        if verdict is Verdict.OK and isinstance(step, Here):
             return self._maker.commit_residual(self.sent, i)
         self.feedback.rollback(i)
         if verdict is Verdict.NONFINITE:
@@ -335,7 +336,7 @@ class ShareExchange:
             self.run(self.exchange.interrupted(str(error)))
             return
         verdict = self._updates.verdict(next(part for part in partial.commit.fragments if part.fragment_id == i))
-        residual = self._take_verdict(i, verdict)
+        residual = self._take_verdict(i, verdict, step)
         self.replica.apply_fragment(i, step, lambda i: self._kept(i, verdict, pending), before=residual)
         del partial.waiting[i]
         pending.applied.add(i)

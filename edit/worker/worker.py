@@ -136,6 +136,8 @@ class EditWorker:
         kernels.load()
         with _outside_autograd():
             replicas = self._new_replicas()
+            if not self._checkpoints:  # whoever resumes takes the run's buffers where its own have diverged
+                self._refuse_bad_buffers(replicas)
             self._exchanges = tuple(
                 ShareExchange(
                     replica,
@@ -189,6 +191,23 @@ class EditWorker:
         if self._config.sync.mode == "forward":
             replicas[0].modules.refuse_prefetch()
         return replicas
+
+    def _refuse_bad_buffers(self, replicas: Sequence[Replica]) -> None:
+        """Raise ConfigError at every rank for a buffer that is exchanged and not finite: no contribution with it is merged."""
+        layouts = [replica.layout for replica in replicas]
+        bad = [
+            fragment.tensors[box.tensor].name
+            for layout in layouts
+            for i, fragment in enumerate(layout.schema.fragments)
+            if fragment.buffers
+            for box, held in zip(layout.held[i].boxes, layout.locals(i), strict=True)
+            if not bool(held.isfinite().all())
+        ]
+        if names := [name for of_rank in self._ranks.collect(bad) for name in of_rank]:
+            raise ConfigError(
+                f'buffers = "{self._config.buffers}": {names[0]} is not finite, and no mean of it is; register it with '
+                'persistent=False if it is constant, such as a mask, or set buffers = "local"'
+            )
 
     # What the user sees.
 

@@ -602,6 +602,8 @@ def _why(verdict: Verdict, norm: float, median: float, left_out: str) -> str:
     match verdict:
         case Verdict.OK:
             return "merged"
+        case Verdict.NONFINITE if 1e18 < norm < math.inf:
+            return f"norm {norm:.3g}, too long to be compared with others"
         case Verdict.NONFINITE:
             return "NaN or infinite values"
         case Verdict.ANOMALOUS if median > 0 and math.isfinite(norm):

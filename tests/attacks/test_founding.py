@@ -92,7 +92,7 @@ async def test_a_founder_of_bad_bytes_hands_over_at_once(tmp_path: Path) -> None
         await honest.attend()
         wrong = theta()
         wrong[1][7] = float("nan")
-        with pytest.raises(grpc.aio.AioRpcError, match="the founder's parameters are not finite"):
+        with pytest.raises(grpc.aio.AioRpcError, match="the founder's parameters are not finite: "):
             await bad.found(wrong)
         await honest.view(lambda view: view.found)
         await honest.found(theta(1))

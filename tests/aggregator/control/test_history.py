@@ -137,6 +137,9 @@ def test_verdicts_become_events_and_the_last_one_of_each_peer_is_kept() -> None:
     told.event(closed(3, fragments=tuple(some)))
     text = told.history.events()[-1].text
     assert text == "outer step 3: b has weight 0 in some fragments: NaN or infinite values in 1 of 2 fragments"
+    told.commit(4, verdict("a"), verdict("b", Verdict.NONFINITE, 1.5e19))
+    said = told.history.verdict("b")
+    assert said is not None and said.reason == "norm 1.5e+19, too long to be compared with others"
 
 
 def test_members_that_go_and_return_orders_advice_and_aborted_rounds_are_events() -> None:

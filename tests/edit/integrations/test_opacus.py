@@ -91,6 +91,68 @@ def test_gradients_are_the_mean_of_clipped_ones_and_noise(tmp_path: Path, clip: 
                 torch.testing.assert_close(one, other / 8, rtol=1e-4, atol=1e-6)
 
 
+class Rows:
+    """Examples whose gradients are their rows: the loss is the mean of a linear layer's sums."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.model = rows, nn.Linear(rows.shape[1], 1, bias=False)
+
+    def gradients(self, folder: Path, **arguments: object) -> PrivateGradients[Tensor]:
+        count = len(self.rows)
+        given = {"batch_size": count, "at_once": count, "planned": 1, "block": 1, "entropy": entropy(), **arguments}
+        settings = privacy(sampling="shuffle", clip=1.0)
+        return PrivateGradients(
+            self.model,
+            count,
+            lambda numbers: self.rows[list(numbers)],
+            lambda model, batch: model(batch).sum() / len(batch),
+            settings,
+            ledger=folder / "ledger.jsonl",
+            **given,  # type: ignore[arg-type]
+        )
+
+    def summed(self, private: PrivateGradients[Tensor]) -> Tensor:
+        private.backward()
+        assert self.model.weight.grad is not None
+        return self.model.weight.grad[0] * len(self.rows)
+
+
+def test_nothing_is_rounded_before_the_noise_is_added(tmp_path: Path) -> None:
+    """Or the last bits of one step tell two sets of examples apart."""
+    below = 0.4 * torch.finfo(torch.float32).eps  # of 1 it is lost in fp32, twice of it is not
+    task = Rows(torch.tensor([[below] * 4, [0.0] * 4]))
+    with task.gradients(tmp_path) as private:
+        private._noised._noise.normal = lambda count: np.full(count, 1 + below)  # type: ignore[method-assign]
+        assert torch.equal(task.summed(private), torch.full((4,), 1 + torch.finfo(torch.float32).eps))
+
+
+def test_under_autocast_gradients_are_clipped_and_summed_in_the_precision_of_the_parameters(tmp_path: Path) -> None:
+    """257 examples of length 1: in bf16 they would be 256."""
+    task = Rows(torch.full((257, 64), 2.0**-3))
+    with task.gradients(tmp_path, at_once=256) as private, torch.autocast("cpu", dtype=torch.bfloat16):
+        private._noised._noise.normal = np.zeros  # type: ignore[method-assign]
+        torch.testing.assert_close(task.summed(private), torch.full((64,), 257 * 2.0**-3), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
+def test_an_example_without_a_finite_gradient_counts_as_zero_and_the_noise_stays(
+    tmp_path: Path, bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    found = []
+    for name, value in (("without", 0.0), ("with", bad)):
+        task, folder = Rows(rows.clone()), tmp_path / name
+        folder.mkdir()
+        task.rows[7] = 0.0
+        task.rows[7, 3] = value
+        with task.gradients(folder, at_once=3) as private:
+            found.append(task.summed(private))
+    assert torch.equal(found[0], found[1]) and found[0].all()
+    assert [line.message for line in caplog.records] == [
+        "an example has a gradient that is not finite: such examples count as zero"
+    ]
+
+
 def test_the_noise_is_as_large_as_it_is_said_to_be_and_never_the_same(tmp_path: Path) -> None:
     task = Regression()
     with task.gradients(tmp_path, privacy(clip=1e-6, noise_multiplier=3.0), planned=400) as private:
@@ -293,6 +355,8 @@ class Unused(nn.Module):
         (Unused(), r"^never\.weight: does not change the loss"),
         (nn.Sequential(nn.Linear(6, 1).requires_grad_(False)), r"^model: has no parameter"),
         (nn.Linear(6, 1).eval(), r"^model: .*training mode"),
+        (nn.Linear(6, 1).bfloat16(), r"^weight: is torch\.bfloat16, .* train in torch\.float32, under autocast"),
+        (nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1).half()), r"^1\.weight: is torch\.float16"),
     ],
 )
 def test_models_whose_examples_cannot_be_told_apart_are_refused(tmp_path: Path, model: nn.Module, why: str) -> None:

@@ -78,6 +78,16 @@ def test_the_rules_compute_what_the_oracle_computes(n: int, f: int, seed: int) -
     assert close(by_rank(rows.clone(), f), rows.sort(dim=0).values[f : n - f].mean(dim=0))
 
 
+@pytest.mark.parametrize("length", [1e3, 1e9, 1e15])
+def test_the_geometric_median_of_rows_as_they_are_sent_stays_where_it_is_however_long_one_of_them_is(length: float) -> None:
+    """32 steps from the mean of all would leave it further away the longer that row is."""
+    rows = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)) + 1
+    rows[0] *= length / rows[0].norm()
+    found = merged(rows, "geometric_median", **PLAIN)
+    assert (found - reference.geometric_median(rows.double(), steps=1000)).norm() < 1e-3 * rows[1:].norm(dim=1).min()
+    assert torch.allclose(found, reference.geometric_median(rows.double()), atol=1e-4)
+
+
 def test_centered_clip_starts_from_what_was_merged_last() -> None:
     rows = torch.randn(5, 30, generator=torch.Generator().manual_seed(3))
     last = rows.mean(dim=0) + 0.5
@@ -106,9 +116,10 @@ def test_equal_contributions_are_merged_as_they_are_and_zeros_as_zeros(rule: str
     seed=st.integers(0, 10**6),
     rule=st.sampled_from(["geometric_median", "multi_krum", "median", "trimmed_mean"]),
     alike=st.booleans(),
+    more=st.sampled_from([{}, {"equalise": False}, PLAIN]),
 )
 def test_a_hostile_minority_of_any_length_moves_the_result_at_most_into_the_honest_ball(
-    honest: int, scale: float, seed: int, rule: str, alike: bool
+    honest: int, scale: float, seed: int, rule: str, alike: bool, more: dict[str, Any]
 ) -> None:
     """Its distance from the honest mean stays below 6 times their largest distance from it."""
     random = torch.Generator().manual_seed(seed)
@@ -119,7 +130,7 @@ def test_a_hostile_minority_of_any_length_moves_the_result_at_most_into_the_hone
     if rule in ("median", "trimmed_mean"):
         found = by_rank(rows.clone(), f if rule == "trimmed_mean" else (len(rows) - 1) // 2).double()
     else:
-        found = merged(rows, rule, f)
+        found = merged(rows, rule, f, **more)
     middle = good.mean(dim=0)
     assert (found - middle).norm() <= 6 * (good - middle).norm(dim=1).max()
 

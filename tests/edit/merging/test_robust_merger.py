@@ -20,8 +20,10 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
 from edit.merging.merge import Measured, MergeRule, ShardPayload, decoded, measure, pieces
 from edit.merging.mergers import merger
+from edit.merging.norms import whole_norm
 from edit.merging.outer_state import OuterState
-from edit.merging.robust_merger import RobustMerger
+from edit.merging.robust import Combination
+from edit.merging.robust_merger import Gathered, RobustMerger
 from edit.records import Verdict
 from tests.support.encoded import encode
 
@@ -79,6 +81,43 @@ def test_who_is_left_out_is_an_outlier_and_what_is_not_finite_is_said_as_ever() 
     found = by("multi_krum", mixing="none", equalise=False).merge(FRAGMENT, [*contributions(deltas), broken], {}, MergeRule())
     assert verdicts(found) == {"a": Verdict.OUTLIER, **dict.fromkeys("bcdef", Verdict.OK), "z": Verdict.NONFINITE}
     assert [each.weight for each in found.verdicts] == pytest.approx([0, *[0.2] * 5, 0])
+
+
+@pytest.mark.parametrize("detector", ["", "edit"])
+@pytest.mark.parametrize("rule", ["geometric_median", "centered_clip", "multi_krum", "clip", "median", "anchors", "model"])
+def test_one_so_long_that_its_inner_products_overflow_is_not_finite_and_stops_nobody(rule: str, detector: str) -> None:
+    """Its own norm is finite: that of two shards, 1.5e19 each, has a square beyond fp32."""
+    long = rows(1, seed=9)[0]
+    boxes = [Box(0, (0, 0), (NUMEL // 20, 10)), Box(0, (NUMEL // 20, 0), (NUMEL // 20, 10))]
+    halves = (Shard(FRAGMENT, (box,)) for box in boxes)
+    shards = [(half, part / part.norm() * 1.5e19) for half in halves for part in (half.take(long),)]
+    payloads = tuple(ShardPayload(half, encode("fp32", part)) for half, part in shards)
+    size = whole_norm(measure(encode("fp32", part)) for _, part in shards)
+    assert math.isfinite(size)
+    sent = [*contributions(rows(5)), Measured("z", 1, 1, size, payloads)]
+    penalty = PenaltyConfig(detector=detector, clip=0) if detector else OFF
+    if rule == "anchors":
+        merge_by = RobustMerger(penalty, RobustConfig(trust="anchors", anchors=("a",)))
+    else:
+        merge_by = by("geometric_median" if rule == "model" else rule, penalty=penalty)
+    merged = []
+    for given in (sent, sent[:-1]):
+        if rule == "model":
+            chosen = merge_by.choose({0: Gathered(FRAGMENT, given, {}, MergeRule())})
+            merged.append(merge_by.merge_chosen(FRAGMENT, given, chosen, MergeRule()))
+        else:
+            merged.append(merge_by.merge(FRAGMENT, given, {}, MergeRule()))
+    found, without = merged
+    assert found.merged is not None and without.merged is not None and torch.equal(found.merged, without.merged)
+    assert found.verdicts[:-1] == without.verdicts
+    assert found.verdicts[-1].verdict is Verdict.NONFINITE and found.verdicts[-1].weight == 0
+
+
+def test_coefficients_that_are_not_finite_are_a_rollback_and_never_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    nan = Combination([math.nan] * 5, [1.0] * 5)
+    monkeypatch.setattr("edit.merging.robust_merger.coefficients", lambda *_: nan)
+    found = by("geometric_median").merge(FRAGMENT, contributions(rows(5)), {}, MergeRule())
+    assert found.merged is None and {each.weight for each in found.verdicts} == {0.0}
 
 
 @pytest.mark.parametrize(("rule", "needs"), [("geometric_median", 5), ("multi_krum", 7), ("trimmed_mean", 5), ("median", 5)])

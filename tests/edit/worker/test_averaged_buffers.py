@@ -12,6 +12,7 @@ from torch import nn
 
 from edit.collective import Collective
 from edit.config.run import CodecConfig, OuterConfig, RunConfig, StorageConfig, SyncConfig
+from edit.errors import ConfigError
 from edit.local import LocalRun
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.sparing import SparingCollective
@@ -92,3 +93,22 @@ def test_who_begins_with_the_runs_parameters_begins_with_its_buffers(by_updates:
     assert "1.running_mean" in theta and not torch.equal(theta["1.running_mean"], saved["model"]["1.running_mean"])
     for each in (back, first[1]):
         each.leave()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_is_exchanged_and_not_finite_is_refused_on_entering(persistent: bool) -> None:
+    """A causal mask of -inf: no peer's buffers would ever be merged, BatchNorm's neither."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1), persistent=persistent)
+    run, settings = run_of(every=1, down="fp32", keep_updates=1)
+    own = dataclasses.replace(WorkerConfig.of(settings), buffers="average")
+    worker = EditWorker(model, torch.optim.SGD(model.parameters(), lr=1e-3), run.collective("a"), own)
+    if not persistent:
+        with worker:
+            assert "1.running_mean" in worker.outer_state_dict() and "mask" not in worker.outer_state_dict()
+            run.leave("a")
+        return
+    with pytest.raises(
+        ConfigError, match=r'^buffers = "average": mask is not finite, .* persistent=False .* buffers = "local"$'
+    ):
+        worker.__enter__()

@@ -400,6 +400,16 @@ def test_fragments_with_another_verdict_keep_their_rule(peer: Callable[..., Peer
     assert p.worker.state_dict()["scalars"]["fragments"]["residual"] == [0, 4]
 
 
+def test_a_rolled_back_fragment_leaves_no_residual_of_a_good_contribution(peer: Callable[..., Peer]) -> None:
+    p = peer(config={"codec": "int8"})
+    p.step()
+    answer, after = committed(p.theta, [None, *random_steps(p.theta)[1:]], [Verdict.OK] * 5)
+    p.collective.answers[0].append(answer)
+    p.forward()
+    assert same(p.local, after.fragments)
+    assert p.worker.state_dict()["scalars"]["fragments"]["residual"] == [1, 2, 3, 4]
+
+
 def test_a_contribution_that_came_too_late_is_replayed_at_once_and_sent_again(peer: Callable[..., Peer]) -> None:
     p = peer()
     p.step()

@@ -103,6 +103,24 @@ def test_a_rolled_back_fragment_returns_to_theta(peer: Callable[..., Peer]) -> N
     assert torch.equal(after.fragments[0], before.fragments[0]) and same(flat(p.model), list(after.fragments))
 
 
+@pytest.mark.parametrize("digest", [None, "of the run"])
+def test_a_good_contribution_to_a_fragment_that_is_rolled_back_leaves_its_old_residual(
+    peer: Callable[..., Peer], digest: str | None
+) -> None:
+    """It was not merged, and what its codec left out is lost with it."""
+    p = peer(every=1, codec="int8")
+    p.step()
+    commit_next(p)
+    p.step()
+    owed = residuals(p)
+    answer, after = committed(p.theta, [None, random_steps(p.theta)[1]], BOTH_OK, digest)
+    p.collective.answers[1].append(answer)
+    p.collective.snapshots.append(after)
+    p.forward()
+    assert p.worker.outer_step == 2 and same(flat(p.model), list(after.fragments))
+    assert owed[0].any() and torch.equal(residuals(p)[0], owed[0]) and not torch.equal(residuals(p)[1], owed[1])
+
+
 def test_in_doubt_the_peer_trains_on_and_replays_what_it_did_since(peer: Callable[..., Peer]) -> None:
     p = peer(every=2)
     p.step(2)
