@@ -140,7 +140,7 @@ class Layout:
         parts = self.ranks.gather(self.own(fragment_id, vector), [shard.numel for shard in shards], to)
         if parts is None:
             return None
-        whole = torch.empty(fragment.numel)
+        whole = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
         for shard, part in zip(shards, parts, strict=True):
             shard.put(part, whole)
         return whole
