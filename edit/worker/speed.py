@@ -55,7 +55,12 @@ class Speed:
                 self._metrics[name] = float(value)
 
     def add_loss(self, loss: float | Tensor) -> None:
-        """Add the loss of one inner step. A tensor is read with the next one, so that nothing waits for the device now."""
+        """Add the loss of one inner step. A tensor is read with the next one, so that nothing waits for the device now.
+
+        Raises ConfigError for a tensor of several elements.
+        """
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ConfigError(f"loss: must be one number, not {loss.numel()}; report its mean")
         if self._unread is not None:
             self._losses.append(float(self._unread))
         self._unread = loss.detach() if isinstance(loss, Tensor) else None

@@ -320,7 +320,7 @@ class EditWorker:
         metrics: other numbers by name (`accuracy=0.5`), the last value of each; `status --json` shows them, to those who may
             see the loss.
 
-        Raises ConfigError for a name of more than 64 characters, and for more than 32 names.
+        Raises ConfigError for a name of more than 64 characters, for more than 32 names, and for a tensor of several elements.
         """
         self._speed.add_metrics(metrics)
         if loss is not None:

@@ -82,6 +82,8 @@ class TestParametersThatCannotBeExchanged:
         [
             (torch.zeros(3, dtype=torch.complex64), r"^parameter odd\.weight: .*complex64"),
             (torch.zeros(0, 4), r"^parameter odd\.weight: .*\[0, 4\].*empty"),
+            (torch.zeros(3, device="meta"), r"^tensor odd\.weight: is on the meta device"),
+            (torch.zeros(1).expand(4), r"^tensor odd\.weight: is expanded, .*clone\(\)"),
         ],
     )
     def test_they_are_named_on_entering(self, tensor: Tensor, words: str) -> None:
@@ -94,6 +96,21 @@ class TestParametersThatCannotBeExchanged:
             worker.__enter__()
         assert "\n" not in str(caught.value)
         model.odd.requires_grad_(False)  # what is frozen is not exchanged
+        worker.__enter__()
+
+    def test_one_made_under_inference_mode(self) -> None:
+        with torch.inference_mode():
+            model = nn.Linear(2, 2)
+        worker = EditWorker(model, torch.optim.SGD(model.parameters()), ScriptedCollective(), WorkerConfig())
+        with pytest.raises(ConfigError, match=r"^tensor weight: was made under torch\.inference_mode"):
+            worker.__enter__()
+
+    def test_one_that_is_lazy_has_no_shape_before_a_batch(self) -> None:
+        model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+        worker = EditWorker(model, torch.optim.SGD(model.parameters()), ScriptedCollective(), WorkerConfig())
+        with pytest.raises(ConfigError, match=r"^parameter 0\.weight: .*run one batch through the model first"):
+            worker.__enter__()
+        model(torch.zeros(1, 3))
         worker.__enter__()
 
 
