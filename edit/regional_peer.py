@@ -81,7 +81,9 @@ class OuterModule(nn.Module):
     def __init__(self, schema: Schema) -> None:
         super().__init__()
         self._named = {
-            tensor.name: nn.Parameter(torch.zeros(tensor.shape)) for fragment in schema.fragments for tensor in fragment.tensors
+            tensor.name: nn.Parameter(torch.zeros(tensor.shape, dtype=torch.float32, device="cpu"))
+            for fragment in schema.fragments
+            for tensor in fragment.tensors
         }
         if (difference := schema.first_difference(plan_fragments(self.named_parameters()))) is not None:
             raise ConfigError(f"the model below cannot be a peer of a run above: {difference}")

@@ -15,6 +15,8 @@ swarm/     founding and joining a swarm, and training in it
 
 import typing
 
+import peers.forks  # noqa: F401  (before gRPC)
+
 if typing.TYPE_CHECKING:
     from peers.connection import connect
 

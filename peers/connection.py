@@ -19,6 +19,7 @@ from peers.carriers.hub.all_aggregators import AllAggregators, connect_hub
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.masking import MaskFolder
 from peers.carriers.io_thread import IoThread
+from peers.forks import GRPC_CAME_FIRST
 from peers.identity.known_members import read_members
 from peers.identity.peer_folder import PeerFolder
 from peers.identity.policy import SitePolicy
@@ -80,7 +81,7 @@ def connect(
         )
         with hub as (collective, config, _):
             plugins.admit(config, allow, ("codecs",))
-            for line in without_effect(config) if ranks.rank == 0 else ():
+            for line in (*_forks(), *without_effect(config)) if ranks.rank == 0 else ():
                 log.warning("%s", line)
             yield collective, config
 
@@ -99,6 +100,13 @@ def without_effect(config: RunConfig) -> list[str]:
             "the names and shapes of the other peers'"
         )
     return lines
+
+
+def _forks() -> list[str]:
+    if not GRPC_CAME_FIRST:
+        return []
+    remedy = "import peers first, or set GRPC_ENABLE_FORK_SUPPORT=0 in the environment"
+    return [f"gRPC was imported before peers: a DataLoader's workers may abort; {remedy}"]
 
 
 def _world() -> Ranks:

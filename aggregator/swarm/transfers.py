@@ -215,7 +215,7 @@ async def _state(
 
 
 def _tensor(dtype: str, data: memoryview) -> Tensor:
-    return torch.frombuffer(data, dtype=_DTYPES[dtype]) if len(data) else torch.empty(0, dtype=_DTYPES[dtype])
+    return torch.frombuffer(data, dtype=_DTYPES[dtype]) if len(data) else torch.empty(0, dtype=_DTYPES[dtype], device="cpu")
 
 
 async def _received(

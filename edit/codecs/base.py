@@ -119,7 +119,7 @@ class Codec(Protocol):
     def decode(self, encoded: EncodedTensor, device: torch.device | None = None) -> Tensor:
         """Decode into a new fp32 tensor on `device` (None: the CPU), shape [numel]. Raises as `decode_pieces`."""
         pieces = self.decode_pieces(encoded, device)
-        out = torch.empty(encoded.numel, dtype=torch.float32, device=device)
+        out = torch.empty(encoded.numel, dtype=torch.float32, device=device or "cpu")
         for part, piece in zip(parts(encoded.numel, device), pieces, strict=True):
             out[part] = piece
         return out
@@ -138,7 +138,7 @@ class Codec(Protocol):
 
         Raises as `decode`, where the wrong length is told at once.
         """
-        pieces, scratch = self.decode_pieces(encoded, device), torch.empty(0, device=device)
+        pieces, scratch = self.decode_pieces(encoded, device), torch.empty(0, dtype=torch.float32, device=device or "cpu")
 
         def add(part: slice, out: Tensor) -> None:
             nonlocal scratch
@@ -154,7 +154,7 @@ class Codec(Protocol):
 
         Raises as `decode`; `lanes` may then have changed.
         """
-        scratch = torch.empty(lanes.numel() if self.lossless else 0)
+        scratch = torch.empty(lanes.numel() if self.lossless else 0, dtype=torch.float32, device="cpu")
         for piece in self.decode_pieces(encoded):
             add_squares(piece, lanes, scratch[: piece.numel()] if self.lossless else piece)
 
@@ -238,7 +238,7 @@ def new_buffer(size: int) -> memoryview:
     """Return `size` writable bytes of arbitrary contents. Large ones are no part of a heap, and leave no hole in it."""
     if size >= MAPPED_BYTES:
         return memoryview(mapping(size))
-    return torch.empty(size, dtype=torch.uint8).numpy().data  # a bytearray would clear its memory first
+    return torch.empty(size, dtype=torch.uint8, device="cpu").numpy().data  # a bytearray would clear its memory first
 
 
 def new_vector(numel: int, dtype: torch.dtype = torch.float32, *, zeros: bool = False) -> Tensor:
@@ -263,7 +263,7 @@ def fetched(data: Buffer | Tensor) -> Buffer:
     if not isinstance(data, Tensor):
         return data
     if not on_cpu(data):
-        host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(data.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
         host.copy_(data, non_blocking=True)
         torch.cuda.current_stream(data.device).synchronize()
         data = host
@@ -274,7 +274,7 @@ def _send(data: Buffer, device: torch.device) -> Tensor:
     """Copy bytes to a device, flat uint8, on its current stream."""
     source = memoryview(data).cast("B")
     if source.readonly:  # torch takes no such memory
-        host = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         host.numpy()[:] = np.frombuffer(source, dtype=np.uint8)
     else:
         host = view(source, torch.uint8, source.nbytes, 0, bytearray())
@@ -290,7 +290,7 @@ def view(data: Buffer | Tensor, dtype: torch.dtype, count: int, offset: int, spa
         return data[offset : offset + count * dtype.itemsize].view(dtype)
     source = memoryview(data).cast("B")
     if count == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if not source.readonly:
         return torch.frombuffer(source, dtype=dtype, count=count, offset=offset)
     size = count * dtype.itemsize

@@ -18,7 +18,7 @@ def covering(shard: Shard, granule: int) -> Tensor:
     first, end = _ranges(shard, granule)
     lengths = end - first
     skipped = first - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum())) + skipped.repeat_interleave(lengths)
+    return torch.arange(int(lengths.sum()), dtype=torch.int64, device="cpu") + skipped.repeat_interleave(lengths)
 
 
 def covering_numel(shard: Shard, granule: int) -> int:
@@ -52,20 +52,20 @@ def gather(shard: Shard, flat: Tensor, granule: int) -> Tensor:
 
 def _starts(run: StridedRun) -> Tensor:
     """Return where each contiguous run begins in the fragment's flat vector: int64 [number]."""
-    starts = torch.tensor([run.start])
+    starts = torch.tensor([run.start], dtype=torch.int64, device="cpu")
     for count, stride in zip(run.counts, run.strides, strict=True):
-        starts = (starts.unsqueeze(1) + torch.arange(count) * stride).flatten()
+        starts = (starts.unsqueeze(1) + torch.arange(count, dtype=torch.int64, device="cpu") * stride).flatten()
     return starts
 
 
 def _ranges(shard: Shard, granule: int) -> tuple[Tensor, Tensor]:
     """Return (first, end) of the ranges of blocks that cover the shard: ascending, with a gap between; int64 [ranges] each."""
     if not shard.runs:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
     starts = [_starts(run) for run in shard.runs]
     first, order = torch.cat([some // granule for some in starts]).sort()
     ends = [(some + run.length - 1) // granule + 1 for some, run in zip(starts, shard.runs, strict=True)]
     end = torch.cat(ends)[order].cummax(0).values
     apart = first[1:] > end[:-1]
-    edge = torch.ones(1, dtype=torch.bool)
+    edge = torch.ones(1, dtype=torch.bool, device="cpu")
     return first[torch.cat([edge, apart])], end[torch.cat([apart, edge])]

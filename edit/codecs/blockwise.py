@@ -65,7 +65,9 @@ class Blockwise(Codec):
     def pieces(self, data: Buffer | Tensor, numel: int) -> Iterator[Tensor]:
         """Decode the blocks of each piece."""
         device = data.device if isinstance(data, Tensor) else None
-        scratch = torch.empty(next((part.stop for part in parts(numel, device)), 0), dtype=torch.float32, device=device)
+        scratch = torch.empty(
+            next((part.stop for part in parts(numel, device)), 0), dtype=torch.float32, device=device or "cpu"
+        )
         for part in parts(numel, device):
             piece = scratch[: part.stop - part.start]
             self.decode_part(data, numel, part.start, piece)
@@ -94,7 +96,7 @@ class Blockwise(Codec):
 
     def decode(self, encoded: EncodedTensor, device: torch.device | None = None) -> Tensor:
         """See `Codec.decode`."""
-        data, out = self.checked(encoded, device), torch.empty(encoded.numel, dtype=torch.float32, device=device)
+        data, out = self.checked(encoded, device), torch.empty(encoded.numel, dtype=torch.float32, device=device or "cpu")
         for part in self.passes(out):
             self.decode_part(data, encoded.numel, part.start, out[part])
         return out

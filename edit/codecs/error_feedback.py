@@ -85,7 +85,7 @@ class ErrorFeedback:
     def owed(self, i: int, delta: Vector) -> Iterator[Tensor]:
         """Yield u = delta + decay e of fragment i as `stage` encodes it, a part at a time, valid until the next one."""
         residual, scale, numel = self._residuals.get(i), self._scales.get(i), delta.numel()
-        total, device = torch.empty(0, device=delta.device), delta.device
+        total, device = torch.empty(0, dtype=torch.float32, device=delta.device), delta.device
         for part in parts(numel, device):
             u = delta[part]
             if total.numel() == 0 and not (residual is None and scale is None):
@@ -178,7 +178,7 @@ class ErrorFeedback:
         """Write e' = u - decode(q) into `out`, yielding each part that is written. before: e, perhaps `out` itself."""
         device = delta.device
         in_place = out.form == "fp32" and device.type == "cpu"
-        scratch, subtract = torch.empty(0, device=device), self._codecs[i].adder(encoded, -1.0, device)
+        scratch, subtract = torch.empty(0, dtype=torch.float32, device=device), self._codecs[i].adder(encoded, -1.0, device)
         for part in parts(delta.numel(), device):
             now = delta[part]
             if scratch.numel() == 0 and not in_place:
@@ -197,7 +197,9 @@ class ErrorFeedback:
         if not (self._steps_ahead and self.keeps(i)):
             return None
         residual = self._residuals.pop(i, None)
-        return torch.zeros(self._shards[i].numel) if residual is None else residual.tensor.mul_(self._decay)
+        if residual is None:
+            return torch.zeros(self._shards[i].numel, dtype=torch.float32, device="cpu")
+        return residual.tensor.mul_(self._decay)
 
     def rollback(self, i: int) -> None:
         """Forget the staged vector, if there is one: it was not merged."""

@@ -42,7 +42,7 @@ class RawFloat(Codec):
         size, device = self._dtype.itemsize, data.device if isinstance(data, Tensor) else None
         longest = next((part.stop for part in parts(numel, device)), 0)
         spare = bytearray(longest * size if readonly(data) else 0)
-        scratch = torch.empty(0 if self.lossless else longest, dtype=torch.float32, device=device)
+        scratch = torch.empty(0 if self.lossless else longest, dtype=torch.float32, device=device or "cpu")
         for part in parts(numel, device):
             raw = view(data, self._dtype, part.stop - part.start, part.start * size, spare)
             yield raw if self.lossless else scratch[: raw.numel()].copy_(raw)

@@ -94,10 +94,10 @@ class PluginCodec(Blockwise):
 
     def _try_out(self) -> None:
         """Raise PluginError unless blocks of zeros, of other values and with one NaN go through it as they should."""
-        values = torch.linspace(-1, 1, _TESTED * self.granule).view(_TESTED, -1).clone()
+        values = torch.linspace(-1, 1, _TESTED * self.granule, dtype=torch.float32, device="cpu").view(_TESTED, -1).clone()
         values[0] = 0
         values[-1, 0] = torch.nan
-        data, decoded = torch.empty(_TESTED, self._block_bytes, dtype=torch.uint8), torch.empty_like(values)
+        data, decoded = torch.empty(_TESTED, self._block_bytes, dtype=torch.uint8, device="cpu"), torch.empty_like(values)
         self.encode_blocks(values, [data])
         try:
             self.decode_blocks([data], decoded)
@@ -105,7 +105,7 @@ class PluginCodec(Blockwise):
             raise PluginError(str(error)) from error
         if not bool(decoded[:-1].isfinite().all()) or bool(decoded[-1].isfinite().all()):
             raise PluginError(f"{self._plugin}: a block with a NaN, and no other, must decode to one that is not finite")
-        one = torch.empty(1, self._block_bytes, dtype=torch.uint8)
+        one = torch.empty(1, self._block_bytes, dtype=torch.uint8, device="cpu")
         self.encode_blocks(values[1:2], [one])
         if not torch.equal(one[0], data[1]):
             raise PluginError(f"{self._plugin}: a block must encode to the same bytes alone and among others")

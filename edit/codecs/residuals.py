@@ -43,7 +43,10 @@ class Residual:
         self.form = form
         # int8: the bytes of that codec. All bytes 0 are the vector 0 in every form.
         size, dtype = _size(numel, form), _DTYPES[form]
-        self._data = torch.zeros(size, dtype=dtype, pin_memory=True) if pinned else new_vector(size, dtype, zeros=True)
+        if pinned:
+            self._data = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
+        else:
+            self._data = new_vector(size, dtype, zeros=True)
 
     @classmethod
     def of(cls, tensor: Tensor, numel: int, form: str | None = None) -> Residual:
@@ -87,7 +90,7 @@ class Residual:
         """
         if self.form != "int8":
             return self._data[part].to(device=device, non_blocking=True).to(torch.float32)
-        piece = torch.empty(part.stop - part.start)
+        piece = torch.empty(part.stop - part.start, dtype=torch.float32, device="cpu")
         _INT8.decode_part(self._data.numpy().data, self.numel, part.start, piece)
         return piece.to(device=device)
 

@@ -110,7 +110,7 @@ class SemidiscreteSum(Blockwise):
         if (kernels := fast(blocks, steps, factors)) is not None:
             kernels.sdd_add(steps.numpy(), factors.numpy(), xs.numpy(), ys.numpy(), weight, add, blocks.numpy())
             return
-        total = torch.zeros(count, rows, self._columns, device=blocks.device)
+        total = torch.zeros(count, rows, self._columns, dtype=torch.float32, device=blocks.device)
         for k in range(factors.shape[1]):
             total += (factors[:, k : k + 1] * xs[:, k].to(torch.float32)).unsqueeze(2) * ys[:, k].unsqueeze(1)
         decoded = total.flatten(1)[:, :numel] * steps.unsqueeze(1)
@@ -144,7 +144,7 @@ def _ternary(values: Tensor) -> Tensor:
 
 def _first_largest(rows: Tensor) -> Tensor:
     """Return the index of the largest of each row [count, n], of equal ones the first."""
-    at = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+    at = torch.arange(rows.shape[1], dtype=torch.int64, device=rows.device).expand_as(rows)
     return torch.where(rows == rows.amax(1, keepdim=True), at, rows.shape[1]).amin(1)
 
 

@@ -51,7 +51,7 @@ class GroupTop1(Blockwise):
         return -(-numel // self._of)
 
     def _starts(self, blocks: Tensor) -> Tensor:
-        return torch.arange(0, blocks.shape[1], self._of, device=blocks.device)
+        return torch.arange(0, blocks.shape[1], self._of, dtype=torch.int64, device=blocks.device)
 
     def encode_blocks(self, blocks: Tensor, planes: Sequence[Tensor]) -> None:
         """Select and quantise; see the module's docstring."""

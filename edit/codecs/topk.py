@@ -84,7 +84,7 @@ def _largest_unread(rows: Tensor, k: int) -> Tensor:
     needed = k - above.sum(1, keepdim=True)
     sent = above | (equal & (equal.cumsum(1) <= needed))
     slots = sent.cumsum(1).sub_(1).masked_fill_(~sent, k)  # the others all go into one that is cut off
-    order = torch.arange(rows.shape[1], device=rows.device).expand_as(slots)
+    order = torch.arange(rows.shape[1], dtype=torch.int64, device=rows.device).expand_as(slots)
     return slots.new_empty(len(rows), k + 1).scatter_(1, slots, order)[:, :k]
 
 

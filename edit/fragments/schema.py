@@ -149,12 +149,16 @@ def plan_fragments(named_parameters: Iterable[tuple[str, nn.Parameter | Tensor]]
     Tensors under a numbered block (`blocks.3.attn.weight`) form the fragment of that block (`blocks.3`); the others form one
     fragment per top-level module. Tied weights appear once, as in `named_parameters()`. Frozen parameters are left out.
 
-    Raises ConfigError when nothing is trainable, or a trainable parameter is complex or empty.
+    Raises ConfigError when nothing is trainable, or a trainable parameter is complex, empty or without a shape.
     """
+    from torch.nn.parameter import is_lazy  # who has parameters has torch
+
     groups: dict[str, list[TensorSpec]] = {}
     for name, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
+        if is_lazy(parameter):
+            raise ConfigError(f"parameter {name}: has no shape yet; run one batch through the model first")
         if parameter.is_complex():
             raise ConfigError(
                 f"parameter {name}: {parameter.dtype} is complex and cannot be exchanged; freeze it, or train real parts"

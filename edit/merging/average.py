@@ -50,7 +50,7 @@ class Average:
             return
         # a <- (1 - r) a + r theta, r = (1 - d) / (1 - d ** t): the weights d ** age, normalised
         rate = moving_rate(1 - self._config.decay, self.steps)
-        scratch = torch.empty(min(PIECE, self._numel))
+        scratch = torch.empty(min(PIECE, self._numel), dtype=torch.float32, device="cpu")
         for part in parts(self._numel):
             piece = theta[part]
             self._mean[part].mul_(1 - rate).add_(torch.mul(piece, rate, out=scratch[: piece.numel()]))

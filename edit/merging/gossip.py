@@ -160,7 +160,11 @@ class GossipState:
         self._codecs = tuple(codec_of(f, CodecChoice(CodecSpec.parse(config.gossip.codec))) for f in schema.fragments)
         self._outer_step = 0
         self._fragments = [
-            _Fragment(part.clone(), torch.zeros(0 if spec.buffers else spec.numel), fragment_hash(part))
+            _Fragment(
+                part.clone(),
+                torch.zeros(0 if spec.buffers else spec.numel, dtype=torch.float32, device="cpu"),
+                fragment_hash(part),
+            )
             for part, spec in zip(theta, schema.fragments, strict=True)
         ]
 
@@ -291,7 +295,7 @@ class GossipState:
         data, hashed = new_buffer(4 * spec.numel), FragmentHash()
         step = view(data, torch.float32, spec.numel, 0, bytearray())
         ours, theirs = (None if one is None else codec(one.codec).decode_pieces(one) for one in (own, other))
-        scratch = torch.empty(min(PIECE, spec.numel))
+        scratch = torch.empty(min(PIECE, spec.numel), dtype=torch.float32, device="cpu")
         for part in parts(spec.numel):
             d, near = step[part], scratch[: part.stop - part.start]
             if spec.buffers:

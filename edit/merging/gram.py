@@ -26,7 +26,7 @@ def windows(rows: Sequence[Iterator[Tensor]], numel: int) -> Iterator[tuple[slic
 
     rows: of each vector its pieces, as `edit.codecs.base.parts` says. What is yielded is valid until the next one.
     """
-    block = torch.empty(len(rows) * min(PIECE, numel))
+    block = torch.empty(len(rows) * min(PIECE, numel), dtype=torch.float32, device="cpu")
     for part, pieces in zip(parts(numel), zip(*rows, strict=True), strict=True):
         width = part.stop - part.start
         window = block[: len(rows) * width].view(len(rows), width)
@@ -37,14 +37,14 @@ def windows(rows: Sequence[Iterator[Tensor]], numel: int) -> Iterator[tuple[slic
 
 def gram(rows: Sequence[Iterator[Tensor]], numel: int) -> list[list[float]]:
     """Return K with K[i][j] = <x_i, x_j>, symmetric. rows: see `windows`."""
-    first, second = torch.tril_indices(len(rows), len(rows)).unbind()
-    lanes = torch.zeros(first.numel(), min(LANES, max(1, numel)))
+    first, second = torch.tril_indices(len(rows), len(rows), dtype=torch.int64, device="cpu").unbind()
+    lanes = torch.zeros(first.numel(), min(LANES, max(1, numel)), dtype=torch.float32, device="cpu")
     for _, window in windows(rows, numel):
         if (kernels := fast(window, lanes)) is not None:
             kernels.gram(window.numpy(), lanes.numpy())
             continue
         for columns in torch.split(window, lanes.shape[1], 1):
             lanes[:, : columns.shape[1]].add_(columns[first] * columns[second])
-    found = torch.zeros(len(rows), len(rows))
+    found = torch.zeros(len(rows), len(rows), dtype=torch.float32, device="cpu")
     found[first, second] = found[second, first] = row_sums(lanes)
     return [[float(value) for value in row] for row in found.tolist()]

@@ -151,7 +151,7 @@ def pieces(fragment: FragmentSpec, contribution: Measured) -> Iterator[Tensor]:
         whole = decoded(fragment, contribution)
         yield from (whole[part] for part in parts(fragment.numel))
         return
-    buffer, filled = torch.empty(min(PIECE, fragment.numel)), 0
+    buffer, filled = torch.empty(min(PIECE, fragment.numel), dtype=torch.float32, device="cpu"), 0
     for _, i in spans:
         encoded = _read(payload[i].payload, payload[i].shard.numel, what)
         for piece in codec(encoded.codec).decode_pieces(encoded):

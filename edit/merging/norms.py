@@ -73,7 +73,7 @@ def dot(a: Tensor, b: Tensor) -> float:
 
 
 def _lanes(numel: int) -> Tensor:
-    return torch.zeros(max(1, min(PIECE, numel)))
+    return torch.zeros(max(1, min(PIECE, numel)), dtype=torch.float32, device="cpu")
 
 
 def _sum(lanes: Tensor) -> float:

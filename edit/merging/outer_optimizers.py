@@ -126,10 +126,14 @@ def _initial_slots(config: OuterConfig, numel: int) -> dict[str, Tensor]:
     if config.optimizer == "sgd":
         return {}
     if config.optimizer in ("nesterov", "co2"):
-        return {"momentum": torch.zeros(numel)}
+        return {"momentum": _full(numel)}
     if config.optimizer == "delayed_nesterov":
-        return {"momentum": torch.zeros(numel), "buffer": torch.zeros(numel), "count": torch.zeros(1)}
-    return {"first": torch.zeros(numel), "second": torch.full((numel,), config.eps * config.eps)}
+        return {"momentum": _full(numel), "buffer": _full(numel), "count": _full(1)}
+    return {"first": _full(numel), "second": _full(numel, config.eps * config.eps)}
+
+
+def _full(numel: int, value: float = 0.0) -> Tensor:
+    return torch.full((numel,), value, dtype=torch.float32, device="cpu")
 
 
 @_built_in("sgd")

@@ -377,7 +377,8 @@ class OuterState:
         encoder, owed = self._recorders[fragment_id], self._fragments[fragment_id].unrecorded
         if encoder.lossless and owed is None:
             return EncodedTensor(encoder.name, numel, mean.numpy().view(np.uint8).data), None, _largest(mean)
-        data, scratch, largest = new_buffer(encoder.encoded_size(numel)), torch.empty(min(PIECE, numel)), 0.0
+        data, largest = new_buffer(encoder.encoded_size(numel)), 0.0
+        scratch = torch.empty(min(PIECE, numel), dtype=torch.float32, device="cpu")
         decoded = encoder.pieces(data, numel)
         residual = Residual(numel, self.residual_form) if encoder.granule > 1 else None
         for part in parts(numel):
@@ -412,7 +413,8 @@ class OuterState:
         """
         spec, fragment, encoder = self.schema.fragments[i], self._fragments[i], self._codecs[i]
         numel, owed = spec.numel, None if replaces else fragment.residual
-        data, scratch = new_buffer(encoder.encoded_size(numel)), torch.empty(min(PIECE, numel))
+        data = new_buffer(encoder.encoded_size(numel))
+        scratch = torch.empty(min(PIECE, numel), dtype=torch.float32, device="cpu")
         decoded, hashed = encoder.pieces(data, numel), FragmentHash()
         if in_place:
             self._begin_to_write(i, owed)
@@ -609,7 +611,7 @@ class OuterState:
         """
         spec, fragment = self.schema.fragments[i], self._fragments[i]
         numel, decay = spec.numel, self.config.codec.down_decay
-        scratch = torch.empty(min(PIECE, numel))
+        scratch = torch.empty(min(PIECE, numel), dtype=torch.float32, device="cpu")
         before = {name: slot.clone() if slot.numel() == 1 else slot for name, slot in fragment.slots.items()}
         for part, piece in zip(parts(numel), _decoded(mean)):  # noqa: B905 (without a mean, as many as there are parts)
             theta = fragment.theta[part]

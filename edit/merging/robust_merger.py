@@ -364,7 +364,7 @@ def _over(row: _Row, of: Sequence[Measured]) -> list[float]:
 
 def _combined(window: Tensor, over: Sequence[Sequence[float]]) -> Tensor:
     """Return fp32 [rows, m] of fp32 contributions [n, m], added up in their order."""
-    found = torch.zeros(len(over), window.shape[1])
+    found = torch.zeros(len(over), window.shape[1], dtype=torch.float32, device="cpu")
     for row, shares in zip(found, over, strict=True):
         for contribution, share in zip(window, shares, strict=True):
             if share:

@@ -44,7 +44,7 @@ def on_gpu(parameters: Sequence[Tensor]) -> torch.device | None:
 
 def flatten_there(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return what `flatten` does, on the device where the parameters are."""
-    flat = torch.empty(sum(parameter.numel() for parameter in parameters), device=device)
+    flat = torch.empty(sum(parameter.numel() for parameter in parameters), dtype=torch.float32, device=device)
     for parameter, part in _parts(flat, parameters):
         part.copy_(parameter.detach().reshape(-1))
     return flat
@@ -159,7 +159,7 @@ class PseudoGradient:
     def __init__(self, outer: Tensor, local: LocalVector, earlier: Tensor | None = None) -> None:
         local.check(outer, earlier)
         self._outer, self._local, self._earlier = outer, local, earlier
-        self._scratch = torch.empty(min(PIECE, outer.numel()))
+        self._scratch = torch.empty(min(PIECE, outer.numel()), dtype=torch.float32, device="cpu")
 
     @property
     def device(self) -> torch.device:
@@ -201,7 +201,9 @@ class DevicePseudoGradient:
         return self._local.numel()
 
     def __getitem__(self, part: slice) -> Tensor:
-        delta = torch.empty(part.stop - part.start, device=self.device).copy_(self._outer[part], non_blocking=True)
+        delta = torch.empty(part.stop - part.start, dtype=torch.float32, device=self.device).copy_(
+            self._outer[part], non_blocking=True
+        )
         before = None
         if self._earlier is not None:
             before = self._earlier[part].to(self.device, non_blocking=True)

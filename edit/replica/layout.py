@@ -76,7 +76,8 @@ class Layout:
     held: by fragment, what this rank holds; owned: what of that it contributes. Every element has one owner: of copies (on a
     replicated mesh dimension, on meshes side by side, of a plain tensor) the lowest rank. All ranks construct it together.
     part: (number, of how many): only the fragments of that aggregator, see `edit.fragments.assignment`.
-    Raises ConfigError, at every rank, when shards do not partition a tensor, or ranks have different models.
+    Raises ConfigError, at every rank, when shards do not partition a tensor, one cannot be written, or ranks have different
+    models.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, buffers: str = "local", part: tuple[int, int] = (0, 1)) -> None:
@@ -140,7 +141,7 @@ class Layout:
         parts = self.ranks.gather(self.own(fragment_id, vector), [shard.numel for shard in shards], to)
         if parts is None:
             return None
-        whole = torch.empty(fragment.numel)
+        whole = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
         for shard, part in zip(shards, parts, strict=True):
             shard.put(part, whole)
         return whole
@@ -152,16 +153,33 @@ class Layout:
 
 
 def _held(schema: Schema, tensors: Sequence[Sequence[Tensor]], ranks: Ranks) -> _Boxes:
-    """Return what this rank holds of each fragment. Raises ConfigError, at every rank, for a placement that is no shard."""
+    """Return what this rank holds of each fragment.
+
+    Raises ConfigError, at every rank, for a placement that is no shard, and for a tensor that cannot be written.
+    """
 
     def find() -> _Boxes:
         held: _Boxes = []
         for fragment, parts in zip(schema.fragments, tensors, strict=True):
+            for spec, tensor in zip(fragment.tensors, parts, strict=True):
+                _check_writable(spec.name, tensor)
             boxes = [held_box(i, tensor, fragment.tensors[i].name, ranks.rank) for i, tensor in enumerate(parts)]
             held.append(tuple(box for box in boxes if box is not None))
         return held
 
     return ranks.together(find)
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        why = "is on the meta device, without values; put the model on a device and load its weights first"
+    elif tensor.is_inference():
+        why = "was made under torch.inference_mode() and cannot be trained; make the model outside of it"
+    elif any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        why = "is expanded, several elements in one place of memory, and cannot be written; clone() it"
+    else:
+        return
+    raise ConfigError(f"tensor {name}: {why}")
 
 
 def held_box(position: int, tensor: Tensor, name: str, rank: int) -> Box | None:

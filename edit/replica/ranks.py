@@ -63,7 +63,7 @@ class Ranks:
         """Return, element by element, whether the flag is set at every rank."""
         if self.group is None:
             return list(flags)
-        tensor = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
+        tensor = torch.tensor([int(flag) for flag in flags], dtype=torch.int32, device="cpu")
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
         return [bool(value) for value in tensor.tolist()]
 
@@ -106,7 +106,9 @@ class Ranks:
             if tensor.numel():
                 dist.send(tensor, group=self.group, group_dst=to)
             return None
-        parts = [tensor if rank == to else torch.empty(numels[rank], dtype=tensor.dtype) for rank in range(self.size)]
+        parts = [
+            tensor if rank == to else torch.empty(numels[rank], dtype=tensor.dtype, device="cpu") for rank in range(self.size)
+        ]
         for rank, part in enumerate(parts):
             if rank != to and part.numel():
                 dist.recv(part, group=self.group, group_src=rank)
@@ -123,7 +125,7 @@ class Ranks:
             assert tensor is not None
             dist.send(tensor.contiguous(), group=self.group, group_dst=target)
             return None
-        received = torch.empty(numel)
+        received = torch.empty(numel, dtype=torch.float32, device="cpu")
         dist.recv(received, group=self.group, group_src=source)
         return received
 

@@ -238,15 +238,15 @@ class Replica:
         before anything of it is read. Computed on the GPU where the parameters are on one.
         """
         theta, device = self._outer.fragments[fragment_id], on_gpu(self.layout.locals(fragment_id))
-        scratch = torch.empty(0)
+        scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         for part, subtract in self._subtracting(fragment_id, encoded, device):
             before(part)
             numel = part.stop - part.start
             if into is None and numel > scratch.numel():
-                scratch = torch.empty(numel, pin_memory=self.transfers.pinned)
+                scratch = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=self.transfers.pinned)
             after = scratch[:numel] if into is None else into[part]
             if device is not None:
-                there = torch.empty(numel, device=device).copy_(theta[part], non_blocking=True)
+                there = torch.empty(numel, dtype=torch.float32, device=device).copy_(theta[part], non_blocking=True)
                 subtract(part, there)
                 after.copy_(there, non_blocking=True)
             else:

@@ -138,9 +138,10 @@ def skeleton(replica: Replica, kinds: Collection[str], scalars: Mapping[str, Any
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError(f"no tensors of kind {unknown[0]!r} are kept; known: {', '.join(KINDS)}")
     layout = replica.layout
-    dtypes = {"residual": torch.bfloat16 if scalars.get("residual_form") == "bf16" else torch.float32}
+    residual = torch.bfloat16 if scalars.get("residual_form") == "bf16" else torch.float32
+    dtypes = {kind: residual if kind == "residual" else torch.float32 for kind in kinds}
     empty = {
-        kind: _named(layout, {i: torch.empty(r.numel, dtype=dtypes.get(kind)) for i, r in enumerate(layout.held)})
+        kind: _named(layout, {i: torch.empty(r.numel, dtype=dtypes[kind], device="cpu") for i, r in enumerate(layout.held)})
         for kind in kinds
         if kind != _INT8
     }
@@ -281,7 +282,7 @@ def _int8_residual(layout: Layout, i: int, owners: Mapping[int, Shard], saved: M
         raise StorageError(f"checkpoint: {_INT8} of {missing[0]} is missing")
     if [shard.boxes for shard in owners.values()] == [mine.boxes]:
         return saved[next(iter(names.values()))]
-    whole = torch.empty(mine.fragment.numel)
+    whole = torch.empty(mine.fragment.numel, dtype=torch.float32, device="cpu")
     for rank, shard in owners.items():
         shard.put(Residual.of(saved[names[rank]], shard.numel, "fp32").tensor, whole)
     return mine.take(whole)
@@ -302,7 +303,7 @@ def _vector(layout: Layout, i: int, kind: str, named: Mapping[str, Tensor]) -> T
         if tuple(local.shape) != box.sizes:
             raise StorageError(f"checkpoint: {kind} of {name} is laid out as {list(local.shape)}, not {list(box.sizes)}")
         pieces.append(local.detach().to("cpu").reshape(-1))
-    return torch.cat(pieces) if pieces else torch.empty(0)
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _checked(read: Callable[[], _T]) -> _T:
@@ -411,7 +412,7 @@ class KnownParameters:
 
 
 def _kept(outer: Outer | None, i: int) -> Tensor:
-    return outer.fragments[i] if outer is not None else torch.empty(0)
+    return outer.fragments[i] if outer is not None else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _way(

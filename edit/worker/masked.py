@@ -103,7 +103,7 @@ def _lanes(payload: EncodedTensor, shard: Shard, bits: int) -> Words:
     words = words_in(payload.data, bits)[: payload.numel]
     if shard.is_whole or shard.span is not None:
         return lanes_of(words, shard.span[0] if shard.span is not None else 0)
-    whole = torch.zeros(shard.fragment.numel, dtype=getattr(torch, f"int{bits}"))
+    whole = torch.zeros(shard.fragment.numel, dtype=getattr(torch, f"int{bits}"), device="cpu")
     shard.put(torch.from_numpy(words.view(f"i{bits // 8}").copy()), whole)
     return lanes_of(whole.numpy().view(words.dtype))
 

@@ -50,15 +50,20 @@ class Speed:
             self._tensors.pop(name, None)
             self._tensors_before.pop(name, None)
             if isinstance(value, Tensor):
-                self._tensors[name] = value.detach()
+                self._tensors[name] = _kept(value)
             else:
                 self._metrics[name] = float(value)
 
     def add_loss(self, loss: float | Tensor) -> None:
-        """Add the loss of one inner step. A tensor is read with the next one, so that nothing waits for the device now."""
+        """Add the loss of one inner step. A tensor is read with the next one, so that nothing waits for the device now.
+
+        Raises ConfigError for a tensor of several elements.
+        """
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ConfigError(f"loss: must be one number, not {loss.numel()}; report its mean")
         if self._unread is not None:
             self._losses.append(float(self._unread))
-        self._unread = loss.detach() if isinstance(loss, Tensor) else None
+        self._unread = _kept(loss) if isinstance(loss, Tensor) else None
         if not isinstance(loss, Tensor):
             self._losses.append(float(loss))
 
@@ -95,6 +100,11 @@ class Speed:
     def tokens_per_s(self) -> float:
         """Of the whole replica; 0 before the first step."""
         return fmean(self._tokens) / self.step_s if self._tokens and self.step_s > 0 else 0.0
+
+
+def _kept(value: Tensor) -> Tensor:
+    """Return a copy: a CUDA graph (torch.compile's reduce-overhead) or a loop that adds up in place writes there again."""
+    return value.detach().clone()
 
 
 class Stopwatch:

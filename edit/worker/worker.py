@@ -57,6 +57,7 @@ from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replica
 __all__ = ["EditWorker", "WorkerConfig"]
 
 _Batch = TypeVar("_Batch")
+_STEPS_OF_OTHERS = 20  # of an optimizer that was not given, in a row; or, where that is more, those of two contributions
 
 
 class EditWorker:
@@ -70,7 +71,7 @@ class EditWorker:
 
     A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
     was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
-    contribution.
+    contribution. Where nothing else is stepped for two contributions (as the optimizer inside SAM), that is a ConfigError.
 
     A model sharded over the ranks of a torchrun job (`fully_shard`, `parallelize_module`; call them before) is one peer: every
     rank makes the same calls.
@@ -128,6 +129,7 @@ class EditWorker:
         self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
         self._ended = False  # whether the run had finished and the outer parameters were loaded
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
+        self._other_steps = 0  # of optimizers that were not given, since the last step of the one that was
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -341,7 +343,7 @@ class EditWorker:
         metrics: other numbers by name (`accuracy=0.5`), the last value of each; `status --json` shows them, to those who may
             see the loss.
 
-        Raises ConfigError for a name of more than 64 characters, and for more than 32 names.
+        Raises ConfigError for a name of more than 64 characters, for more than 32 names, and for a tensor of several elements.
         """
         self._speed.add_metrics(metrics)
         if loss is not None:
@@ -483,6 +485,10 @@ class EditWorker:
         ):
             return
         self._require_local("optimizer.step()")
+        self._other_steps += 1
+        allowed = max(_STEPS_OF_OTHERS, 2 * max(each.exchange.schedule.every for each in self._exchanges))
+        if self._other_steps > allowed and not self.finished:
+            raise ConfigError(_not_stepped(self._optimizers[-1], optimizer))
         with _outside_autograd():
             for each in self._exchanges:
                 each.keep_local()
@@ -494,6 +500,7 @@ class EditWorker:
                 each.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._other_steps = 0
         self._speed.add_step(self._stopwatch.lap())
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._exchanges:
@@ -576,6 +583,14 @@ def _outside_autograd() -> Iterator[None]:
     """No graph, and no inference tensors even when the user evaluates under torch.inference_mode()."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _not_stepped(given: Optimizer, stepped: Optimizer) -> str:
+    name = next((f" (its `{name}`)" for name, value in vars(given).items() if value is stepped), "")
+    return (
+        f"optimizer: the {type(given).__name__} that was given is not stepped, but {type(stepped).__name__}{name} trains its "
+        "parameters: give that one"
+    )
 
 
 def _device_name(model: nn.Module) -> str:

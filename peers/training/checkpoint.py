@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,17 @@ from edit.worker.checkpoint import KINDS, OF_RANKS, kinds_needed
 from edit.worker.config import WorkerConfig
 from peers.training.checkpoint_files import Checkpoints, Saved, last_scalars
 from peers.training.data_source import DataSource
-from peers.training.inner_optimizers import is_state, loaded_state, optimizers_of, saved_state, state_names
+from peers.training.inner_optimizers import (
+    Groups,
+    group_values,
+    is_state,
+    load_groups,
+    loaded_state,
+    optimizers_of,
+    saved_groups,
+    saved_state,
+    state_names,
+)
 from peers.training.trainer import Trainer
 
 __all__ = ["PeriodicCheckpoints", "Resumable", "Stateful", "needs_no_snapshot"]
@@ -49,13 +59,17 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """The parts of a training whose state is saved."""
+    """The parts of a training whose state is saved. Made before the first step."""
 
     trainer: Trainer
     batches: DataSource
     worker: Stateful
     ranks: Ranks
     new_data: bool = False  # other data than the checkpoint's is begun at its start
+    _made: list[Groups] = field(init=False, repr=False)  # by optimizer; what its groups hold else is state
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_made", [group_values(optimizer) for optimizer in self.trainer.optimizers])
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Begin a checkpoint of the present state. Changes nothing."""
@@ -63,6 +77,9 @@ class Resumable:
         scalars = {"steps": self.trainer.steps, "data": self.batches.state(), "worker": state["scalars"]}
         if self.trainer.growth is not None:
             scalars["batch"] = self.trainer.growth.state()
+        groups = [saved_groups(one, made) for one, made in zip(self.trainer.optimizers, self._made, strict=True)]
+        if any(any(kept) for kept in groups):
+            scalars["groups"] = groups
         tensors = {f"worker/{section}/{name}": tensor for section, name, tensor in _sections(state)}
         owners = optimizers_of(self.trainer.optimizers, self._trained())
         for name, parameter in self._trained().items():
@@ -143,6 +160,7 @@ class Resumable:
             except StorageError as error:
                 raise StorageError(f"{saved.path}: {error}") from error
         self._put_moments(tensors, parameters)
+        self._put_groups(saved)
         self.worker.load_state_dict({**sections, "scalars": saved.scalars["worker"]}, forward=forward)
         try:
             torch.set_rng_state(own[f"rank/{rank}/random"])
@@ -163,6 +181,18 @@ class Resumable:
                 saved.setdefault(name, {})[part] = tensor
         for name, state in saved.items():
             owners[name].state[parameters[name]] = loaded_state(owners[name], parameters[name], state)
+
+    def _put_groups(self, saved: Saved) -> None:
+        optimizers = self.trainer.optimizers
+        if (groups := saved.scalars.get("groups")) is None:
+            return
+        if not isinstance(groups, list) or len(groups) != len(optimizers):
+            raise StorageError(f"{saved.path}: damaged (scalars.groups is not of {len(optimizers)} optimizers)")
+        try:
+            for optimizer, kept in zip(optimizers, groups, strict=True):
+                load_groups(optimizer, kept)
+        except StorageError as error:
+            raise StorageError(f"{saved.path}: {error}") from error
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters by name; frozen ones are as the model was built."""

@@ -5,6 +5,7 @@ A name from the wire is looked up in a fixed list, or among the plug-ins that th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +18,26 @@ from torch.optim import Optimizer
 from edit import plugins
 from edit.config.plugins import is_entry
 from edit.config.run import TORCH_OPTIMIZERS, InnerConfig
-from edit.errors import ConfigError, PluginError
+from edit.errors import ConfigError, PluginError, StorageError
 from peers.training import quantized_state
 from peers.training.muon import Muon
 
-__all__ = ["inner_optimizers", "is_state", "loaded_state", "matrices", "optimizers_of", "saved_state", "state_names"]
+__all__ = [
+    "group_values",
+    "inner_optimizers",
+    "is_state",
+    "load_groups",
+    "loaded_state",
+    "matrices",
+    "optimizers_of",
+    "saved_groups",
+    "saved_state",
+    "state_names",
+]
 
 Groups = list[dict[str, Any]]
+Number = int | float | None  # bool is an int
+_SET = frozenset({"params", "lr"})  # of a group: what the trainer sets
 _NOT_SHARDED = ("Adafactor", "Rprop")  # torch 2.13 cannot take their step on a DTensor that is sharded
 
 
@@ -175,6 +189,54 @@ def saved_state(optimizer: Optimizer, parameter: nn.Parameter) -> Mapping[str, T
 def loaded_state(optimizer: Optimizer, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a parameter's state as the optimizer keeps it, of what `saved_state` returned."""
     return quantized_state.join(optimizer, parameter, saved)
+
+
+def group_values(optimizer: Optimizer) -> Groups:
+    """Return what its parameter groups hold beside the parameters and their learning rate, as it is now."""
+    return [{key: _copied(value) for key, value in group.items() if key not in _SET} for group in optimizer.param_groups]
+
+
+def saved_groups(optimizer: Optimizer, made: Groups) -> list[dict[str, Number]]:
+    """Return by group what is to be saved: what an optimizer that keeps state there has changed (schedule-free's k).
+
+    made: `group_values` before the first step; the rest are settings, which the configuration has. Raises ConfigError for what
+    is no number, which a checkpoint cannot keep.
+    """
+    found: list[dict[str, Number]] = []
+    for group, before in zip(group_values(optimizer), made, strict=True):
+        changed = {key: value for key, value in group.items() if key not in before or not _same(value, before[key])}
+        for key, value in changed.items():
+            if not isinstance(value, int | float | None):
+                kept = f"{key} of its parameter groups as {type(value).__name__}"
+                raise ConfigError(f"{type(optimizer).__name__} keeps {kept}: set --checkpoint-every 0")
+        found.append(changed)
+    return found
+
+
+def load_groups(optimizer: Optimizer, saved: object) -> None:
+    """Put back what `saved_groups` returned. Raises StorageError when it does not fit."""
+    if not isinstance(saved, list) or len(saved) != len(optimizer.param_groups):
+        raise StorageError("damaged (scalars.groups does not fit the optimizer's parameter groups)")
+    for group, kept in zip(optimizer.param_groups, saved, strict=True):
+        if not isinstance(kept, dict) or _SET & kept.keys():
+            raise StorageError("damaged (scalars.groups is no state of parameter groups)")
+        for key, value in kept.items():
+            if not isinstance(value, int | float | None):
+                raise StorageError(f"damaged (scalars.groups: {key} is no number)")
+            group[key] = value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _same(value: Any, before: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(before, Tensor):
+        return isinstance(value, Tensor) and isinstance(before, Tensor) and torch.equal(value, before)
+    try:
+        return type(value) is type(before) and bool(value == before)
+    except (ValueError, RuntimeError):  # arrays, in a list or not
+        return False
 
 
 def state_names(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[str, ...]:

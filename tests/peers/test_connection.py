@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from aggregator.security.authority import Authority
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from editpb.identity import Identity
+from peers import connection
 from peers.connection import connect, without_effect
 from peers.identity.peer_folder import PeerFolder
 from tests.support.served import new_folder
@@ -28,6 +30,67 @@ def test_it_is_the_packages_one_name_and_loads_nothing_before_it_is_asked_for() 
         _ = peers.nothing
     code = "import sys, peers; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+_CALLS = """
+import grpc
+
+async def answer(request, context):
+    await asyncio.sleep(0.001)
+    return request
+
+async def start():
+    server = grpc.aio.server()
+    echo = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Echo": echo}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+
+async def calls(channel):
+    while True:
+        await channel.unary_unary("/t.T/Echo")(b"x")
+
+def fork():
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+with IoThread() as io:
+    server, channel = io.call(start())
+    io.spawn(calls(channel))
+    print([status for _ in range(80) if (status := fork())], flush=True)
+    os._exit(0)
+"""
+
+
+def test_what_is_forked_beside_calls_does_not_abort() -> None:
+    """As a DataLoader's workers. With gRPC's own support of forks about one of ten here does."""
+    code = (
+        "import asyncio, os, warnings; warnings.simplefilter('ignore')\nfrom peers.carriers.io_thread import IoThread\n"
+        + _CALLS
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "said"),
+    [("peers", None, "0 False"), ("peers", "1", "1 False"), ("grpc", None, "0 True"), ("grpc", "0", "0 False")],
+)
+def test_grpc_supports_forks_only_where_that_is_asked_for(first: str, given: str | None, said: str) -> None:
+    code = f"import os, {first}, peers.forks; print(os.environ['GRPC_ENABLE_FORK_SUPPORT'], peers.forks.GRPC_CAME_FIRST)"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    environment |= {} if given is None else {"GRPC_ENABLE_FORK_SUPPORT": given}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout == f"{said}\n"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_that_grpc_came_first_is_told(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "GRPC_CAME_FIRST", first)
+    assert ["import peers first" in line for line in connection._forks()] == [True] * first
 
 
 def test_a_folder_without_an_invitation_says_what_to_do(tmp_path: Path) -> None:

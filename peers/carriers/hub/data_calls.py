@@ -293,7 +293,8 @@ class DataCalls:
         self.origin = Origin(manifest.outer_step, manifest.digest, tuple(donors.sources))
         sources = ", ".join(donors.sources) or "this peer itself: nothing was fetched"
         _log.info("snapshot of outer step %d from %s", manifest.outer_step, sources)
-        fragments = [(whole if shard.is_whole else cut).tensor(shard) if shard.numel else torch.empty(0) for shard in shards]
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
+        fragments = [(whole if shard.is_whole else cut).tensor(shard) if shard.numel else none for shard in shards]
         run_step = max(manifest.outer_step, manifest.run_outer_step)
         return Snapshot(manifest.outer_step, manifest.digest, tuple(fragments), run_step)
 

@@ -301,7 +301,7 @@ def masked(masks: Masks, payload: EncodedTensor, shard: Shard, bits: int) -> Enc
     if shard.span is not None:
         masks.apply(own, fragment.fragment_id, shard.span[0])
     else:
-        whole = torch.zeros(fragment.numel, dtype=getattr(torch, f"int{bits}"))
+        whole = torch.zeros(fragment.numel, dtype=getattr(torch, f"int{bits}"), device="cpu")
         masks.apply(whole.numpy().view(words.dtype), fragment.fragment_id, 0)
         own += shard.take(whole).numpy().view(words.dtype)
     if any(run.start == 0 for run in shard.runs):

@@ -57,6 +57,22 @@ class TestProgress:
         p.step()
         assert p.collective.told[-1].loss == 5.0
 
+    def test_a_tensor_that_is_written_again_counts_as_it_was_reported(self, peer: Callable[..., Peer]) -> None:
+        """As a CUDA graph does with its outputs, and a loop that adds up in place."""
+        p, loss = peer(every=100), torch.tensor(5.0)
+        p.worker.report(loss=loss, accuracy=loss)
+        p.step()
+        loss.fill_(7.0)
+        p.worker.report(loss=loss)
+        p.step()
+        assert (p.collective.told[-1].loss, p.collective.told[-1].metrics) == (5.0, {"accuracy": 5.0})
+
+    def test_a_loss_for_each_example_is_refused(self, peer: Callable[..., Peer]) -> None:
+        p = peer(every=100)
+        with pytest.raises(ConfigError, match=r"^loss: must be one number, not 5; report its mean$"):
+            p.worker.report(loss=torch.ones(5))
+        p.worker.report(loss=torch.ones(1, 1))
+
     def test_tokens_count_for_the_weight_too(self, peer: Callable[..., Peer]) -> None:
         p = peer(every=1)
         p.worker.report(tokens=30)

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from edit.codecs import decode
 from edit.errors import ConfigError, LocalProtocolError
+from edit.records import Finished
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted import ScriptedCollective
@@ -82,6 +83,8 @@ class TestParametersThatCannotBeExchanged:
         [
             (torch.zeros(3, dtype=torch.complex64), r"^parameter odd\.weight: .*complex64"),
             (torch.zeros(0, 4), r"^parameter odd\.weight: .*\[0, 4\].*empty"),
+            (torch.zeros(3, device="meta"), r"^tensor odd\.weight: is on the meta device"),
+            (torch.zeros(1).expand(4), r"^tensor odd\.weight: is expanded, .*clone\(\)"),
         ],
     )
     def test_they_are_named_on_entering(self, tensor: Tensor, words: str) -> None:
@@ -94,6 +97,21 @@ class TestParametersThatCannotBeExchanged:
             worker.__enter__()
         assert "\n" not in str(caught.value)
         model.odd.requires_grad_(False)  # what is frozen is not exchanged
+        worker.__enter__()
+
+    def test_one_made_under_inference_mode(self) -> None:
+        with torch.inference_mode():
+            model = nn.Linear(2, 2)
+        worker = EditWorker(model, torch.optim.SGD(model.parameters()), ScriptedCollective(), WorkerConfig())
+        with pytest.raises(ConfigError, match=r"^tensor weight: was made under torch\.inference_mode"):
+            worker.__enter__()
+
+    def test_one_that_is_lazy_has_no_shape_before_a_batch(self) -> None:
+        model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+        worker = EditWorker(model, torch.optim.SGD(model.parameters()), ScriptedCollective(), WorkerConfig())
+        with pytest.raises(ConfigError, match=r"^parameter 0\.weight: .*run one batch through the model first"):
+            worker.__enter__()
+        model(torch.zeros(1, 3))
         worker.__enter__()
 
 
@@ -146,6 +164,32 @@ class TestASecondOptimizer:
         p.optimizer.step()  # changes nothing, contributes
         for part, moved, theta in zip(p.collective.rounds()[1], change, after.fragments, strict=True):
             assert torch.equal(-decode(part.payload), (theta + moved) - theta)
+
+    @pytest.mark.parametrize(("every", "steps"), [(1, 20), (15, 30)])
+    def test_one_that_trains_alone_is_named(self, every: int, steps: int) -> None:
+        p = entered(every=every)
+        inside = torch.optim.SGD(p.model.parameters(), lr=0.5)
+        vars(p.optimizer)["base_optimizer"] = inside  # as of SAM
+        for _ in range(steps):
+            inside.step()
+        p.optimizer.step()  # the count begins anew
+        for _ in range(steps):
+            inside.step()
+        words = (
+            r"^optimizer: the AdamW that was given is not stepped, but SGD \(its `base_optimizer`\) trains its parameters: give"
+        )
+        with pytest.raises(ConfigError, match=words):
+            inside.step()
+
+    def test_one_that_trains_on_after_the_end_of_the_run_is_not(self) -> None:
+        p = entered()
+        p.collective.answers[0].append(Finished(0))
+        p.step()
+        p.forward()
+        assert p.worker.finished
+        second = torch.optim.SGD(p.model.parameters(), lr=0.5)
+        for _ in range(50):
+            second.step()
 
     def test_one_of_another_model_costs_nothing(self) -> None:
         p = entered()

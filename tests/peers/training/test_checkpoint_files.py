@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from edit import plugins
 from edit.config.run import InnerConfig, ModelConfig
 from edit.errors import ConfigError, FormatError, StorageError
 from edit.replica.ranks import ALONE, Ranks
@@ -468,3 +471,68 @@ def test_tensor_parallel_ranks_go_on_and_one_rank_can_take_over(tmp_path: Path, 
     folder, expected = tmp_path / "checkpoints", tmp_path / "expected"
     spawn(save_and_load_split, 4, tmp_path, str(folder), str(expected), optimizer)
     split_peer(folder, optimizer, 1).resume().check_state(torch.load(expected))
+
+
+class Counting(torch.optim.SGD):
+    """Keeps state in its parameter groups, as schedule-free's AdamW and Prodigy do."""
+
+    def __init__(self, groups: Any, lr: float, kept: object = None) -> None:
+        super().__init__(groups, lr=lr)
+        for group in self.param_groups:
+            group |= {"k": 0, "weight_sum": 0.0, "lr_max": -math.inf, "train_mode": False, "d_numerator": None, "kept": kept}
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] ** 2
+            group["lr_max"], group["train_mode"], group["d_numerator"] = math.inf, True, 0.5
+            group["added"] = group["k"] / 3
+            if isinstance(group["kept"], Tensor):
+                group["kept"] += 1
+
+
+class TestStateInParameterGroups:
+    def peer(self, folder: Path, kept: object = None) -> Peer:
+        plugins.register("optimizers", "test_counting", lambda groups, options: Counting(groups, options["lr"], kept))
+        return Peer(folder, optimizer="entry:test_counting")
+
+    @staticmethod
+    def groups(peer: Peer) -> list[dict[str, Any]]:
+        (optimizer,) = peer.trainer.optimizers
+        return [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in optimizer.param_groups]
+
+    def test_it_is_kept(self, tmp_path: Path) -> None:
+        first = self.peer(tmp_path).train(3).save().wait()
+        again = self.peer(tmp_path).resume()
+        assert self.groups(again) == self.groups(first) and self.groups(again)[1]["k"] == 3
+        again.save().wait()
+        assert self.groups(self.peer(tmp_path).resume()) == self.groups(first)
+
+    def test_settings_are_those_that_the_optimizer_was_made_with(self, tmp_path: Path) -> None:
+        first = self.peer(tmp_path, kept=1).train(2).save().wait()
+        again = self.peer(tmp_path, kept=2).resume()
+        assert [group["kept"] for group in self.groups(first) + self.groups(again)] == [1, 1, 2, 2]
+
+    def test_one_without_any_has_none_in_its_checkpoints(self, tmp_path: Path) -> None:
+        saved = Peer(tmp_path).train(2).save().wait().checkpoints.newest()
+        assert saved is not None and "groups" not in saved.scalars
+        assert self.groups(self.peer(tmp_path).resume())[0]["k"] == 0, "as that of an older version"
+
+    def test_what_is_no_number_is_refused(self, tmp_path: Path) -> None:
+        peer = self.peer(tmp_path, kept=torch.zeros(2)).save().wait()
+        with pytest.raises(
+            ConfigError, match=r"^Counting keeps kept of its parameter groups as Tensor: set --checkpoint-every 0$"
+        ):
+            peer.train(1).save()
+
+    @pytest.mark.parametrize(
+        "groups", [7, [], [[{}]], [[{}, {}], [{}, {}]], [[{}, 7]], [[{}, {"k": "7"}]], [[{}, {"lr": 0.5}]], [[{}, {"k": [1]}]]]
+    )
+    def test_what_does_not_fit_is_damaged(self, tmp_path: Path, groups: object) -> None:
+        self.peer(tmp_path).train(1).save().wait()
+        peer = self.peer(tmp_path)
+        saved = peer.checkpoints.newest()
+        assert saved is not None
+        with pytest.raises(StorageError, match=r"checkpoint-00000001: damaged \(scalars\.groups"):
+            peer.resumable.load(peer.checkpoints, replace(saved, scalars={**saved.scalars, "groups": groups}))
