@@ -324,13 +324,13 @@ class RegionalPeer:
                 self._remaining[i] = now - self._below.theta[i]
 
     def _count(self, commits: int, tokens: int) -> None:
-        """So many commits below are behind P: as many inner steps as a direct peer would have taken, until one contributes."""
+        """So many commits below are behind P: all of their inner steps count, before any of it is contributed."""
         self.worker.count_tokens(tokens)
-        for _ in range(commits * self._interval):
+        if steps := commits * self._interval:
+            self.worker.count_steps(steps - 1)
             self._optimizer.step()
             if self.worker.round_inner_steps == 0:  # it has contributed all there is
                 self._contributed = self._below.outer_step
-                break
         self._look()
 
 
@@ -389,6 +389,11 @@ def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
                 f"sync.milestones: the run {which} changes H, but a region takes as many steps between two exchanges as "
                 "before; remove it there"
             )
+    if upper.sync.schedule == "time":
+        raise ConfigError(
+            'sync.schedule: the run above exchanges by time ("time"), and a region contributes with the commits of the run below; '
+            'set "steps" there'
+        )
     if upper.sync.interval % lower.sync.interval:
         raise ConfigError(
             f"the run above exchanges every {upper.sync.interval} inner steps, the run below every {lower.sync.interval}: "

@@ -342,6 +342,13 @@ class EditWorker:
         for each in self._entered:
             each.exchange.schedule.count_tokens(tokens)
 
+    def count_steps(self, steps: int) -> None:
+        """Add to the inner steps behind the next contribution, without an exchange: the next optimizer step looks whether one is
+        due. For a model that something else has trained so far; every rank adds the same.
+        """
+        for each in self._entered:
+            each.exchange.schedule.count_steps(steps)
+
     def synchronize(self, *, block: bool = True) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off.
 

@@ -24,6 +24,7 @@ from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleErr
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 from edit.local import LocalRun
 from edit.merging.injection import Injected, Injection
+from edit.records import Contribution
 from edit.regional_peer import Below, OuterModule, RegionalPeer, _check_fit
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
@@ -176,6 +177,33 @@ def test_a_region_counts_the_inner_steps_and_tokens_of_the_run_below() -> None:
     assert upper.tokens == 2 * 200
 
 
+def claimed(monkeypatch: pytest.MonkeyPatch, upper: LocalRun) -> dict[str, list[Contribution]]:
+    """What each peer of the run above contributes of the first fragment from now on, by peer."""
+    seen: dict[str, list[Contribution]] = {}
+    contribute = LocalRun.contribute
+
+    def noting(run: LocalRun, peer_id: str, contribution: Contribution) -> bool:
+        if run is upper and contribution.fragment_id == 0:
+            seen.setdefault(peer_id, []).append(contribution)
+        return contribute(run, peer_id, contribution)
+
+    monkeypatch.setattr(LocalRun, "contribute", noting)
+    return seen
+
+
+def test_a_contribution_says_all_inner_steps_behind_it_however_many_commits_below_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    west.train(5)
+    seen = claimed(monkeypatch, upper)
+    west.region.moved(west.below())
+    east.turn()
+    assert [one.inner_steps for one in seen["west"]] == [5 * EVERY] and [one.tokens for one in seen["west"]] == [500]
+    assert [one.inner_steps for one in seen["east"]] == [EVERY]
+
+
 def test_a_region_that_is_ahead_trains_on_and_keeps_what_it_did_since() -> None:
     upper, east, west = two_sites()
     east.turn()
@@ -308,7 +336,7 @@ def test_what_was_done_below_after_a_contribution_that_is_above_goes_on_top() ->
     west.join()
     ours = [a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)]
     assert close(ours, since, 1e-6) and not close(since, [torch.zeros_like(part) for part in since], 1e-3)
-    assert west.region.worker.inner_steps == EVERY and west.region.worker.pending  # at once, all there is
+    assert west.region.worker.inner_steps == 2 * EVERY and west.region.worker.pending  # at once, all there is
     for site in (east, west):
         site.hand_down()
     east.turn()  # and with it the next commit above
@@ -357,6 +385,12 @@ def test_the_run_above_must_exchange_at_a_multiple() -> None:
     above = upper_config(sync=SyncConfig(every=EVERY + 1, outer_steps=10))
     with pytest.raises(ConfigError, match="every 4 inner steps, the run below every 3"):
         Site(LocalRun(above, ["east"]), above, "east", [1])
+
+
+def test_the_run_above_exchanges_by_steps() -> None:
+    above = SyncConfig(every=EVERY, outer_steps=10, schedule="time", time_s=60.0)
+    with pytest.raises(ConfigError, match=r"sync\.schedule: the run above exchanges by time"):
+        _check_fit(RunConfig(sync=above), RunConfig(sync=SyncConfig(every=EVERY)))
 
 
 @pytest.mark.parametrize("which", ["above", "below"])
