@@ -124,7 +124,7 @@ class RegionalPeer:
         _check_fit(upper, lower)
         self._interval = lower.sync.interval
         self._below = below
-        self._collective = _Noting(collective, self._keep)
+        self._collective = _Noting(collective, self._keep, self._resolved)
         self._run_id = run_id
         self._memory = memory
         self._model = OuterModule(schema)
@@ -137,7 +137,9 @@ class RegionalPeer:
         )  # it never trains ahead of itself
         self.worker = EditWorker(self._model, self._optimizer, self._collective, settings, ALONE, leave="local")
         self._fresh = False  # nothing of the run above is below yet, and it has another model than that
-        self._since = self._contributed = below.outer_step
+        # Outer steps below: up to which its work is in theta above or given up, is contributed, and is in P.
+        self._since = self._contributed = self._reached = below.outer_step
+        self._merged = (0, 0)  # an outer step above, and up to which one below it has the work
         self._seen = (-1, "")
         self._sent: dict[Injected, Injection] = {}
         self._stack = contextlib.ExitStack()
@@ -185,6 +187,7 @@ class RegionalPeer:
         came = {} if applied is None else applied.fragments
         self._remaining = self._beyond([came[i] for i in range(len(came))]) if fresh else self._less(came)
         self._load()
+        self._reached = below.outer_step
         if not fresh:
             self._count(below.outer_step - before.outer_step, max(0, below.tokens - before.tokens))
 
@@ -278,8 +281,15 @@ class RegionalPeer:
         return max(0, self._below.outer_step - sent.lower_step)
 
     def _keep(self) -> None:
+        """P is about to be contributed."""
+        self._contributed = self._reached
         if self._memory is not None:
-            self._memory.keep(Sent(self.worker.outer_step, self._below.outer_step, tuple(self._whole())))
+            self._memory.keep(Sent(self.worker.outer_step, self._reached, tuple(self._whole())))
+
+    def _resolved(self, outer_step: int) -> None:
+        """The run above has what waits for its outcome in this outer step, or it is given up there."""
+        if self.worker.pending:
+            self._merged = outer_step, self._contributed
 
     # ---- P and L -----------------------------------------------------------------------------------------------------------
 
@@ -315,9 +325,10 @@ class RegionalPeer:
         """If the run above has moved P: what remains is the difference now."""
         if self._place == self._seen:
             return
-        self._seen, commit = self._place, self.worker.last_commit
-        if commit is not None and commit.has(self._collective.peer_id):
-            self._since = self._contributed
+        (before, _), self._seen = self._seen, self._place
+        outer_step, lower_step = self._merged
+        if before < outer_step <= self.worker.outer_step:
+            self._since = lower_step
         for i, parameters in enumerate(self._parameters):
             now = flatten(parameters)
             if not torch.equal(now, self._expected(i)):
@@ -329,16 +340,15 @@ class RegionalPeer:
         if steps := commits * self._interval:
             self.worker.count_steps(steps - 1)
             self._optimizer.step()
-            if self.worker.round_inner_steps == 0:  # it has contributed all there is
-                self._contributed = self._below.outer_step
         self._look()
 
 
 class _Noting:
-    """A `Collective` that calls `note` before each contribution it is given, once, and otherwise does as `collective`."""
+    """A `Collective` that does as `collective`. It calls `note` before each contribution it is given, once, and `resolved` with
+    the outer step of each commit with this peer, and of each snapshot, before they are applied."""
 
-    def __init__(self, collective: Collective, note: Callable[[], None]) -> None:
-        self._collective, self._note = collective, note
+    def __init__(self, collective: Collective, note: Callable[[], None], resolved: Callable[[int], None]) -> None:
+        self._collective, self._note, self._resolved = collective, note, resolved
         self._given: set[tuple[int, int]] = set()  # outer step and fragment, of the present contribution
 
     @property
@@ -366,10 +376,15 @@ class _Noting:
         self._collective.contribute(contribution)
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
-        return self._collective.outcome(outer_step, block=block)
+        outcome = self._collective.outcome(outer_step, block=block)
+        if isinstance(outcome, Committed) and outcome.commit.has(self.peer_id):
+            self._resolved(outcome.commit.outer_step)
+        return outcome
 
     def snapshot(self) -> Snapshot:
-        return self._collective.snapshot()
+        snapshot = self._collective.snapshot()
+        self._resolved(snapshot.outer_step)
+        return snapshot
 
     def report(self, progress: Progress) -> None:
         """Leave it out: the region tells of itself."""

@@ -235,6 +235,34 @@ def test_a_region_that_missed_commits_above_follows_and_loses_nothing() -> None:
     assert not close(progress, [torch.zeros_like(part) for part in progress], 1e-4) and before
 
 
+def test_an_injection_says_which_work_it_has_when_two_commits_above_come_at_once() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    west.turn()
+    east.turn()  # commits both
+    east.hand_down()
+    east.turn()
+    upper.close("nobody waits for the west")
+    west.hand_down()
+    assert west.region.worker.outer_step == 4
+    injection = west.region.injection()
+    assert injection is not None and injection.brings == Injected(ABOVE, 4, 3)
+
+
+def test_an_injection_says_which_work_it_has_when_the_next_is_contributed_at_once() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    west.turn()
+    west.region.catch_up()
+    west.train()
+    east.turn()
+    west.region.catch_up = lambda: False  # type: ignore[method-assign]  # not before the next contribution
+    west.region.moved(west.below())
+    assert upper.state.outer_step == 3 and west.region.worker.pending
+    injection = west.region.injection()
+    assert injection is not None and injection.brings == Injected(ABOVE, 3, 3)
+
+
 # A fresh run below, and coming back.
 
 
