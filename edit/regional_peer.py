@@ -108,7 +108,7 @@ class RegionalPeer:
 
     schema, below: of the run below as it stands; collective: of the run above; upper, lower: their configurations; run_id: of
     the run above; memory: of earlier lives of this peer. Call `moved` when the run below has committed, `catch_up` now
-    and then; bring what `injection` gives below. Raises ConfigError, RefusedError when the two runs do not fit together.
+    and then, neither of which waits for the run above; bring what `injection` gives below. Raises ConfigError, RefusedError when the two runs do not fit together.
     """
 
     def __init__(
@@ -155,6 +155,7 @@ class RegionalPeer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._collective.waits = True
         self._stack.__exit__(kind, error, trace)
         self._look()
 
@@ -345,7 +346,10 @@ class RegionalPeer:
 
 class _Noting:
     """A `Collective` that does as `collective`. It calls `note` before each contribution it is given, once, and `resolved` with
-    the outer step of each commit with this peer, and of each snapshot, before they are applied."""
+    the outer step of each commit with this peer, and of each snapshot, before they are applied. It waits for no outcome unless
+    `waits` is set: whoever asks for one has a run below to look at."""
+
+    waits = False
 
     def __init__(self, collective: Collective, note: Callable[[], None], resolved: Callable[[int], None]) -> None:
         self._collective, self._note, self._resolved = collective, note, resolved
@@ -376,7 +380,7 @@ class _Noting:
         self._collective.contribute(contribution)
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
-        outcome = self._collective.outcome(outer_step, block=block)
+        outcome = self._collective.outcome(outer_step, block=block and self.waits)
         if isinstance(outcome, Committed) and outcome.commit.has(self.peer_id):
             self._resolved(outcome.commit.outer_step)
         return outcome

@@ -37,6 +37,7 @@ from peers.regions.lower_run import RunBelow
 __all__ = ["run_region"]
 
 LOOK_S = 0.5  # between two looks at the run below
+GONE_S = 120.0  # without an answer of the run below, once the run above has finished: it is over, too
 _log = logging.getLogger("peers")
 
 
@@ -155,16 +156,22 @@ class _Regional:
                 return state
 
     def _loop(self, region: RegionalPeer, schema: Schema, collective: HubCollective, interval: int) -> None:
-        """Look at both runs until the one below has finished, or the one above has and all of it is below."""
+        """Look at both runs until the one below has finished, or the one above has and all of it is below, or nobody is there."""
+        answered_at = self._clock()
         while True:
             self._io.wait(lambda: None, timeout=LOOK_S)
             collective.check()
             state = self._below.look()
+            if state is not None or not region.finished:
+                answered_at = self._clock()
             if state is not None and state.outer_step != region.below.outer_step:
                 self._follow(region, schema, state, interval)
             region.catch_up()
             self._report(region, collective)
             if state is None:
+                if self._clock() - answered_at >= GONE_S:
+                    _log.info("nobody answers for the run below; restart this region if it goes on")
+                    return
                 continue
             brought = self._bring(region, schema, state)
             ended = state.phase is RunPhase.FINISHED and state.outer_step == region.below.outer_step

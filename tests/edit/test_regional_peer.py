@@ -235,6 +235,23 @@ def test_a_region_that_missed_commits_above_follows_and_loses_nothing() -> None:
     assert not close(progress, [torch.zeros_like(part) for part in progress], 1e-4) and before
 
 
+def test_a_region_does_not_wait_for_the_run_above() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 1)
+    east.turn()
+    east.train(2)
+    east.region.moved(east.below())  # two commits further below, and the west has contributed nothing
+    assert east.region.worker.pending and upper.state.outer_step == 1
+    later = copy.deepcopy(east.run.state.theta)
+    west.turn()
+    east.hand_down()
+    east.turn()  # what was done meanwhile is contributed with the next commit
+    assert upper.state.outer_step == 2 and east.region.worker.pending
+    west.turn()
+    east.region.catch_up()
+    assert close(east.region._whole(), upper.state.theta) and not close(later, upper.state.theta, 1e-4)
+
+
 def test_an_injection_says_which_work_it_has_when_two_commits_above_come_at_once() -> None:
     upper, east, west = two_sites()
     turns((east, west), 2)

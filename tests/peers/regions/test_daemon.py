@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -54,16 +58,45 @@ class BelowOf:
         return True
 
 
+class Gone:
+    """A run below that does not answer."""
+
+    looks = 0
+
+    def look(self) -> None:
+        self.looks += 1
+        assert self.looks < 500, "the loop does not end"
+
+
+def daemon_of(site: Site, below: object, clock: Callable[[], float] = time.monotonic) -> _Regional:
+    enrolled = cast(Any, SimpleNamespace(endpoints=["nowhere:1"], credentials=None, run_id="below"))
+    subject = _Regional(cast(Any, Nobody()), enrolled, enrolled, site.memory, clock=clock)
+    subject._below = cast(Any, below)
+    return subject
+
+
+def test_a_region_of_two_runs_that_are_over_ends_when_the_one_below_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    above = upper_config(sync=SyncConfig(every=3, outer_steps=2))
+    upper = LocalRun(above, ["east", "west"])
+    site, other = Site(upper, above, "east", [1, 2]), Site(upper, above, "west", [3, 4])
+    for _ in range(2):
+        site.turn()
+        other.turn()
+    site.region.catch_up()
+    assert site.region.finished
+    seconds = itertools.count()
+    with caplog.at_level(logging.INFO, "peers"):
+        daemon_of(site, Gone(), lambda: float(next(seconds)))._loop(site.region, site.run.state.schema, cast(Any, Nobody()), 3)
+    assert "nobody answers for the run below" in caplog.text and next(seconds) > 120
+
+
 @pytest.mark.parametrize("cut_off", [set(), {3}, {4}, {5}, {6}, {4, 5}, {5, 6}])
 def test_the_last_outer_step_above_goes_below_although_the_one_before_came_in_while_nobody_looked(cut_off: set[int]) -> None:
     above = upper_config(sync=SyncConfig(every=3, outer_steps=4))
     upper = LocalRun(above, ["east", "west"])
     site, other = Site(upper, above, "east", [1, 2]), Site(upper, above, "west", [3, 4])
-    enrolled = cast(Any, SimpleNamespace(endpoints=["nowhere:1"], credentials=None, run_id="below"))
-    nobody = cast(Any, Nobody())
-    subject = _Regional(nobody, enrolled, enrolled, site.memory)
-    subject._below = cast(Any, BelowOf(site, other, cut_off))
-    subject._loop(site.region, site.run.state.schema, nobody, 3)
+    subject = daemon_of(site, BelowOf(site, other, cut_off))
+    subject._loop(site.region, site.run.state.schema, cast(Any, Nobody()), 3)
     assert site.region.finished
     site.train()  # what was handed down comes in with the next commit
     assert site.run.state.injected is not None and site.run.state.injected.upper_step == 4
