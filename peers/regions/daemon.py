@@ -156,7 +156,7 @@ class _Regional:
                 return state
 
     def _loop(self, region: RegionalPeer, schema: Schema, collective: HubCollective, interval: int) -> None:
-        """Look at both runs until the one below has finished, or the one above has and all of it is below, or nobody is there."""
+        """Look at both runs until the one below has finished, or the one above has and all of it is below or nobody there."""
         answered_at = self._clock()
         while True:
             self._io.wait(lambda: None, timeout=LOOK_S)
