@@ -176,7 +176,7 @@ class RegionalPeer:
         self._since = self._contributed = below.outer_step
         self._merged = (0, 0)  # an outer step above, and up to which one below it has the work
         self._seen = (-1, "")
-        self._sent: dict[Injected, Injection] = {}
+        self._sent: dict[Injected, Injection] = {}  # what may come in, oldest first
         self._stack = contextlib.ExitStack()
         self._load()
 
@@ -226,7 +226,7 @@ class RegionalPeer:
             self._count(below.outer_step - before.outer_step, max(0, below.tokens - before.tokens))
 
     def _applied(self, injected: Injected | None) -> Injection | None:
-        """What of the injections sent is in since the run below was last seen."""
+        """What of the injections made is in since the run below was last seen."""
         if injected is None or injected == self._below.injected:
             return None
         if (applied := self._sent.get(injected)) is None:
@@ -240,13 +240,20 @@ class RegionalPeer:
         self._look()
         return done
 
-    def injection(self) -> Injection | None:
-        """What the run below does not have yet of the run above; None when it has all."""
+    def injection(self, accepted: Injected | None = None) -> Injection | None:
+        """What the run below does not have yet of the run above; None when it has all.
+
+        accepted: what the run below says it has taken, and has not in its parameters yet. Before it has taken the last one, no
+        newer one is made, so that at most two are kept, whichever of them it has in the end.
+        """
         injected, outer_step = self._below.injected, self.worker.outer_step
         if injected is not None and injected.upper_step >= outer_step:
             return None
+        if self._sent and (last := next(reversed(self._sent))) != accepted:
+            return self._sent[last]
         brings = Injected(self._run_id, outer_step, self._since)
         if brings not in self._sent:
+            self._sent = {one: self._sent[one] for one in self._sent if one == accepted}
             parts = self._whole() if self._fresh else self._remaining
             fragments = {i: part for i, part in enumerate(parts) if part is not None}
             self._sent[brings] = Injection(brings=brings, base=injected, replaces=self._fresh, fragments=fragments)

@@ -188,9 +188,11 @@ class _Regional:
 
     def _bring(self, region: RegionalPeer, schema: Schema, state: InjectionState) -> bool:
         """Inject below what is new above. Return True when there is nothing (more) to inject."""
-        injection = region.injection()
-        if injection is None or injection.brings in (state.accepted, state.injected):
+        injection = region.injection(state.accepted)
+        if injection is None:
             return True
+        if injection.brings in (state.accepted, state.injected):
+            return injection.brings.upper_step == region.worker.outer_step
         if state.injected != injection.base or not self._below.inject(injection, schema):
             return False
         whole = " whole, in place of its own parameters" if injection.replaces else ""

@@ -252,6 +252,59 @@ def test_a_region_does_not_wait_for_the_run_above() -> None:
     assert close(east.region._whole(), upper.state.theta) and not close(later, upper.state.theta, 1e-4)
 
 
+def held(region: RegionalPeer) -> int:
+    """The tensors that are kept of injections."""
+    return len({part.data_ptr() for one in region._sent.values() for part in one.fragments.values()})
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_run_below_that_stands_still_costs_no_more_memory_with_each_outer_step_above(takes: bool) -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    west.turn()
+    upper.leave("west")
+    for _ in range(10):
+        east.turn()
+        east.hand_down()
+        if takes:
+            west.hand_down()
+        else:
+            west.region.catch_up()
+            west.region.injection()
+        assert held(west.region) <= 2 * len(upper.state.theta)
+    west.hand_down()
+    west.turn()
+    injected = west.run.state.injected
+    assert injected is not None and injected.upper_step == (upper.state.outer_step if takes else 3)
+    for _ in range(2):
+        west.hand_down()
+        west.turn()
+    assert close(west.run.state.theta, west.region._whole(), 0.0)
+    assert west.region.injection() is None
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_whichever_of_two_injections_comes_in_the_region_knows_it(lost: bool) -> None:
+    """A newer one is on its way, and the one before that was taken comes in, or it was replaced in time."""
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    older = west.run._injection
+    east.turn()
+    upper.close("nobody waits for the west")
+    west.region.catch_up()
+    assert older is not None
+    newer = west.region.injection(older.brings)
+    assert newer is not None and newer.brings.upper_step == 3
+    if not lost:
+        west.run.inject(newer)
+    west.turn()
+    assert west.run.state.injected == (older if lost else newer).brings
+    for _ in range(2):
+        west.hand_down()
+        west.turn()
+    assert west.region.injection() is None and all(map(torch.equal, west.region._whole(), west.run.state.theta))
+
+
 def test_an_injection_says_which_work_it_has_when_two_commits_above_come_at_once() -> None:
     upper, east, west = two_sites()
     turns((east, west), 2)

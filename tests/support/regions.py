@@ -97,7 +97,8 @@ class Site:
 
     def hand_down(self) -> None:
         self.region.catch_up()
-        if (injection := self.region.injection()) is not None:
+        accepted = self.run._injection.brings if self.run._injection is not None else None
+        if (injection := self.region.injection(accepted)) is not None:
             self.run.inject(injection)
 
     def turn(self) -> None:
