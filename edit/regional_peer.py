@@ -155,9 +155,8 @@ class RegionalPeer:
         run_id: str,
         memory: Memory | None = None,
     ) -> None:
-        _check_fit(upper, lower)
-        self._interval = lower.sync.interval
-        self._commits = upper.sync.interval // lower.sync.interval  # below, until a contribution is due
+        self._upper = upper
+        self.adopt(lower)
         self._below = below
         self._collective = _Noting(collective, self._keep, self._resolved)
         self._run_id = run_id
@@ -192,6 +191,12 @@ class RegionalPeer:
         self._collective.waits = True
         self._stack.__exit__(kind, error, trace)
         self._look()
+
+    def adopt(self, lower: RunConfig) -> None:
+        """The run below has this configuration from now on. Raises ConfigError, RefusedError when it does not fit."""
+        _check_fit(self._upper, lower)
+        self.interval = lower.sync.interval  # inner steps of one commit below
+        self._commits = self._upper.sync.interval // self.interval  # below, until a contribution is due
 
     @property
     def finished(self) -> bool:
@@ -438,7 +443,7 @@ class RegionalPeer:
     def _count(self, commits: int, tokens: int) -> None:
         """So many commits below are behind P: all of their inner steps count, before any of it is contributed."""
         self.worker.count_tokens(tokens)
-        if steps := commits * self._interval:
+        if steps := commits * self.interval:
             self.worker.count_steps(steps - 1)
             self._optimizer.step()
         self._look()
