@@ -218,6 +218,11 @@ def region() -> str:
         def keep(self, sent: Any) -> None:
             self.last = sent
 
+        def owed(self) -> Any:
+            return None
+
+        def keep_owed(self, owed: Any) -> None: ...
+
     sites = []
     for name, seeds in (("east", "pq"), ("west", "rs")):
         below = config({"every": 4, "outer_steps": 1000}, **plain)

@@ -38,7 +38,7 @@ from edit.trust.mask_plan import FragmentPlan
 from edit.worker.masked import PlansRounds
 from edit.worker.worker import EditWorker, WorkerConfig
 
-__all__ = ["Below", "Memory", "OuterModule", "RegionalPeer", "Sent"]
+__all__ = ["Below", "Memory", "OuterModule", "Owed", "RegionalPeer", "Sent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,19 @@ class Sent:
     upper_step: int
     lower_step: int
     parameters: tuple[Tensor, ...]
+    # What the run below had merged then; None: not known.
+    lower_tokens: int | None = None
+    # The tokens that the contribution said.
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """What the codec has left out of contributions up to the outer step `upper_step` above, which merged the last of them."""
+
+    upper_step: int
+    # By fragment, see `EditWorker.residuals`.
+    residuals: Mapping[int, Tensor]
 
 
 class Memory(Protocol):
@@ -70,6 +83,26 @@ class Memory(Protocol):
     def keep(self, sent: Sent) -> None:
         """Remember what is about to be contributed, instead of what was before."""
         ...
+
+    def owed(self) -> Owed | None:
+        """As `sent`."""
+        ...
+
+    def keep_owed(self, owed: Owed) -> None:
+        """Remember what is owed now, instead of what was before."""
+        ...
+
+
+@dataclass(slots=True)
+class _Passed:
+    """What the outer steps above did, from one that the run below has to the present one, by fragment."""
+
+    # What they subtracted from theta.
+    moved: dict[int, Tensor]
+    # As much of that as came before the last contribution.
+    moved_before: dict[int, Tensor]
+    # From which outer steps on a contribution of this peer was merged.
+    merged: dict[int, list[int]]
 
 
 class OuterModule(nn.Module):
@@ -110,7 +143,8 @@ class RegionalPeer:
 
     schema, below: of the run below as it stands; collective: of the run above; upper, lower: their configurations; run_id: of
     the run above; memory: of earlier lives of this peer. Call `moved` when the run below has committed, `catch_up` now
-    and then; bring what `injection` gives below. Raises ConfigError, RefusedError when the two runs do not fit together.
+    and then, neither of which waits for the run above; bring what `injection` gives below. Raises ConfigError, RefusedError
+    when the two runs do not fit together.
     """
 
     def __init__(
@@ -123,10 +157,10 @@ class RegionalPeer:
         run_id: str,
         memory: Memory | None = None,
     ) -> None:
-        _check_fit(upper, lower)
-        self._interval = lower.sync.interval
+        self._upper = upper
+        self.adopt(lower)
         self._below = below
-        self._collective = _Noting(collective, self._keep)
+        self._collective = _Noting(collective, self._keep, self._resolved)
         self._run_id = run_id
         self._memory = memory
         self._model = OuterModule(schema)
@@ -139,9 +173,11 @@ class RegionalPeer:
         )  # it never trains ahead of itself
         self.worker = EditWorker(self._model, self._optimizer, self._collective, settings, ALONE, leave="local")
         self._fresh = False  # nothing of the run above is below yet, and it has another model than that
+        # Outer steps below: up to which its work is in theta above or given up, and up to which it is contributed.
         self._since = self._contributed = below.outer_step
+        self._merged = (0, 0)  # an outer step above, and up to which one below it has the work
         self._seen = (-1, "")
-        self._sent: dict[Injected, Injection] = {}
+        self._sent: dict[Injected, Injection] = {}  # what may come in, oldest first
         self._stack = contextlib.ExitStack()
         self._load()
 
@@ -149,14 +185,20 @@ class RegionalPeer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.worker)
             self._seen = self._place
-            commits = self._rejoin()
+            self._rejoin()
             self._stack = stack.pop_all()
-        self._count(commits, 0)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._collective.waits = True
         self._stack.__exit__(kind, error, trace)
         self._look()
+
+    def adopt(self, lower: RunConfig) -> None:
+        """The run below has this configuration from now on. Raises ConfigError, RefusedError when it does not fit."""
+        _check_fit(self._upper, lower)
+        self.interval = lower.sync.interval  # inner steps of one commit below
+        self._commits = self._upper.sync.interval // self.interval  # below, until a contribution is due
 
     @property
     def finished(self) -> bool:
@@ -191,7 +233,7 @@ class RegionalPeer:
             self._count(below.outer_step - before.outer_step, max(0, below.tokens - before.tokens))
 
     def _applied(self, injected: Injected | None) -> Injection | None:
-        """What of the injections sent is in since the run below was last seen."""
+        """What of the injections made is in since the run below was last seen."""
         if injected is None or injected == self._below.injected:
             return None
         if (applied := self._sent.get(injected)) is None:
@@ -205,13 +247,20 @@ class RegionalPeer:
         self._look()
         return done
 
-    def injection(self) -> Injection | None:
-        """What the run below does not have yet of the run above; None when it has all."""
+    def injection(self, accepted: Injected | None = None) -> Injection | None:
+        """What the run below does not have yet of the run above; None when it has all.
+
+        accepted: what the run below says it has taken, and has not in its parameters yet. Before it has taken the last one, no
+        newer one is made, so that at most two are kept, whichever of them it has in the end.
+        """
         injected, outer_step = self._below.injected, self.worker.outer_step
         if injected is not None and injected.upper_step >= outer_step:
             return None
+        if self._sent and (last := next(reversed(self._sent))) != accepted:
+            return self._sent[last]
         brings = Injected(self._run_id, outer_step, self._since)
         if brings not in self._sent:
+            self._sent = {one: self._sent[one] for one in self._sent if one == accepted}
             parts = self._whole() if self._fresh else self._remaining
             fragments = {i: part for i, part in enumerate(parts) if part is not None}
             self._sent[brings] = Injection(brings=brings, base=injected, replaces=self._fresh, fragments=fragments)
@@ -219,21 +268,21 @@ class RegionalPeer:
 
     # ---- joining -----------------------------------------------------------------------------------------------------------
 
-    def _rejoin(self) -> int:
-        """P and what remains, now that the run above is joined and P is its theta; returns how many commits below count."""
+    def _rejoin(self) -> None:
+        """Bring P, and what remains, to where they were, now that the run above is joined and P is its theta."""
         below, injected = self._below, self._below.injected
         if injected is None:
             self._remaining = self._beyond(below.theta)
             self._fresh = any(part is not None for part in self._remaining)
-            return 0
+            return
         self._check_follows(injected)
-        gone = self._advanced_without(injected.upper_step)
-        if gone is None:
-            return self._go_on_after(self._sent_from(injected.upper_step))
-        self._since = injected.lower_step
-        self._remaining = [None if i not in gone else torch.neg(gone[i]) for i in range(len(self._parameters))]
-        self._load()
-        return below.outer_step - injected.lower_step
+        sent = self._sent_since(injected.upper_step)
+        passed = self._passed(injected.upper_step, sent)
+        self._owe(passed)
+        if sent is not None and sent.upper_step == self.worker.outer_step and sent.lower_step <= below.outer_step:
+            self._repeat(sent, injected, passed)
+        else:
+            self._go_on(sent, injected, passed)
 
     def _check_follows(self, injected: Injected) -> None:
         if injected.run_id != self._run_id:
@@ -244,44 +293,109 @@ class RegionalPeer:
                 "an older state of it was restored; begin a new run below it"
             )
 
-    def _advanced_without(self, outer_step: int) -> Mapping[int, Tensor] | None:
-        """By fragment, what the run above subtracted from theta since `outer_step`, if this peer had no part in it.
+    def _sent_since(self, outer_step: int) -> Sent | None:
+        """What was contributed last, if that was to `outer_step` or later, and fits."""
+        sent = self._memory.sent() if self._memory is not None else None
+        if sent is None or not outer_step <= sent.upper_step <= self.worker.outer_step:
+            return None
+        return sent if [part.shape for part in sent.parameters] == [part.shape for part in self._whole()] else None
 
-        None: it had, or that cannot be known.
-        """
-        steps: dict[int, Tensor] = {}
+    def _passed(self, outer_step: int, sent: Sent | None) -> _Passed | None:
+        """What the run above did since `outer_step`; None: it is not kept any more."""
+        passed, mine = _Passed({}, {}, {}), self._collective.peer_id
         for step in range(outer_step, self.worker.outer_step):
             outcome = self._collective.outcome(step, block=False)
-            if not isinstance(outcome, Committed) or outcome.commit.has(self._collective.peer_id):
+            if not isinstance(outcome, Committed):
                 return None
+            if sent is not None and step == sent.upper_step:
+                passed.moved_before = dict(passed.moved)
             for part in outcome.commit.fragments:
+                i = part.fragment_id
+                if part.verdict_of(mine) is not None:
+                    passed.merged.setdefault(i, []).append(step)
                 if part.payload is not None:
                     moved = decode(part.payload)
-                    steps[part.fragment_id] = steps[part.fragment_id] + moved if part.fragment_id in steps else moved
-        return steps
+                    passed.moved[i] = passed.moved[i] + moved if i in passed.moved else moved
+        return passed
 
-    def _sent_from(self, outer_step: int) -> Sent | None:
-        sent = self._memory.sent() if self._memory is not None else None
-        return sent if sent is not None and sent.upper_step == outer_step <= self.worker.outer_step else None
+    def _owe(self, passed: _Passed | None) -> None:
+        """Go on with what the codec left out, unless it is not known whether a later contribution had that."""
+        owed = self._memory.owed() if self._memory is not None else None
+        if owed is None or passed is None or owed.upper_step > self.worker.outer_step:
+            return
+        if all(step < owed.upper_step for steps in passed.merged.values() for step in steps):
+            self.worker.load_residuals(owed.residuals)
 
-    def _go_on_after(self, sent: Sent | None) -> int:
-        """As `_rejoin`, where what was contributed may be in theta: it is given up, and what was done below since goes on top.
+    def _repeat(self, sent: Sent, injected: Injected, passed: _Passed | None) -> None:
+        """As `_rejoin`, where the run above may hold what was contributed: it keeps that, so the same is contributed once more.
 
-        sent: that contribution; without it what was done since is not known either, and all of it is given up. Work may be
-        lost here, never counted twice.
+        What was done below since goes on top.
         """
-        theta = self._whole()
-        if sent is None or [part.shape for part in sent.parameters] != [part.shape for part in theta]:
-            self._remaining = self._beyond(self._below.theta)
-            return 0
-        self._since = sent.lower_step
-        self._remaining = self._beyond(sent.parameters)  # what came from above before is in both L and what was sent
-        self._load()
-        return max(0, self._below.outer_step - sent.lower_step)
+        now, then = self._below, list(self._below.theta)
+        for i, part in enumerate(sent.parameters):
+            load_fragment(part, self._parameters[i])
+            if passed is not None and i not in passed.merged:  # else what was done since is not known, and given up
+                then[i] = part + passed.moved[i] if i in passed.moved else part
+        self._below = Below(sent.lower_step, self._tokens_at(sent), injected, tuple(then))
+        self._since = injected.lower_step
+        self._remaining = self._beyond(then)
+        commits = sent.lower_step - injected.lower_step
+        tokens = sent.tokens if sent.lower_tokens is not None else self._share(commits)
+        self._count(max(commits, self._commits), tokens)  # it is due, even if it was made after fewer inner steps (sync.dylu)
+        if now.outer_step > sent.lower_step:
+            self.moved(now)
 
-    def _keep(self) -> None:
+    def _go_on(self, sent: Sent | None, injected: Injected, passed: _Passed | None) -> None:
+        """As `_rejoin`, where the run above holds nothing of this peer.
+
+        A fragment of which nothing was merged since keeps all that is in L. Of one that was merged, what was done below since
+        goes on top of theta; where that is not known, all of it is given up. Work may be lost here, never counted twice.
+        """
+        below = self._below
+        self._remaining = self._beyond(below.theta)
+        since = injected.lower_step if passed is not None and not passed.merged else below.outer_step
+        for i, theta in enumerate(self._whole()):
+            if passed is not None and i not in passed.merged:
+                self._remaining[i] = torch.neg(passed.moved[i]) if i in passed.moved else None
+            elif sent is not None and (
+                sent.upper_step == injected.upper_step if passed is None else passed.merged[i] == [sent.upper_step]
+            ):
+                # What came from above before is in what was sent, but not in L.
+                before = passed.moved_before.get(i) if passed is not None else None
+                had = sent.parameters[i] if before is None else sent.parameters[i] + before
+                self._remaining[i] = None if torch.equal(theta, had) else theta - had
+                since = min(sent.lower_step, below.outer_step)
+        self._load()
+        self._since = self._contributed = since
+        self._count(below.outer_step - since, self._tokens_since(since, sent))
+
+    def _tokens_at(self, sent: Sent) -> int:
+        """What the run below had merged when this was contributed."""
+        return self._share(sent.lower_step) if sent.lower_tokens is None else min(sent.lower_tokens, self._below.tokens)
+
+    def _tokens_since(self, lower_step: int, sent: Sent | None) -> int:
+        """What the run below has merged since that outer step, as far as is known; else its share of all."""
+        below = self._below
+        if sent is None or sent.lower_tokens is None or not lower_step <= sent.lower_step <= below.outer_step:
+            return self._share(below.outer_step - lower_step)
+        return below.tokens - self._tokens_at(sent) + (sent.tokens if lower_step < sent.lower_step else 0)
+
+    def _share(self, commits: int) -> int:
+        """The tokens of so many commits below, if all had as many."""
+        return self._below.tokens * commits // max(1, self._below.outer_step)
+
+    def _keep(self, contribution: Contribution) -> None:
+        """P is about to be contributed."""
+        below = self._below
+        self._contributed = below.outer_step
         if self._memory is not None:
-            self._memory.keep(Sent(self.worker.outer_step, self._below.outer_step, tuple(self._whole())))
+            whole = tuple(self._whole())
+            self._memory.keep(Sent(self.worker.outer_step, below.outer_step, whole, below.tokens, contribution.tokens))
+
+    def _resolved(self, outer_step: int) -> None:
+        """The run above has what waits for its outcome in this outer step, or it is given up there."""
+        if self.worker.pending:
+            self._merged = outer_step, self._contributed
 
     # ---- P and L -----------------------------------------------------------------------------------------------------------
 
@@ -317,30 +431,35 @@ class RegionalPeer:
         """If the run above has moved P: what remains is the difference now."""
         if self._place == self._seen:
             return
-        self._seen, commit = self._place, self.worker.last_commit
-        if commit is not None and commit.has(self._collective.peer_id):
-            self._since = self._contributed
+        (before, _), self._seen = self._seen, self._place
+        outer_step, lower_step = self._merged
+        if before < outer_step <= self.worker.outer_step:
+            self._since = lower_step
+            if self._memory is not None:
+                self._memory.keep_owed(Owed(outer_step, self.worker.residuals))
         for i, parameters in enumerate(self._parameters):
             now = flatten(parameters)
             if not torch.equal(now, self._expected(i)):
                 self._remaining[i] = now - self._below.theta[i]
 
     def _count(self, commits: int, tokens: int) -> None:
-        """So many commits below are behind P: as many inner steps as a direct peer would have taken, until one contributes."""
+        """So many commits below are behind P: all of their inner steps count, before any of it is contributed."""
         self.worker.count_tokens(tokens)
-        for _ in range(commits * self._interval):
+        if steps := commits * self.interval:
+            self.worker.count_steps(steps - 1)
             self._optimizer.step()
-            if self.worker.round_inner_steps == 0:  # it has contributed all there is
-                self._contributed = self._below.outer_step
-                break
         self._look()
 
 
 class _Noting:
-    """A `Collective` that calls `note` before each contribution it is given, once, and otherwise does as `collective`."""
+    """A `Collective` that does as `collective`. It calls `note` before each contribution it is given, once, and `resolved` with
+    the outer step of each commit with this peer, and of each snapshot, before they are applied. It waits for no outcome unless
+    `waits` is set: whoever asks for one has a run below to look at."""
 
-    def __init__(self, collective: Collective, note: Callable[[], None]) -> None:
-        self._collective, self._note = collective, note
+    waits = False
+
+    def __init__(self, collective: Collective, note: Callable[[Contribution], None], resolved: Callable[[int], None]) -> None:
+        self._collective, self._note, self._resolved = collective, note, resolved
         self._given: set[tuple[int, int]] = set()  # outer step and fragment, of the present contribution
 
     @property
@@ -363,15 +482,20 @@ class _Noting:
         key = contribution.outer_step, contribution.fragment_id
         if key in self._given or all(outer_step != key[0] for outer_step, _ in self._given):
             self._given.clear()  # another contribution than the last
-            self._note()
+            self._note(contribution)
         self._given.add(key)
         self._collective.contribute(contribution)
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
-        return self._collective.outcome(outer_step, block=block)
+        outcome = self._collective.outcome(outer_step, block=block and self.waits)
+        if isinstance(outcome, Committed) and outcome.commit.has(self.peer_id):
+            self._resolved(outcome.commit.outer_step)
+        return outcome
 
     def snapshot(self) -> Snapshot:
-        return self._collective.snapshot()
+        snapshot = self._collective.snapshot()
+        self._resolved(snapshot.outer_step)
+        return snapshot
 
     def report(self, progress: Progress) -> None:
         """Leave it out: the region tells of itself."""
@@ -391,6 +515,10 @@ def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
                 f"sync.milestones: the run {which} changes H, but a region takes as many steps between two exchanges as "
                 "before; remove it there"
             )
+    if upper.sync.schedule == "time":
+        raise ConfigError(
+            'sync.schedule = "time": the run above exchanges by time, a region when the run below commits; set "steps" there'
+        )
     if upper.sync.interval % lower.sync.interval:
         raise ConfigError(
             f"the run above exchanges every {upper.sync.interval} inner steps, the run below every {lower.sync.interval}: "

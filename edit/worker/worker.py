@@ -365,6 +365,14 @@ class EditWorker:
         for each in self._entered:
             each.exchange.schedule.count_tokens(tokens)
 
+    def count_steps(self, steps: int) -> None:
+        """Add to the inner steps behind the next contribution, of a model that something else has trained so far.
+
+        Nothing is exchanged before the next optimizer step. Every rank adds the same.
+        """
+        for each in self._entered:
+            each.exchange.schedule.count_steps(steps)
+
     def synchronize(self, *, block: bool = True) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off.
 
@@ -374,6 +382,15 @@ class EditWorker:
         with _outside_autograd(), self._stopwatch.paused():
             known = [each.synchronize(block=block) for each in self._entered]
         return all(known)
+
+    @property
+    def residuals(self) -> dict[int, Tensor]:
+        """What the codec has left out of this rank's contributions, by fragment, shared; later commits write into it."""
+        return {i: residual.tensor for i, residual in self._one_share.feedback.residuals().items()}
+
+    def load_residuals(self, residuals: Mapping[int, Tensor]) -> None:
+        """Go on with what `residuals` gave, while nothing is pending. Raises StorageError when it does not fit."""
+        self._one_share.feedback.load(residuals)
 
     @contextmanager
     def outer_parameters(self) -> Iterator[nn.Module]:
@@ -561,6 +578,12 @@ class EditWorker:
         if not self._exchanges:
             raise LocalProtocolError("enter the EditWorker first: with EditWorker(...) as worker:")
         return self._exchanges
+
+    @property
+    def _one_share(self) -> ShareExchange:
+        if len(self._entered) > 1:
+            raise LocalProtocolError("the residuals of several shares are in state_dict() only")
+        return self._entered[0]
 
     @property
     def _furthest(self) -> ShareExchange:

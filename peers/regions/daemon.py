@@ -37,6 +37,7 @@ from peers.regions.lower_run import RunBelow
 __all__ = ["run_region"]
 
 LOOK_S = 0.5  # between two looks at the run below
+GONE_S = 120.0  # without an answer of the run below, once the run above has finished: it is over, too
 _log = logging.getLogger("peers")
 
 
@@ -123,7 +124,7 @@ class _Regional:
                 region = RegionalPeer(schema, below, collective, upper, lower, self._upper.run_id, self._memory)
                 with region:
                     self._say_joined(region)
-                    self._loop(region, schema, collective, lower.sync.interval)
+                    self._loop(region, schema, collective, lower)
             self._say_ended(region)
 
     def _configuration(self, enrolled: Enrolment, channels: Channels) -> RunConfig:
@@ -154,36 +155,54 @@ class _Regional:
             if (state := self._below.look()) is not None:
                 return state
 
-    def _loop(self, region: RegionalPeer, schema: Schema, collective: HubCollective, interval: int) -> None:
-        """Look at both runs until the one below has finished, or the one above has and all of it is below."""
+    def _loop(self, region: RegionalPeer, schema: Schema, collective: HubCollective, lower: RunConfig) -> None:
+        """Look at both runs until the one below has finished, or the one above has and all of it is below or nobody there."""
+        answered_at = self._clock()
         while True:
             self._io.wait(lambda: None, timeout=LOOK_S)
             collective.check()
             state = self._below.look()
+            if state is not None or not region.finished:
+                answered_at = self._clock()
+            if state is not None and self._below.came_back():
+                lower = self._adopt(region, lower)
             if state is not None and state.outer_step != region.below.outer_step:
-                self._follow(region, schema, state, interval)
+                self._follow(region, schema, state)
             region.catch_up()
             self._report(region, collective)
             if state is None:
+                if self._clock() - answered_at >= GONE_S:
+                    _log.info("nobody answers for the run below; restart this region if it goes on")
+                    return
                 continue
             brought = self._bring(region, schema, state)
             ended = state.phase is RunPhase.FINISHED and state.outer_step == region.below.outer_step
             if ended or (region.finished and brought):
                 return
 
-    def _follow(self, region: RegionalPeer, schema: Schema, state: InjectionState, interval: int) -> None:
+    def _adopt(self, region: RegionalPeer, lower: RunConfig) -> RunConfig:
+        """Return the configuration of the run below, which may be another one since its coordinator was started again."""
+        now = self._configuration(self._lower, self.below)
+        if now != lower:
+            _log.info("the run below has other settings now")
+            region.adopt(now)
+        return now
+
+    def _follow(self, region: RegionalPeer, schema: Schema, state: InjectionState) -> None:
         found, now, before = self._below.parameters(state, schema), self._clock(), region.below.outer_step
         if found is None:
             return
         region.moved(found[1])
-        self._step_s = (now - self._moved_at) / max(1, interval * (state.outer_step - before))
+        self._step_s = (now - self._moved_at) / max(1, region.interval * (state.outer_step - before))
         self._moved_at = now
 
     def _bring(self, region: RegionalPeer, schema: Schema, state: InjectionState) -> bool:
         """Inject below what is new above. Return True when there is nothing (more) to inject."""
-        injection = region.injection()
-        if injection is None or injection.brings in (state.accepted, state.injected):
+        injection = region.injection(state.accepted)
+        if injection is None:
             return True
+        if injection.brings in (state.accepted, state.injected):
+            return injection.brings.upper_step == region.worker.outer_step
         if state.injected != injection.base or not self._below.inject(injection, schema):
             return False
         whole = " whole, in place of its own parameters" if injection.replaces else ""

@@ -47,11 +47,17 @@ class RunBelow:
         self._data = DataCalls(channels, run_id, Traffic())
         self._said = ""  # the reason logged last
         self._damaged = 0  # wrong answers in a row
+        self._broken = False
 
     def close(self) -> None:
         """Close the connections."""
         self._io.resume()
         self._io.call(self._channels.close())
+
+    def came_back(self) -> bool:
+        """Return whether the link broke since this was asked last, so that another process may answer now."""
+        broken, self._broken = self._broken, False
+        return broken
 
     def look(self) -> InjectionState | None:
         """Return the run's state; None: not known, or it has no parameters yet."""
@@ -123,6 +129,7 @@ class RunBelow:
             self._said = str(error)
             _log.info("run below, %s: %s; trying again", self._channels.endpoint, error)
         if isinstance(error, TransportError):
+            self._broken = True
             self._io.post(self._channels.rotate)
             self._io.call(self._channels.close())
 

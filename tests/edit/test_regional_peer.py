@@ -24,6 +24,7 @@ from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleErr
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 from edit.local import LocalRun
 from edit.merging.injection import Injected, Injection
+from edit.records import Contribution
 from edit.regional_peer import Below, OuterModule, RegionalPeer, _check_fit
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
@@ -176,6 +177,33 @@ def test_a_region_counts_the_inner_steps_and_tokens_of_the_run_below() -> None:
     assert upper.tokens == 2 * 200
 
 
+def claimed(monkeypatch: pytest.MonkeyPatch, upper: LocalRun) -> dict[str, list[Contribution]]:
+    """What each peer of the run above contributes of the first fragment from now on, by peer."""
+    seen: dict[str, list[Contribution]] = {}
+    contribute = LocalRun.contribute
+
+    def noting(run: LocalRun, peer_id: str, contribution: Contribution) -> bool:
+        if run is upper and contribution.fragment_id == 0:
+            seen.setdefault(peer_id, []).append(contribution)
+        return contribute(run, peer_id, contribution)
+
+    monkeypatch.setattr(LocalRun, "contribute", noting)
+    return seen
+
+
+def test_a_contribution_says_all_inner_steps_behind_it_however_many_commits_below_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    west.train(5)
+    seen = claimed(monkeypatch, upper)
+    west.region.moved(west.below())
+    east.turn()
+    assert [one.inner_steps for one in seen["west"]] == [5 * EVERY] and [one.tokens for one in seen["west"]] == [500]
+    assert [one.inner_steps for one in seen["east"]] == [EVERY]
+
+
 def test_a_region_that_is_ahead_trains_on_and_keeps_what_it_did_since() -> None:
     upper, east, west = two_sites()
     east.turn()
@@ -205,6 +233,104 @@ def test_a_region_that_missed_commits_above_follows_and_loses_nothing() -> None:
     assert upper.state.outer_step == 2 and west.region.worker.outer_step == 2
     progress = [a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)]
     assert not close(progress, [torch.zeros_like(part) for part in progress], 1e-4) and before
+
+
+def test_a_region_does_not_wait_for_the_run_above() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 1)
+    east.turn()
+    east.train(2)
+    east.region.moved(east.below())  # two commits further below, and the west has contributed nothing
+    assert east.region.worker.pending and upper.state.outer_step == 1
+    later = copy.deepcopy(east.run.state.theta)
+    west.turn()
+    east.hand_down()
+    east.turn()  # what was done meanwhile is contributed with the next commit
+    assert upper.state.outer_step == 2 and east.region.worker.pending
+    west.turn()
+    east.region.catch_up()
+    assert close(east.region._whole(), upper.state.theta) and not close(later, upper.state.theta, 1e-4)
+
+
+def held(region: RegionalPeer) -> int:
+    """The tensors that are kept of injections."""
+    return len({part.data_ptr() for one in region._sent.values() for part in one.fragments.values()})
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_run_below_that_stands_still_costs_no_more_memory_with_each_outer_step_above(takes: bool) -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    west.turn()
+    upper.leave("west")
+    for _ in range(10):
+        east.turn()
+        east.hand_down()
+        if takes:
+            west.hand_down()
+        else:
+            west.region.catch_up()
+            west.region.injection()
+        assert held(west.region) <= 2 * len(upper.state.theta)
+    west.hand_down()
+    west.turn()
+    injected = west.run.state.injected
+    assert injected is not None and injected.upper_step == (upper.state.outer_step if takes else 3)
+    for _ in range(2):
+        west.hand_down()
+        west.turn()
+    assert close(west.run.state.theta, west.region._whole(), 0.0)
+    assert west.region.injection() is None
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_whichever_of_two_injections_comes_in_the_region_knows_it(lost: bool) -> None:
+    """A newer one is on its way, and the one before that was taken comes in, or it was replaced in time."""
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    older = west.run._injection
+    east.turn()
+    upper.close("nobody waits for the west")
+    west.region.catch_up()
+    assert older is not None
+    newer = west.region.injection(older.brings)
+    assert newer is not None and newer.brings.upper_step == 3
+    if not lost:
+        west.run.inject(newer)
+    west.turn()
+    assert west.run.state.injected == (older if lost else newer).brings
+    for _ in range(2):
+        west.hand_down()
+        west.turn()
+    assert west.region.injection() is None and all(map(torch.equal, west.region._whole(), west.run.state.theta))
+
+
+def test_an_injection_says_which_work_it_has_when_two_commits_above_come_at_once() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    west.turn()
+    east.turn()  # commits both
+    east.hand_down()
+    east.turn()
+    upper.close("nobody waits for the west")
+    west.hand_down()
+    assert west.region.worker.outer_step == 4
+    injection = west.region.injection()
+    assert injection is not None and injection.brings == Injected(ABOVE, 4, 3)
+
+
+def test_an_injection_says_which_work_it_has_when_the_next_is_contributed_at_once() -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    west.turn()
+    west.region.catch_up()
+    west.train()
+    east.turn()
+    west.region.catch_up = lambda: False  # type: ignore[method-assign]  # not before the next contribution
+    west.region.moved(west.below())
+    assert upper.state.outer_step == 3 and west.region.worker.pending
+    injection = west.region.injection()
+    assert injection is not None and injection.brings == Injected(ABOVE, 3, 3)
 
 
 # A fresh run below, and coming back.
@@ -308,7 +434,7 @@ def test_what_was_done_below_after_a_contribution_that_is_above_goes_on_top() ->
     west.join()
     ours = [a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)]
     assert close(ours, since, 1e-6) and not close(since, [torch.zeros_like(part) for part in since], 1e-3)
-    assert west.region.worker.inner_steps == EVERY and west.region.worker.pending  # at once, all there is
+    assert west.region.worker.inner_steps == 2 * EVERY and west.region.worker.pending  # at once, all there is
     for site in (east, west):
         site.hand_down()
     east.turn()  # and with it the next commit above
@@ -350,6 +476,137 @@ def test_without_its_memory_what_may_be_above_already_is_not_counted_again() -> 
     assert upper.state.outer_step == 4
 
 
+@pytest.mark.parametrize("codec", [EXACT, CodecConfig(up="topk:k=9", down="fp32")])
+def test_a_region_that_is_restarted_while_a_round_waits_makes_the_same_contribution_once_more(
+    codec: CodecConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run above may have it already, and keeps that one."""
+    upper, east, west = two_sites(upper_config(codec=codec))
+    turns((east, west), 3)
+    seen = claimed(monkeypatch, upper)
+    west.turn()
+    sent = copy.deepcopy(west.run.state.theta)
+    west.crash()
+    west.train(2)
+    since = [a - b for a, b in zip(west.run.state.theta, sent, strict=True)]
+    west.join()
+    first, again = seen["west"]
+    assert bytes(first.payload.data) == bytes(again.payload.data)
+    assert (first.inner_steps, first.tokens) == (again.inner_steps, again.tokens) == (EVERY, 100)
+    assert west.memory.last is not None and west.memory.last.lower_step == 4 and west.region.worker.pending
+    east.turn()
+    west.region.catch_up()
+    assert upper.state.outer_step == 4
+    assert close([a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)], since, 1e-6)
+    injection = west.region.injection()
+    assert injection is not None and injection.brings == Injected(ABOVE, 4, 4)
+    west.turn()
+    assert (seen["west"][-1].inner_steps, seen["west"][-1].tokens) == (3 * EVERY, 300)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_region_is_restarted_before_it_brought_down_what_its_contribution_was_computed_against(merged: bool) -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 2)
+    east.turn()
+    upper.close("nobody waits for the west")
+    east.hand_down()
+    west.region.catch_up()
+    west.turn()
+    assert west.run.state.injected == Injected(ABOVE, 2, 2) and west.memory.last is not None
+    assert west.memory.last.upper_step == upper.state.outer_step == 3
+    sent = copy.deepcopy(west.run.state.theta)
+    if merged:
+        east.turn()
+    west.crash()
+    west.train()
+    since = [a - b for a, b in zip(west.run.state.theta, sent, strict=True)]
+    west.join()
+    if not merged:
+        east.turn()
+    west.region.catch_up()
+    assert upper.state.outer_step == 4
+    assert close([a - b for a, b in zip(west.region._whole(), upper.state.theta, strict=True)], since, 1e-6)
+
+
+@pytest.mark.parametrize("known", ["all", "no tokens", "nothing"])
+def test_a_restarted_region_says_the_tokens_of_what_it_contributes(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 3)
+    west.turn()
+    east.turn()
+    east.hand_down()
+    west.hand_down()
+    west.crash()
+    last = west.memory.last
+    assert last is not None and (last.lower_tokens, last.tokens) == (400, 100)
+    west.memory.last = None if known == "nothing" else dataclasses.replace(last, lower_tokens=None) if known != "all" else last
+    west.train()
+    seen = claimed(monkeypatch, upper)
+    west.join()
+    assert [(one.inner_steps, one.tokens) for one in seen["west"]] == [(EVERY, 100)]
+
+
+def test_a_contribution_that_is_repeated_from_an_older_file_has_its_share_of_the_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, east, west = two_sites()
+    turns((east, west), 3)
+    seen = claimed(monkeypatch, west.upper)
+    west.turn()
+    west.crash()
+    assert west.memory.last is not None
+    west.memory.last = dataclasses.replace(west.memory.last, lower_tokens=None, tokens=0)
+    west.train()
+    west.join()
+    assert [one.tokens for one in seen["west"]] == [100, 100]
+
+
+def test_what_was_contributed_too_late_is_counted_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    upper, east, west = two_sites()
+    turns((east, west), 3)
+    west.turn()
+    west.crash()
+    upper.leave("west")
+    east.turn()
+    west.train()
+    seen = claimed(monkeypatch, upper)
+    west.join()
+    assert [(one.inner_steps, one.tokens) for one in seen["west"]] == [(2 * EVERY, 200)]
+
+
+def test_a_restart_keeps_the_work_in_the_groups_that_the_last_commit_above_did_not_exchange() -> None:
+    upper, east, west = two_sites(upper_config(sync=SyncConfig(every=2 * EVERY, outer_steps=1000, groups=2)))
+    turns((east, west), 4)
+    east.turn()
+    west.turn()
+    (due,) = set(range(2)) - set(upper.state.due)  # what was merged just now
+    assert upper.state.outer_step == 5
+    theta = upper.state.theta
+    progress = [a - b for a, b in zip(west.run.state.theta, theta, strict=True)]
+    west.crash()
+    west.join()
+    ours = [a - b for a, b in zip(west.region._whole(), theta, strict=True)]
+    assert float(ours[due].norm()) < 1e-6 and float(ours[1 - due].norm()) > 1e-2
+    assert close([ours[1 - due]], [progress[1 - due]], 1e-6)
+
+
+def test_a_restarted_region_owes_what_its_codec_left_out() -> None:
+    upper, east, west = two_sites(upper_config(codec=CodecConfig(up="topk:k=2", down="fp32")))
+    turns((east, west), 3)
+    owed = {i: part.clone() for i, part in west.region.worker.residuals.items()}
+    assert owed and west.memory.last_owed is not None and west.memory.last_owed.upper_step == upper.state.outer_step
+    west.crash()
+    west.train()
+    west.join()
+    again = west.region.worker.residuals
+    assert again.keys() == owed.keys() and all(torch.equal(again[i], owed[i]) for i in owed)
+    east.turn()
+    west.crash()  # it did not see the commit, which has what was owed
+    west.join()
+    assert upper.state.outer_step == 4 and not west.region.worker.residuals
+
+
 # What does not fit.
 
 
@@ -357,6 +614,12 @@ def test_the_run_above_must_exchange_at_a_multiple() -> None:
     above = upper_config(sync=SyncConfig(every=EVERY + 1, outer_steps=10))
     with pytest.raises(ConfigError, match="every 4 inner steps, the run below every 3"):
         Site(LocalRun(above, ["east"]), above, "east", [1])
+
+
+def test_the_run_above_exchanges_by_steps() -> None:
+    above = SyncConfig(every=EVERY, outer_steps=10, schedule="time", time_s=60.0)
+    with pytest.raises(ConfigError, match=r"sync\.schedule = .time.: the run above exchanges by time"):
+        _check_fit(RunConfig(sync=above), RunConfig(sync=SyncConfig(every=EVERY)))
 
 
 @pytest.mark.parametrize("which", ["above", "below"])

@@ -6,7 +6,7 @@ import torch
 
 from edit.config.run import RunConfig, SyncConfig
 from edit.local import LocalRun
-from edit.regional_peer import Below, RegionalPeer, Sent
+from edit.regional_peer import Below, Owed, RegionalPeer, Sent
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.trainee import config
@@ -33,6 +33,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.last: Sent | None = None
+        self.last_owed: Owed | None = None
         self.times = 0
 
     def sent(self) -> Sent | None:
@@ -41,6 +42,12 @@ class Kept:
     def keep(self, sent: Sent) -> None:
         self.last = sent
         self.times += 1
+
+    def owed(self) -> Owed | None:
+        return self.last_owed
+
+    def keep_owed(self, owed: Owed) -> None:
+        self.last_owed = Owed(owed.upper_step, {i: part.clone() for i, part in owed.residuals.items()})
 
 
 class Site:
@@ -90,7 +97,8 @@ class Site:
 
     def hand_down(self) -> None:
         self.region.catch_up()
-        if (injection := self.region.injection()) is not None:
+        accepted = self.run._injection.brings if self.run._injection is not None else None
+        if (injection := self.region.injection(accepted)) is not None:
             self.run.inject(injection)
 
     def turn(self) -> None:
