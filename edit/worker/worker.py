@@ -57,7 +57,7 @@ from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replica
 __all__ = ["EditWorker", "WorkerConfig"]
 
 _Batch = TypeVar("_Batch")
-_STEPS_OF_OTHERS = 20  # of an optimizer that was not given, in a row; or, where that is more, those of two contributions
+_STEPS_OF_OTHERS = 20  # of one optimizer that was not given, before one that was; or, if more, those of two contributions
 
 
 class EditWorker:
@@ -129,7 +129,8 @@ class EditWorker:
         self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
         self._ended = False  # whether the run had finished and the outer parameters were loaded
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
-        self._other_steps = 0  # of optimizers that were not given, since the last step of the one that was
+        # By id, of optimizers that were not given; None: one that was given has been stepped.
+        self._other_steps: dict[int, int] | None = {}
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -502,10 +503,11 @@ class EditWorker:
         ):
             return
         self._require_local("optimizer.step()")
-        self._other_steps += 1
-        allowed = max(_STEPS_OF_OTHERS, 2 * max(each.exchange.schedule.every for each in self._exchanges))
-        if self._other_steps > allowed and not self.finished:
-            raise ConfigError(_not_stepped(self._optimizers[-1], optimizer))
+        if self._other_steps is not None:
+            steps = self._other_steps[id(optimizer)] = self._other_steps.get(id(optimizer), 0) + 1
+            allowed = max(_STEPS_OF_OTHERS, 2 * max(each.exchange.schedule.every for each in self._exchanges))
+            if steps > allowed and not self.finished:
+                raise ConfigError(_not_stepped(self._optimizers[-1], optimizer))
         with _outside_autograd():
             for each in self._exchanges:
                 each.keep_local()
@@ -517,7 +519,7 @@ class EditWorker:
                 each.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._other_steps = 0
+        self._other_steps = None
         self._speed.add_step(self._stopwatch.lap())
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._exchanges:

@@ -172,14 +172,27 @@ class TestASecondOptimizer:
         vars(p.optimizer)["base_optimizer"] = inside  # as of SAM
         for _ in range(steps):
             inside.step()
-        p.optimizer.step()  # the count begins anew
-        for _ in range(steps):
-            inside.step()
         words = (
             r"^optimizer: the AdamW that was given is not stepped, but SGD \(its `base_optimizer`\) trains its parameters: give"
         )
         with pytest.raises(ConfigError, match=words):
             inside.step()
+
+    def test_one_for_each_parameter_within_the_backward_is_not(self) -> None:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))  # 24 parameters, more than steps that are allowed
+        p = entered(model, every=10)
+        inside = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+        for _ in range(3):
+            for each in inside:
+                each.step()
+            p.optimizer.step()  # as LayerWiseDummyOptimizer of transformers
+
+    def test_one_that_takes_more_steps_than_the_one_that_was_given_is_not(self) -> None:
+        p = entered(every=10)
+        critic = torch.optim.SGD(p.model.parameters(), lr=0.1)
+        p.optimizer.step()
+        for _ in range(100):
+            critic.step()
 
     def test_one_that_trains_on_after_the_end_of_the_run_is_not(self) -> None:
         p = entered()
