@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, cast
@@ -28,6 +28,7 @@ from edit.codecs import decode
 from edit.collective import Collective
 from edit.config.run import PrivacyConfig, RunConfig
 from edit.errors import ConfigError, RefusedError
+from edit.fragments.groups import fragments_due
 from edit.fragments.schema import Schema, plan_fragments
 from edit.fragments.shards import Shard
 from edit.merging.injection import Injected, Injection, check_run
@@ -105,6 +106,15 @@ class _Passed:
     merged: dict[int, list[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A contribution of an earlier life of this peer that may be merged yet, though nobody waits for its outcome."""
+
+    sent: Sent
+    # The work in it that is in P, by fragment.
+    work: dict[int, Tensor]
+
+
 class OuterModule(nn.Module):
     """The tensors of a schema as parameters, in its order and under its names.
 
@@ -176,6 +186,7 @@ class RegionalPeer:
         # Outer steps below: up to which its work is in theta above or given up, and up to which it is contributed.
         self._since = self._contributed = below.outer_step
         self._merged = (0, 0)  # an outer step above, and up to which one below it has the work
+        self._early: _Early | None = None
         self._seen = (-1, "")
         self._sent: dict[Injected, Injection] = {}  # what may come in, oldest first
         self._stack = contextlib.ExitStack()
@@ -279,7 +290,9 @@ class RegionalPeer:
         sent = self._sent_since(injected.upper_step)
         passed = self._passed(injected.upper_step, sent)
         self._owe(passed)
-        if sent is not None and sent.upper_step == self.worker.outer_step and sent.lower_step <= below.outer_step:
+        if sent is not None:
+            self._early = self._early_of(sent, passed)
+        if sent is not None and self._repeats(sent):
             self._repeat(sent, injected, passed)
         else:
             self._go_on(sent, injected, passed)
@@ -317,6 +330,36 @@ class RegionalPeer:
                     moved = decode(part.payload)
                     passed.moved[i] = passed.moved[i] + moved if i in passed.moved else moved
         return passed
+
+    def _repeats(self, sent: Sent) -> bool:
+        """Whether a round above is open to what was contributed last, and all the work in it is still below."""
+        return sent.upper_step == self.worker.outer_step and sent.lower_step <= self._below.outer_step
+
+    def _may_come(self, outer_step: int) -> bool:
+        """Whether the run above may merge what an earlier life contributed to `outer_step`, and does not take it once more.
+
+        It carries contributions over, or opens a masked sum, for which this life has no keys.
+        """
+        staleness = self._upper.rounds.max_staleness
+        return (staleness > 0 or self._upper.secagg.enabled) and self.worker.outer_step - outer_step <= staleness
+
+    def _early_of(self, sent: Sent, passed: _Passed | None) -> _Early | None:
+        """What was contributed last, if it may be merged yet, with its work as far as P is to have it. P is theta."""
+        late = sent.upper_step < self.worker.outer_step
+        if not self._may_come(sent.upper_step) or (late and passed is None):
+            return None  # `_go_on` gives up what is not known
+        passed = passed or _Passed({}, {}, {})
+        if any(step >= sent.upper_step for steps in passed.merged.values() for step in steps):
+            return None
+        theta, work = self._whole(), dict[int, Tensor]()
+        for i in fragments_due(sent.upper_step, len(theta), self._upper.sync.groups, self._upper.sync.pattern):
+            work[i] = sent.parameters[i] - theta[i]
+            if i in passed.merged and not self._repeats(sent):
+                work[i].zero_()  # `_go_on` gives it up
+            elif late and i in passed.moved:
+                before = passed.moved_before.get(i)
+                work[i] -= passed.moved[i] if before is None else passed.moved[i] - before
+        return _Early(sent, work)
 
     def _owe(self, passed: _Passed | None) -> None:
         """Go on with what the codec left out, unless it is not known whether a later contribution had that."""
@@ -392,10 +435,23 @@ class RegionalPeer:
             whole = tuple(self._whole())
             self._memory.keep(Sent(self.worker.outer_step, below.outer_step, whole, below.tokens, contribution.tokens))
 
-    def _resolved(self, outer_step: int) -> None:
-        """The run above has what waits for its outcome in this outer step, or it is given up there."""
+    def _resolved(self, outer_step: int, fragments: Collection[int] | None) -> None:
+        """The run above has what was contributed of these fragments in this outer step, or it is given up there. None: of all.
+
+        Before P moves. Where no contribution waits for it, it is one of an earlier life: its work leaves P, and what the codec
+        owed then, which was sent with it, is owed no more.
+        """
+        early, self._early = self._early, None
         if self.worker.pending:
             self._merged = outer_step, self._contributed
+        elif early is not None and (fragments is not None or self._may_come(early.sent.upper_step)):
+            gone = early.work.keys() if fragments is None else early.work.keys() & fragments
+            for i in gone:
+                now = flatten(self._parameters[i]) - early.work[i]
+                self._remaining[i] = now - self._below.theta[i]
+                load_fragment(now, self._parameters[i])
+            self.worker.load_residuals({i: owed for i, owed in self.worker.residuals.items() if i not in gone})
+            self._merged = outer_step, max(self._since, min(early.sent.lower_step, self._below.outer_step))
 
     # ---- P and L -----------------------------------------------------------------------------------------------------------
 
@@ -453,12 +509,17 @@ class RegionalPeer:
 
 class _Noting:
     """A `Collective` that does as `collective`. It calls `note` before each contribution it is given, once, and `resolved` with
-    the outer step of each commit with this peer, and of each snapshot, before they are applied. It waits for no outcome unless
-    `waits` is set: whoever asks for one has a run below to look at."""
+    the outer step of each commit with this peer and the fragments in which it has a verdict, and of each snapshot and None,
+    before they are applied. It waits for no outcome unless `waits` is set: whoever asks for one has a run below to look at."""
 
     waits = False
 
-    def __init__(self, collective: Collective, note: Callable[[Contribution], None], resolved: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        collective: Collective,
+        note: Callable[[Contribution], None],
+        resolved: Callable[[int, Collection[int] | None], None],
+    ) -> None:
         self._collective, self._note, self._resolved = collective, note, resolved
         self._given: set[tuple[int, int]] = set()  # outer step and fragment, of the present contribution
 
@@ -488,13 +549,15 @@ class _Noting:
 
     def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
         outcome = self._collective.outcome(outer_step, block=block and self.waits)
-        if isinstance(outcome, Committed) and outcome.commit.has(self.peer_id):
-            self._resolved(outcome.commit.outer_step)
+        if isinstance(outcome, Committed):
+            parts = outcome.commit.fragments
+            if mine := {part.fragment_id for part in parts if part.verdict_of(self.peer_id) is not None}:
+                self._resolved(outcome.commit.outer_step, mine)
         return outcome
 
     def snapshot(self) -> Snapshot:
         snapshot = self._collective.snapshot()
-        self._resolved(snapshot.outer_step)
+        self._resolved(snapshot.outer_step, None)
         return snapshot
 
     def report(self, progress: Progress) -> None:

@@ -607,6 +607,118 @@ def test_a_restarted_region_owes_what_its_codec_left_out() -> None:
     assert upper.state.outer_step == 4 and not west.region.worker.residuals
 
 
+class Coordinator(LocalRun):
+    """It holds the contribution of a peer that joins again, as a coordinator does."""
+
+    def _discard(self, peer_id: str) -> None:
+        if peer_id in self._present:
+            self._lost.pop(peer_id, None)
+        else:
+            super()._discard(peer_id)
+
+
+def own(site: Site) -> list[Tensor]:
+    """What a region has beyond the run above."""
+    return [a - b for a, b in zip(site.region._whole(), site.upper.state.theta, strict=True)]
+
+
+def kept_back(monkeypatch: pytest.MonkeyPatch, upper: LocalRun, site: Site) -> Contribution:
+    """The site's turn; of its contribution above the last fragment is still on its way."""
+    contribute, late = LocalRun.contribute, list[Contribution]()
+
+    def but_the_last(run: LocalRun, peer_id: str, contribution: Contribution) -> bool:
+        if run is upper and contribution.fragment_id == len(upper.state.theta) - 1:
+            late.append(contribution)
+            return True
+        return contribute(run, peer_id, contribution)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalRun, "contribute", but_the_last)
+        site.turn()
+    (last,) = late
+    return last
+
+
+@pytest.mark.parametrize("missed", [0, 2], ids=["its commit", "a snapshot"])
+@pytest.mark.parametrize("codec", [EXACT, CodecConfig(up="topk:k=9", down="fp32")], ids=["exact", "topk"])
+def test_a_contribution_that_is_carried_over_while_its_region_is_restarted_counts_once(
+    codec: CodecConfig, missed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run above refuses another one meanwhile, then merges it, and nobody waits for that."""
+    above = upper_config(codec=codec, rounds=RoundsConfig(max_staleness=1), storage=StorageConfig(keep_updates=1))
+    upper = Coordinator(above, ["east", "west"])
+    east, west = Site(upper, above, "east", [1, 2]), Site(upper, above, "west", [3, 4])
+    turns((east, west), 2)
+    last = kept_back(monkeypatch, upper, west)
+    east.turn()
+    upper.close("nobody waits for the west")
+    upper.contribute("west", last)
+    east.hand_down()
+    sent = copy.deepcopy(west.run.state.theta)
+    west.crash()
+    west.train(2)
+    since = [a - b for a, b in zip(west.run.state.theta, sent, strict=True)]
+    west.join()
+    west.region.catch_up()
+    assert not west.region.worker.pending and bool(west.region.worker.residuals) is (codec is not EXACT)
+    assert not close(own(west), since, 1e-3)  # the work that was sent is in it
+    east.turn()
+    assert upper.state.outer_step == 4 and upper._commits[-1].has("west")
+    for _ in range(missed):
+        east.hand_down()
+        east.turn()
+        upper.close("nobody waits for the west")
+    west.region.catch_up()
+    assert west.region.worker.outer_step == upper.state.outer_step == 4 + missed
+    assert close(own(west), since, 1e-6) and not west.region.worker.residuals
+    injection = west.region.injection()
+    assert injection is not None and injection.brings == Injected(ABOVE, 4 + missed, 3)
+    west.hand_down()
+    west.turn()
+    assert close(west.region._whole(), west.run.state.theta, 0.0) and west.region.worker.pending
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_masked_contribution_counts_once_if_its_region_is_restarted_and_has_no_keys_of_the_round(
+    merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others open the sum with it, or without: then the work in it is still to be contributed, also after a snapshot."""
+    above = upper_config(
+        codec=CodecConfig(down="fp32"),
+        secagg=SecaggConfig(enabled=True, bits=32, max_peers=4),
+        rounds=RoundsConfig(start_peers=3, quorum=3),
+        storage=StorageConfig(keep_updates=1),
+    )
+    names = ("east", "west", "north", "south")
+    upper = Coordinator(above, names)
+    east, west, north, south = sites = [Site(upper, above, name, [i, i + 4], codec=EXACT) for i, name in enumerate(names)]
+    turns(tuple(sites), 2)
+    west.turn()
+    sent = copy.deepcopy(west.run.state.theta)
+    theta = [part.clone() for part in upper.state.theta]
+    west.crash()
+    west.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalRun, "plan", lambda run, outer_step: None)
+        west.join()
+    assert not west.region.worker.pending
+    start = sent if merged else theta
+    expected = [a - b for a, b in zip(west.run.state.theta, start, strict=True)]
+    if not merged:
+        upper._drop("west")
+    for outer_step in (3,) if merged else (3, 4, 5):
+        for site in (east, north, south):
+            site.turn()
+            site.hand_down()
+        if upper.state.outer_step < outer_step:
+            upper.close("nobody waits for the west")
+        if outer_step == 3:
+            west.region.catch_up()
+    west.region.catch_up()
+    assert west.region.worker.outer_step == upper.state.outer_step and upper._commits[-1].has("west") is merged
+    assert close(own(west), expected, 1e-5) and not close(expected, [torch.zeros_like(part) for part in theta], 1e-3)
+
+
 # What does not fit.
 
 
