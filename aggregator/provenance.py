@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 import edit
 from edit.errors import ConfigError
+from edit.plain_text import parse_json
 from edit.trust.checkpoints import NoteKey
 from editpb.audit_log import LogFault, LogVerifier, log_origin
 from editpb.messages import Consent
@@ -56,7 +56,9 @@ def read_past(lines: Iterable[bytes], key: NoteKey) -> Past:
     past = Past(LogVerifier(key, signatures=False))
     for line in lines:
         entry = past.log.take(line)
-        if "config" in entry:
+        if past.log.part is not None:
+            raise LogFault("the log is of a part of a swarm, and no coordinator's")
+        if entry["kind"] in ("genesis", "config"):
             values = _settings(entry)
             past.configurations.append(Configured(entry["config_digest"], past.log.outer_step, values))
         if entry["kind"] == "genesis":
@@ -68,7 +70,7 @@ def read_past(lines: Iterable[bytes], key: NoteKey) -> Past:
 
 def _settings(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of an entry. Raises LogFault where it lacks what is shown of it."""
-    values: Mapping[str, Any] = json.loads(entry["config"])
+    values: Mapping[str, Any] = parse_json(str(entry["config"]))
     sections = [values.get(name, {}) for name in ("model", "aggregators")]
     if not all(isinstance(each, Mapping) for each in sections) or not isinstance(sections[0].get("name"), str):
         raise LogFault(f"entry {entry['index']}: its configuration names no model, or its aggregators are none")

@@ -6,8 +6,10 @@ import json
 import math
 from typing import Any
 
-__all__ = ["json_text", "parse_json", "printable"]
+__all__ = ["MOST_NESTED", "json_text", "parse_json", "printable", "shallow"]
 
+MOST_NESTED = 64  # lists and tables in one another; what this project writes has fewer than 16
+_NESTING = (list, dict)
 _MOST_DIGITS = 300  # of an integer; a double holds 308
 
 
@@ -46,10 +48,27 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
     """
     try:
         if finite:
-            return json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_number)
-        return json.loads(text)
+            return shallow(json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_number))
+        return shallow(json.loads(text))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def shallow(value: Any) -> Any:
+    """Return a value that others wrote, as it is: functions that descend into it, `repr` too, do not run out of stack.
+
+    Raises ValueError where more than `MOST_NESTED` lists and dictionaries are nested.
+    """
+    level = [value] if type(value) in _NESTING else []
+    for _ in range(MOST_NESTED):
+        if not level:
+            return value
+        level = [
+            inner for outer in level for inner in (outer.values() if type(outer) is dict else outer) if type(inner) in _NESTING
+        ]
+    if level:
+        raise ValueError("nested too deeply")
+    return value
 
 
 def _integer(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any
 import grpc
 
 from edit.errors import ConfigError, RemoteProtocolError, TransportError
+from edit.plain_text import parse_json
 from editpb import audit_pb2 as pb
 from editpb import audit_pb2_grpc
 from editpb.invitation import is_endpoint
@@ -69,7 +69,7 @@ def aggregators_in_log(out: Path) -> list[str]:
         with (out / "audit-log.jsonl").open("rb") as file:
             for line in file:
                 if b'"config":' in line:
-                    found = list(json.loads(json.loads(line)["config"])["aggregators"]["addresses"])
+                    found = list(parse_json(parse_json(line)["config"])["aggregators"]["addresses"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [each for each in found if isinstance(each, str) and is_endpoint(each)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import signal
 import time
@@ -23,6 +22,7 @@ from edit.command_line import otlp_protocol
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps
+from edit.plain_text import parse_json
 from edit.replica.ranks import Ranks
 from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
@@ -171,7 +171,7 @@ def _resumes(options: PeerOptions) -> bool:
 
 
 def _trackers(options: PeerOptions, config: RunConfig, identity: Identity) -> Trackers:
-    settings = json.loads(config.to_json())
+    settings = parse_json(config.to_json())
     return options.trackers.open(identity.run_id, config.name, identity.peer_id, options.trackers_folder, settings)
 
 

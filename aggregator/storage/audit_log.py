@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from edit.errors import (
     StorageError,
 )
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
+from edit.plain_text import parse_json
 from edit.records import Commit
 from edit.trust.canonical import parse_canonical
 from edit.trust.checkpoints import Checkpoint, LogSigner, NoteKey, open_note, parse_checkpoint
@@ -399,7 +399,7 @@ class AuditLog:
 
 def _index(line: bytes) -> int:
     try:
-        return int(json.loads(line)["index"])
+        return int(parse_json(line)["index"])
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"the journal: an entry of the audit log is damaged ({error!r})") from error
 
@@ -408,7 +408,7 @@ def _consent_in(line: bytes) -> set[tuple[str, str, str]]:
     """Return peer, configuration and policy of a consent's entry; of no other. The entry was read before."""
     if b'"kind":"consent"' not in line:
         return set()
-    entry = json.loads(line)
+    entry = parse_json(line)
     return {(str(entry["peer"]), str(entry["config_digest"]), str(entry["policy_digest"]))} if "peer" in entry else set()
 
 
@@ -416,7 +416,7 @@ def _approval_in(line: bytes) -> set[tuple[str, str, int]]:
     """Return approver, configuration and its number of an approval's entry; of no other. The entry was read before."""
     if b'"kind":"approval"' not in line:
         return set()
-    entry = json.loads(line)
+    entry = parse_json(line)
     is_one = entry["kind"] == "approval"
     return {(str(entry["approver"]), str(entry["config_digest"]), int(entry["number"]))} if is_one else set()
 

@@ -82,5 +82,5 @@ def _read(path: Path) -> Injection:
             replaces=bool(metadata["replaces"]),
             fragments={int(name.removeprefix("injection.")): tensor for name, tensor in tensors.items()},
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StorageError(f"{path}: is no injection ({error!r})") from error

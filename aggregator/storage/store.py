@@ -505,7 +505,7 @@ def _load(
     try:
         outer = restore(Schema.from_json(metadata["schema"]), config, recovered.tensors, metadata)
         tokens, peaks = int(metadata["tokens"]), peaks_from(metadata.get("audit", ()))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StorageError(f"{recovered.path}: is damaged ({error!r})") from error
     commits: deque[Commit] = deque(maxlen=config.kept_updates)
     update_id = str(metadata.get("update_id", ""))

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from edit.council.record import MOST_ADDRESSES, MOST_TEXT, Stamp, check_count
 from edit.errors import ConfigError, EditError, LocalProtocolError
+from edit.plain_text import shallow
 from editpb.identity import Identity, from_certificate
 from editpb.invitation import is_endpoint, is_maddr
 from editpb.limits import is_id
@@ -78,6 +79,7 @@ class Announcement:
     @classmethod
     def from_value(cls, value: object) -> Announcement:
         """Return what `as_value` wrote. Raises ValueError, TypeError for anything else."""
+        shallow(value)  # before it is shown
         if not isinstance(value, dict) or not all(isinstance(value.get(name), list) for name in ("addresses", "stamp")):
             raise ValueError(f"no announcement: {value!r:.80}")
         if len(value["stamp"]) != 3:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.plain_text import parse_json
@@ -107,10 +107,10 @@ class Schema:
                     FragmentSpec(
                         fragment_id=i,
                         name=str(name),
-                        tensors=tuple(TensorSpec(name=str(t), shape=tuple(int(n) for n in shape)) for t, shape in tensors),
+                        tensors=tuple(TensorSpec(name=str(t), shape=_shape(shape)) for t, shape in tensors),
                         buffers=_says_buffers(more),
                     )
-                    for i, (name, tensors, *more) in enumerate(parse_json(text))
+                    for i, (name, tensors, *more) in enumerate(parse_json(text, finite=True))
                 )
             )
         except (ValueError, TypeError) as error:
@@ -135,6 +135,12 @@ class Schema:
         if len(theirs) > len(mine):
             return f"tensor {theirs[len(mine)][1].name} of {peer} is not in the run"
         return None
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if not all(type(size) is int for size in sizes):
+        raise ValueError(f"the shape {sizes!r:.80}")
+    return tuple(sizes)
 
 
 def _says_buffers(more: list[object]) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from edit.plain_text import shallow
+
 __all__ = ["MOST_LINE_BYTES", "canonical", "parse_canonical"]
 
 MOST_LINE_BYTES = 16 << 20  # of a line that is read: a commit of 64 peers has 300 kB
@@ -26,11 +28,14 @@ def canonical(value: object) -> bytes:
 
 
 def parse_canonical(line: bytes) -> Any:
-    """Return the value of canonical JSON, its floats still as texts. Raises ValueError for any other text of the value."""
+    """Return the value of canonical JSON, its floats still as texts. Raises ValueError for any other text of the value.
+
+    Also for a value that is nested too deeply (`edit.plain_text.shallow`).
+    """
     if len(line) > MOST_LINE_BYTES:
         raise ValueError(f"{len(line)} bytes, at most {MOST_LINE_BYTES} are read")
     try:
-        value = json.loads(line, parse_float=_refuse, parse_constant=_refuse)
+        value = shallow(json.loads(line, parse_float=_refuse, parse_constant=_refuse))
         same = _dumped(value) == line
     except RecursionError:
         raise ValueError("nested too deeply") from None

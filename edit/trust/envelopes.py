@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 
+from edit.plain_text import parse_json
 from edit.trust.checkpoints import LogSigner, NoteKey
 
 __all__ = ["open_envelope", "pre_authentication_encoding", "signed_envelope"]
@@ -34,11 +35,11 @@ def signed_envelope(payload_type: str, payload: bytes, signer: LogSigner) -> byt
 def open_envelope(envelope: bytes, payload_type: str, key: NoteKey) -> bytes:
     """Return the payload of an envelope of this type that is signed with this key. Raises ValueError for any other."""
     try:
-        values = json.loads(envelope)
+        values = parse_json(envelope)
         payload = base64.b64decode(values["payload"], validate=True)
         signatures = [base64.b64decode(each["sig"], validate=True) for each in values["signatures"]]
         kind = values["payloadType"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"not an envelope of DSSE ({error!r})") from error
     if kind != payload_type:
         raise ValueError(f"the payload is of type {str(kind)[:80]!r}, not {payload_type}")

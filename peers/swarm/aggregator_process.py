@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from edit.command_line import CALLED_AS, EVICTED
 from edit.errors import ConfigError, EditError, EvictedError, RefusedError, TransportError
+from edit.plain_text import parse_json
 from editpb.invitation import local_address
 from editpb.run_status import RunStatus
 
@@ -55,7 +55,7 @@ def kept_status(folder: Path) -> RunStatus:
 
 
 def _status(verb: str, folder: Path) -> RunStatus:
-    return RunStatus.from_json(json.loads("\n".join(ask(verb, folder))))
+    return RunStatus.from_json(parse_json("\n".join(ask(verb, folder))))
 
 
 def parameters_of(folder: Path, arguments: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ def parameters_of(folder: Path, arguments: Sequence[str]) -> int:
     done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=called, check=False)
     if done.returncode != 0:
         sys.exit(done.returncode)
-    return int(json.loads(done.stdout)["parameters"])
+    return int(parse_json(done.stdout)["parameters"])
 
 
 class HostProcess:
@@ -149,7 +149,7 @@ class HostProcess:
             assert self._process.stdout is not None
             with self._process.stdout as printed:
                 for line in printed:
-                    self.listen = local_address(json.loads(line)["listen"])
+                    self.listen = local_address(parse_json(line)["listen"])
             code = self._process.wait()
             self._stop()  # its end of the pipe
             if self._ending:

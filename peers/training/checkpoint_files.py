@@ -34,6 +34,7 @@ from edit.codecs.base import new_vector
 from edit.durable_files import rename, write_atomic_with, write_json
 from edit.errors import ConfigError, FormatError, StorageError
 from edit.fragments.shards import Box
+from edit.plain_text import parse_json
 from edit.replica.layout import held_box, local_of
 from edit.replica.ranks import ALONE, Ranks
 from peers.training.checkpoint_manifest import (
@@ -235,7 +236,7 @@ class Checkpoints:
             }
             files = self._writers.collect(self._writers.together(lambda: self._write_shard(partial, mine)))
             if self._ranks.leads:
-                self._publish(partial, number, {**json.loads(text), "files": dict(files), "tensors": table})
+                self._publish(partial, number, {**parse_json(text), "files": dict(files), "tensors": table})
         except (StorageError, OSError) as error:  # training continues with the checkpoints there are
             _log.warning("checkpoint %d was not written: %s", number, error)
             if self._ranks.leads:
@@ -255,7 +256,7 @@ class Checkpoints:
 
     def _publish(self, partial: Path, number: int, values: Mapping[str, Any]) -> None:
         values = {"owner": asdict(self._owner), **values}
-        parse(json.loads(json.dumps(values)))  # what cannot be read must not replace what can
+        parse(parse_json(json.dumps(values)))  # what cannot be read must not replace what can
         write_json(partial / MANIFEST, values, version=FORMAT, mode=0o600)
         rename(partial, self._path(number))
         for old in self._numbers()[self._keep :]:

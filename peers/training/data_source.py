@@ -20,6 +20,7 @@ from torch import Tensor
 from edit import plugins
 from edit.config.plugins import PREFIX
 from edit.errors import ConfigError, PluginError
+from edit.plain_text import parse_json
 from peers.training.data import Batches, open_tokens
 
 __all__ = ["DataRequest", "DataSource", "Rows", "open_data"]
@@ -197,15 +198,15 @@ class _Checked:
             state = self._rows.state()
         try:
             text = json.dumps(state, allow_nan=False)
+            position = parse_json(text)  # as it is read from a checkpoint
         except (TypeError, ValueError, RecursionError) as error:
             raise PluginError(f"{self._plugin}: state: must be values that JSON can hold ({error})") from error
         if not isinstance(state, Mapping) or len(text) > STATE_BYTES:
             what = f"{len(text)} bytes of JSON" if isinstance(state, Mapping) else type(state).__name__
             raise PluginError(f"{self._plugin}: state: must be a mapping of at most {STATE_BYTES} bytes of JSON, not {what}")
-        position = json.loads(text)
         assert isinstance(position, dict)
         return position
 
     def _go(self, position: dict[str, Any]) -> None:
         with plugins.blame(self._plugin):
-            self._rows.load(json.loads(json.dumps(position)))
+            self._rows.load(parse_json(json.dumps(position)))

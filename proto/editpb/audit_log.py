@@ -630,6 +630,8 @@ class LogVerifier:
                 raise ValueError("its time is none")
             if self.part is not None and entry["kind"] != "commit":
                 raise ValueError(f"is of the kind {entry['kind']}, and only commits are in the log of a swarm's part")
+            if "config" in entry and entry["kind"] not in ("genesis", "config"):
+                raise ValueError(f"is of the kind {entry['kind']}, and names a configuration, which nobody verifies there")
             match entry["kind"]:
                 case "genesis":
                     self._genesis(entry)

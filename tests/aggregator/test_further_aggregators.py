@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -192,6 +193,12 @@ def test_a_peer_enters_only_when_all_aggregators_have_the_coordinators_settings(
             second.config = dataclasses.replace(config, seed=5)
             with pytest.raises(ConfigError, match="seed is 5, not 0; give it"):
                 agreed_configuration(io, channels, me, ALONE)
+            muon = dataclasses.replace(config, inner=dataclasses.replace(config.inner, optimizer="muon"))
+            assert "optimizer" not in json.loads(config.to_json())["inner"], "it is told only where it is another one"
+            for told, said in ((muon, "'muon', not 'adamw'"), (config, "'adamw', not 'muon'")):
+                first.config, second.config = (muon if told is config else config), told
+                with pytest.raises(ConfigError, match=f"inner.optimizer is {said}; give it"):
+                    agreed_configuration(io, channels, me, ALONE)
 
 
 class TestExport:

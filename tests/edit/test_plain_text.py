@@ -1,17 +1,30 @@
+import ast
 import json
 import math
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edit.plain_text import json_text, parse_json, printable
+from edit.plain_text import MOST_NESTED, json_text, parse_json, printable, shallow
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
 )
+
+
+ROOT = Path(__file__).parents[2]
+# What reads JSON otherwise, each for a reason: the functions that bound its depth, and texts that this program itself has made.
+READS_JSON = {
+    "edit/plain_text.py",
+    "edit/trust/canonical.py",
+    "aggregator/server.py",
+    "aggregator/swarm/replication.py",
+    "peers/identity/policy.py",
+}
 
 
 def no_constant(name: str) -> None:
@@ -56,6 +69,30 @@ def test_what_is_finite_is_read_as_it_is(value):
 
 def test_what_python_writes_of_a_model_is_read():
     assert parse_json('{"time_step_limit": [0.0, Infinity]}') == {"time_step_limit": [0.0, math.inf]}
+
+
+@pytest.mark.parametrize(("before", "after"), [("[", "]"), ('{"a":', "}"), ('[1, {"a":', "}, []]")])
+def test_what_is_nested_more_deeply_than_anybody_writes_it_is_refused(before, after):
+    each = before.count("[") + before.count("{")
+    fits = before * (MOST_NESTED // each) + "1" + after * (MOST_NESTED // each)
+    assert shallow(parse_json(fits, finite=True)) == parse_json(fits) == json.loads(fits)
+    for deep in (before + fits + after, before * 300 + "1" + after * 300, "[" * 100_000):
+        for finite in (True, False):
+            with pytest.raises(ValueError, match="nested too deeply"):
+                parse_json(deep, finite=finite)
+
+
+def test_json_is_read_where_its_depth_is_bounded():
+    packages = [ROOT / name for name in ("edit", "peers", "aggregator", "proto")]
+    found = {
+        str(path.relative_to(ROOT))
+        for package in packages
+        for path in package.rglob("*.py")
+        if not path.is_relative_to(ROOT / "edit/lab")  # reads what it has written
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.loads", "json.load")
+    }
+    assert found <= READS_JSON, "use edit.plain_text.parse_json, or edit.trust.canonical.parse_canonical"
 
 
 def test_a_value_that_json_does_not_have_is_an_error():

@@ -206,6 +206,12 @@ def test_a_coordinator_that_sends_something_else_is_refused(tmp_path: Path, part
         asyncio.run(audit_fetch._store(told(*parts), tmp_path))
 
 
+@pytest.mark.parametrize("config", ["[" * 5000, "[" * 5000 + "]" * 5000, '"[]"', "7"])
+def test_a_log_whose_configuration_is_none_names_no_further_aggregators(tmp_path: Path, config: str) -> None:
+    (tmp_path / "audit-log.jsonl").write_text(f'{{"config":{config}}}\n')
+    assert audit_fetch.aggregators_in_log(tmp_path) == []
+
+
 def test_bytes_are_put_together_over_files_and_the_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = files(("run.json", 3), ("ca.pem", 0), ("outer/step-00000000.journal", 13))
     assert asyncio.run(audit_fetch._store(told(listed, DATA, DATA), tmp_path)) == (3, 16)

@@ -94,7 +94,8 @@ def test_who_must_approve_a_change_of_the_approvers_the_configuration_in_force_s
 
 
 def test_a_section_that_is_none_is_an_error() -> None:
-    for text in ("[", "[]", '{"governance": 3}', '{"governance": {"approvers": ["a"], "needed": 9}}'):
+    deep = '{"governance": {"approvers": ' + "[" * 900 + "]" * 900 + "}}"
+    for text in ("[", "[]", '{"governance": 3}', '{"governance": {"approvers": ["a"], "needed": 9}}', deep):
         with pytest.raises(ConfigError):
             governance_of(text)
 

@@ -172,6 +172,7 @@ def test_what_is_no_entry_or_not_signed_is_a_fault(told: Told) -> None:
         (b"", "no entry of a commit"),
         (b"[]", "it is no commit"),
         (b"[" * 100_000, "nested too deeply"),
+        (logged.entry.replace(b'"reason":"', b'"reason":' + b"[" * 700 + b"]" * 700 + b',"said":"'), "nested too deeply"),
         (json.dumps(entry).encode(), "not canonical JSON"),
         (canonical({**entry, "reason": "nobody came"}), "it is not signed by a, who owned the part"),
         (b"0" * (MAX_ENTRY_BYTES + 1), "it has 4194305 bytes"),

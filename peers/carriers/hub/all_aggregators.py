@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from edit.collective import CompositeCollective
 from edit.config.run import RunConfig
@@ -81,24 +82,28 @@ def agreed_configuration(
     for number, address in enumerate(config.aggregators.addresses, start=1):
         theirs, outer_step = read_configuration(io, channels.to((address,)), identity, ranks, parser)
         steps.append(outer_step)
-        if theirs is not config and (difference := _first_difference(config, theirs)) is not None:
+        if theirs is not config and theirs != config:
             raise ConfigError(
-                f"aggregator {number} ({address}) has other settings than the coordinator: {difference}; give it the same "
+                f"aggregator {number} ({address}) has other settings than the coordinator: "
+                f"{_first_difference(config, theirs)}; give it the same "
                 "run.toml with `edit-coordinator new-aggregator`, and start it again"
             )
     return config, steps
 
 
-def _first_difference(config: RunConfig, other: RunConfig) -> str | None:
-    """Return the first setting in which `other` differs, as in `sync.every is 8, not 16`; None: there is none."""
-    ours, theirs = json.loads(config.to_json()), json.loads(other.to_json())
-    for name in sorted(ours):
-        if not isinstance(ours[name], dict):
-            ours[name], theirs[name] = {"": ours[name]}, {"": theirs[name]}
-        for key, value in ours[name].items():
-            if theirs[name][key] != value:
-                return f"{f'{name}.{key}'.rstrip('.')} is {theirs[name][key]!r}, not {value!r}"
-    return None
+def _first_difference(config: RunConfig, other: RunConfig) -> str:
+    """Return the first setting in which `other`, which is another configuration, differs, as in `sync.every is 8, not 16`."""
+    ours, theirs = _by_name(config), _by_name(other)
+    name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    return f"{name} is {theirs.get(name)!r:.200}, not {ours.get(name)!r:.200}"
+
+
+def _by_name(config: RunConfig) -> dict[str, Any]:
+    """Return all settings by name, those too that `to_json` leaves out at their defaults."""
+    found: dict[str, Any] = {}
+    for section, values in dataclasses.asdict(config).items():
+        found |= {f"{section}.{key}": each for key, each in values.items()} if isinstance(values, dict) else {section: values}
+    return found
 
 
 @contextmanager

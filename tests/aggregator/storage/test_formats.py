@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,15 @@ def write_invitation(folder: Path) -> None:
 
 def redeem(folder: Path) -> None:
     Authority.load(folder, "run").redeem((folder / "token").read_text(), request(new_key()), now=time.time())
+
+
+def test_an_injection_with_a_number_that_is_none_is_asked_for_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_injection(tmp_path)
+    tensors, metadata = checkpoint.load(tmp_path / "injection/step-00000003.safetensors")
+    checkpoint.save(tmp_path / "injection", tensors, {**metadata, "brings": ["above", math.inf, 0]}, keep=1)
+    injections = Injections(tmp_path)
+    injections.recover(None)
+    assert injections.pending is None and "is no injection" in caplog.text
 
 
 @dataclass(frozen=True)

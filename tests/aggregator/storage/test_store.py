@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,18 @@ def test_the_sum_of_tokens_stays_at_what_a_64_bit_number_holds(tmp_path: Path, k
     again = Store(tmp_path, config(1), "run")
     assert again.recover() is not None and again.tokens == MOST_TOKENS
     again.close()
+
+
+def test_a_checkpoint_with_a_number_that_is_none_is_damaged(tmp_path: Path) -> None:
+    store = Store(tmp_path, config(1), "run")
+    founded(store, 1)
+    store.close()
+    path = checkpoint.latest(tmp_path)
+    assert path is not None
+    tensors, metadata = checkpoint.load(path)
+    checkpoint.save(tmp_path, tensors, {**metadata, "tokens": math.inf}, keep=1)
+    with pytest.raises(StorageError, match="is damaged"):
+        Store(tmp_path, config(1), "run").recover()
 
 
 @pytest.mark.parametrize("down", SPECS)

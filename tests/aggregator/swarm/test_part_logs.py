@@ -193,11 +193,15 @@ def test_no_update_is_held_whose_entry_its_owner_has_not_signed(two: tuple[Audit
     assert "it names a key of a that it is not enrolled for" in answer.reason
     manifest = json.loads(owner.offer(2).manifest)
     changed = {**parse_canonical(manifest["audit"].encode()), "unmerged": ["b"]}  # the signature is of another entry
+    deep = "[" * 700 + "]" * 700
+    consent = f'{{"config_digest":{deep},"key":"","peer":"p","policy_digest":"","signature":""}}'
     for audit, why in (
         (canonical(changed).decode(), "it is not signed by a, who owned the part"),
         (manifest["audit"] + " ", "not canonical JSON"),
         ("[]", "it has not the fields of the commit of a part"),
         ("[" * 100_000, "nested too deeply"),
+        (manifest["audit"].replace('"all in"', deep), "nested too deeply"),
+        (manifest["audit"].replace('"contributions":', f'"consents":[{consent}],"contributions":'), "nested too deeply"),
     ):
         offer, text = owner.offer(2), json.dumps({**manifest, "audit": audit}).encode()
         found = update_id(RUN, 0, 2, offer.update.base, text, offer.hashes)

@@ -61,6 +61,19 @@ def _by(peer_id: str, role: str = "peer", **named: object) -> Change:
     return change
 
 
+def _nested(change: Callable[[bytes, bytes], bytes]) -> Change:
+    """By the member itself: it says lists in one another, as many as msgpack reads."""
+
+    def changed(run: Run, item: Item) -> Item:
+        value = msgpack.packb(said(item.expiration_time))
+        new = change(value, b"\x91" * 1000 + b"\xc0")
+        assert new != value
+        item = dataclasses.replace(item, value=new)
+        return dataclasses.replace(item, value=run.records(run.credentials("b")).sign_value(item))
+
+    return changed
+
+
 def _changed(**fields: object) -> Change:
     return lambda run, item: dataclasses.replace(item, **{k: f(item) if callable(f) else f for k, f in fields.items()})
 
@@ -107,6 +120,11 @@ HOSTILE: dict[str, Change] = {
     "signed: a leader with a line in it": _resigned(leader="a\nb"),
     "signed: it says another expiry": _resigned(expires=time.time() + 1e6),
     "signed: more than it should": _resigned(more=1),
+    "signed: a list in lists": _nested(lambda value, deep: deep),
+    "signed: an address in lists": _nested(
+        lambda value, deep: value.replace(b"\xa9addresses\x91", b"\xa9addresses\x92" + deep)
+    ),
+    "signed: a leader in lists": _nested(lambda value, deep: value.replace(b"\xa6leader\xa1a", b"\xa6leader" + deep)),
 }
 
 

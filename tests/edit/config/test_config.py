@@ -533,7 +533,19 @@ def test_the_servers_addresses_are_not_told_to_peers() -> None:
     assert "server" not in json.loads(RunConfig().to_json())
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"sync": {"every": 0}}', '{"unknown": 1}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        '{"sync": {"every": 0}}',
+        '{"unknown": 1}',
+        "[" * 100_000,
+        '{"sync": {"milestones": ' + "[" * 900 + "]" * 900 + "}}",
+    ],
+)
 def test_bad_json_from_the_coordinator_is_an_error_not_a_crash(text: str) -> None:
     with pytest.raises(ConfigError):
         RunConfig.from_json(text)

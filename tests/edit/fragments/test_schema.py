@@ -146,6 +146,12 @@ def test_buffers_are_part_of_the_schema_and_leave_the_hash_of_a_model_without_an
         Schema.from_json('[["a",[["a.b",[2]]],"parameters"]]')
 
 
+@pytest.mark.parametrize("size", ["1e999", "-1e999", "Infinity", "NaN", "2.0", "true", '"2"', "9" * 400])
+def test_a_size_that_is_no_whole_number_is_the_other_sides_fault(size: str) -> None:
+    with pytest.raises(RemoteProtocolError, match="schema: not what to_json writes"):
+        Schema.from_json(f'[["a",[["a.b",[{size}]]]]]')
+
+
 def test_text_that_is_nested_too_deeply_is_the_other_sides_fault() -> None:
     with pytest.raises(RemoteProtocolError, match="nested too deeply"):
         Schema.from_json("[" * 100_000)

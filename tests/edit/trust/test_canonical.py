@@ -43,6 +43,7 @@ def test_a_float_keeps_every_bit(number: float) -> None:
         b'{"a":1.0}',
         b"",
         b"[" * 9999,
+        b"[" * 300 + b"]" * 300,
     ],
 )
 def test_every_other_text_is_refused(line: bytes) -> None:

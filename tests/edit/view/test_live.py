@@ -233,6 +233,12 @@ def test_an_h_that_cannot_be_is_not_known(every: str) -> None:
     assert RunState.of(told).sync_every == 0 and "outer step 3/10" in text_of(RunState.of(told))
 
 
+def test_milestones_that_cannot_be_are_not_known() -> None:
+    settings = {"sync.every": "100", "sync.groups": "1", "sync.milestones": "[" * 900 + "]" * 900}
+    told = replace(status(), settings=tuple(Setting(name=name, value=value, default="") for name, value in settings.items()))
+    assert "outer step 3/10" in text_of(RunState.of(told))
+
+
 def test_a_run_that_never_answered_or_refuses_ends_the_command() -> None:
     for error in (TransportError("the coordinator does not answer"), RefusedError("not a member")):
 

@@ -90,6 +90,13 @@ def test_a_plugin_may_write_into_the_tensor_that_it_gave() -> None:
     assert torch.equal(first, kept)
 
 
+def nested(levels: int) -> list[object]:
+    found: list[object] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
 def ended(_: Counting) -> Tensor:
     raise StopIteration
 
@@ -108,6 +115,7 @@ def ended(_: Counting) -> Tensor:
         ({"batch": ended}, "batch: ended; it must begin its data again"),
         ({"state": lambda self: {"next": torch.ones(1)}}, "state: must be values that JSON can hold"),
         ({"state": lambda self: {"next": float("nan")}}, "state: must be values that JSON can hold"),
+        ({"state": lambda self: {"next": nested(100)}}, "state: must be values that JSON can hold .nested too deeply"),
         ({"state": lambda self: [1]}, "not list"),
         ({"state": lambda self: {"next": self.next, "more": "x" * STATE_BYTES}}, "bytes of JSON"),
         ({"load": lambda self, state: None}, "from the same position other rows come"),
