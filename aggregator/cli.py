@@ -230,7 +230,7 @@ def serve(
         list[str] | None,
         typer.Option(
             "--set",
-            help="SECTION.KEY=VALUE: serve with this setting, and write it into run.toml once the run is served. Repeatable.",
+            help="SECTION.KEY=VALUE: serve with this setting, and write it into run.toml once it fits the run. Repeatable.",
         ),
     ] = None,
     allow: Allow = None,

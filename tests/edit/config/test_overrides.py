@@ -113,6 +113,21 @@ def test_what_serve_changes_is_written_once_it_serves_and_a_wrong_setting_change
     assert folder.run_toml.read_bytes() == after
 
 
+def test_a_run_toml_that_is_edited_while_serve_begins_with_other_settings_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = StateFolder.create(tmp_path / "a", RUN_TOML)
+    folder.change(["rounds.floor_s=7"])
+    folder.change(["rounds.quorum=1"])
+    edited = RUN_TOML + "# a note\n"
+    folder.run_toml.write_text(edited)
+    with pytest.raises(ConfigError, match=r"run\.toml: was edited while"):
+        folder.keep_settings()
+    assert folder.run_toml.read_text() == edited
+    folder = StateFolder(folder.path)
+    folder.change(["rounds.floor_s=7"])
+    folder.keep_settings()
+    assert folder.run_toml.read_text().endswith("# a note\n") and folder.config().rounds.floor_s == 7
+
+
 def test_settings_of_a_served_folder_are_not_changed(tmp_path: Path) -> None:
     folder = StateFolder.create(tmp_path / "a", RUN_TOML)
     folder.lock()
