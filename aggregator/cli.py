@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import time
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -120,7 +119,7 @@ def init(
                 text = without_ineffective(text, settings)  # what only the template says gives way
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config}: cannot be read ({error})") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{config}: is not TOML: {error}") from error
     text = pin(text, allow or ())
     noise = _noise(RunConfig.from_text(text.encode(), state / "run.toml"))

@@ -1,12 +1,13 @@
-"""Text that others may have written: shown without effects on a terminal; and JSON, as every parser reads it, of anybody."""
+"""Text that others may have written: shown without effects on a terminal; and JSON and TOML, of anybody."""
 
 from __future__ import annotations
 
 import json
 import math
+import tomllib
 from typing import Any
 
-__all__ = ["json_text", "parse_json", "printable"]
+__all__ = ["json_text", "parse_json", "parse_toml", "printable"]
 
 _MOST_DIGITS = 300  # of an integer; a double holds 308
 
@@ -48,6 +49,21 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
         if finite:
             return json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_number)
         return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables that TOML text says.
+
+    Raises ValueError for anything else, for integers of more digits than Python reads, and for what is nested too deeply.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:
+        raise ValueError("an integer has too many digits") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

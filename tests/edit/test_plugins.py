@@ -330,6 +330,12 @@ def test_what_is_not_allowed_is_never_imported(module: Path) -> None:
         plugins.admit(configured(pinned), {"mine"})
 
 
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000])
+def test_a_text_that_cannot_be_pinned_is_one_line(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.toml: (an integer has too many digits|nested too deeply)$"):
+        plugins.pin(f"{TOML}[sync]\nevery = {value}\n", ())
+
+
 def test_a_plugin_that_differs_from_the_pinned_one_is_refused_in_one_line(module: Path) -> None:
     module.write_text(MAKE)
     pinned = plugins.pin(TOML, {"mine"})
