@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import time
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -120,7 +119,7 @@ def init(
                 text = without_ineffective(text, settings)  # what only the template says gives way
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config}: cannot be read ({error})") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{config}: is not TOML: {error}") from error
     text = pin(text, allow or ())
     noise = _noise(RunConfig.from_text(text.encode(), state / "run.toml"))
@@ -230,7 +229,7 @@ def serve(
         list[str] | None,
         typer.Option(
             "--set",
-            help="SECTION.KEY=VALUE: serve with this setting, and write it into run.toml once the run is served. Repeatable.",
+            help="SECTION.KEY=VALUE: serve with this setting, and write it into run.toml once it fits the run. Repeatable.",
         ),
     ] = None,
     allow: Allow = None,

@@ -15,6 +15,7 @@ from aggregator.storage.privacy_budget import PrivacyBudget
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
+from edit.fragments.schema import Schema
 
 __all__ = ["Clock", "Resources"]
 
@@ -40,4 +41,8 @@ class Resources:
     mark: HighWaterMark | None = None  # below which a restart does not go on; None keeps none
     deadlines: Path | None = None  # the file of the peers' measured times; None keeps none
     privacy: PrivacyBudget | None = None  # with privacy.level = "organisation"
+    # Is given the schema of what is recovered; raises ConfigError where the settings do not fit it.
+    fits: Callable[[Schema], None] = lambda schema: None
+    # Makes the settings those of the next start, too: once they fit what is recovered, before anything is written with them.
+    keep_settings: Callable[[], None] = lambda: None
     clock: Clock = field(default_factory=Clock)

@@ -43,7 +43,7 @@ from aggregator.storage.high_water import HighWaterMark
 from aggregator.storage.journal import Disk
 from aggregator.storage.kept_contributions import KEPT_FOR_SCORERS, KeptContributions
 from aggregator.storage.operator_flags import OperatorFlags
-from aggregator.storage.privacy_budget import PrivacyBudget
+from aggregator.storage.privacy_budget import PrivacyBudget, attempts_in
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from aggregator.storage.upload_buffer import UploadBuffer
@@ -155,7 +155,6 @@ class Coordinator:
                 disk,
                 audit=audit,
                 kept=kept,
-                check=partial(check_founded, folder.config(), folder.aggregator),
             ),
             uploads=UploadBuffer(config.storage.buffer_bytes, folder.spill, files),
             members=authority.members if authority else _members_seen(folder),
@@ -165,6 +164,8 @@ class Coordinator:
             mark=mark,
             deadlines=folder.deadlines,
             privacy=PrivacyBudget(folder.privacy_ledger, config) if config.privacy.of_organisations else None,
+            fits=partial(check_founded, folder.config(), folder.aggregator),
+            keep_settings=folder.keep_settings,
             clock=clock,
         )
         first_round_id = folder.first_round_id()
@@ -217,7 +218,10 @@ class Coordinator:
         return tuple(endpoint_of(host, port) for host in self.config.server.advertise) if port else ()
 
     async def start(self) -> None:
-        """Recover, bind the ports, write them to addresses.json. Raises ConfigError (a port in use), StorageError."""
+        """Recover, keep the settings, bind the ports, write them to addresses.json.
+
+        Raises ConfigError (settings that do not fit what is recovered; a port in use), StorageError.
+        """
         if self.config.server.metrics_listen and self.authority is not None:
             from aggregator.services.metrics_page import MetricsPage, RunCollector  # need what only this needs
 
@@ -331,7 +335,7 @@ class Coordinator:
 
 def _check_still_private(folder: StateFolder, config: RunConfig) -> None:
     """Raise ConfigError where outer steps without noise would follow those with noise."""
-    if folder.privacy_ledger.exists() and not config.privacy.of_organisations:
+    if not config.privacy.of_organisations and attempts_in(folder.privacy_ledger):
         raise ConfigError(
             f'privacy.level = "{config.privacy.level}": the run had "organisation" until now, and {folder.privacy_ledger} says '
             "what that has spent; set it back, or remove the file: then it cannot be claimed any more"
@@ -458,7 +462,6 @@ async def _serve(
         if threads > 1:
             coordinator.compute_with(threads)
         await coordinator.start()
-        coordinator.folder.keep_settings()
         if dht_peers:
             said = _say_where(coordinator, dht_peers)
         if not keep_serving:

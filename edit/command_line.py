@@ -87,7 +87,8 @@ def run_command(program: str, command: Callable[[], object]) -> None:
     try:
         command()
     except EditError as error:
-        print(_lines(f"{program}: {EVICTED if isinstance(error, EvictedError) else ''}{error}"), file=sys.stderr)  # noqa: T201
+        evicted = isinstance(error, EvictedError) and not str(error).startswith("evicted ")  # else the reason says it itself
+        print(_lines(f"{program}: {EVICTED if evicted else ''}{error}"), file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,12 +1,13 @@
-"""Text that others may have written: shown without effects on a terminal; and JSON, as every parser reads it, of anybody."""
+"""Text that others may have written: shown without effects on a terminal; and JSON and TOML, of anybody."""
 
 from __future__ import annotations
 
 import json
 import math
+import tomllib
 from typing import Any
 
-__all__ = ["MOST_NESTED", "json_text", "parse_json", "printable", "shallow"]
+__all__ = ["MOST_NESTED", "json_text", "parse_json", "parse_toml", "printable", "shallow"]
 
 MOST_NESTED = 64  # lists and tables in one another; what this project writes has fewer than 16
 _NESTING = (list, dict)
@@ -69,6 +70,23 @@ def shallow(value: Any) -> Any:
     if level:
         raise ValueError("nested too deeply")
     return value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables that TOML text says.
+
+    Raises ValueError for anything else, for integers of more digits than Python reads, and for what is nested too deeply.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:
+        raise ValueError("an integer has too many digits") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    shallow(tables)
+    return tables
 
 
 def _integer(text: str) -> int:

@@ -17,7 +17,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import re
-import tomllib
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 from edit.config.plugins import AGREED, KINDS, LOCAL, PREFIX, pin_key
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, PluginError
+from edit.plain_text import parse_toml
 
 __all__ = [
     "Plugin",
@@ -210,9 +210,9 @@ def pin(text: str, allowed: Collection[str]) -> str:
         return text
     bare = without_pins(text)
     try:
-        before = tomllib.loads(text)
-        config = RunConfig.from_mapping(tomllib.loads(bare))
-    except (tomllib.TOMLDecodeError, ConfigError) as error:
+        before = parse_toml(text)
+        config = RunConfig.from_mapping(parse_toml(bare))
+    except (ValueError, ConfigError) as error:
         raise ConfigError(f"run.toml: {error}") from error
     written = before.get("plugins", {})
     pins = {}

@@ -176,25 +176,41 @@ class Run:
         """
         background = self._resources.background
         recovered = self._given
-        if recovered is None and (recovered := await background.in_worker(self._resources.store.recover)) is not None:
-            _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])
-        if (mark := self._resources.mark) is not None:
-            mark.check(Mark(recovered.outer_step, recovered.digest) if recovered is not None else None)
+        if recovered is None:
+            recovered = await background.in_worker(self._resources.store.recover, self._check_and_keep)
+        if (budget := self.privacy) is not None:
+            budget.begin()
+            _log.info("privacy: %s; %d more fit", budget.text, budget.left)
         if self._given is None and recovered is not None and (kept := self._resources.store.kept) is not None:
             await background.in_worker(kept.committed, recovered.outer_step)
-        if (schema := recovered.schema if recovered is not None else self._builtin) is not None:
-            self._say_noise(schema)
         if recovered is not None:
             self._adopt(recovered)
         background.spawn(self._watch_the_clock())
 
     def _say_noise(self, schema: Schema) -> None:
-        """Log what the noise and the budget allow. Raises ConfigError where the noise would drown everything."""
-        if (budget := self.privacy) is None:
-            return
+        """Log how long the noise is. Raises ConfigError where it would drown everything."""
         line, much = noise_line(self.config, schema)
         _log.log(logging.WARNING if much else logging.INFO, "privacy: %s", line)
-        _log.info("privacy: %s; %d more fit", budget.text, budget.left)
+
+    def _check_and_keep(self, recovered: OuterState | None) -> None:
+        """Hold the settings to what is recovered, and keep them. In the worker thread, before anything is written.
+
+        So settings with which the run cannot go on leave nothing behind, and those that the log, the ledger or a checkpoint
+        have are in run.toml. Raises ConfigError, also where noise would drown everything; StorageError.
+        """
+        resources, schema = self._resources, self._builtin
+        if recovered is not None:
+            _log.info("recovered outer step %d, digest %s", recovered.outer_step, recovered.digest[:12])
+            schema = recovered.schema
+            resources.fits(schema)
+        if (budget := self.privacy) is not None:
+            if recovered is not None:
+                budget.check(recovered.outer_step)
+            if schema is not None:
+                self._say_noise(schema)
+        if resources.mark is not None:
+            resources.mark.check(Mark(recovered.outer_step, recovered.digest) if recovered is not None else None)
+        resources.keep_settings()
 
     @property
     def privacy(self) -> PrivacyBudget | None:
@@ -551,7 +567,7 @@ class Run:
             return
         differences = await self.schemas.differences(outer.schema, self.attendances.other_models(outer.schema))
         self.feed.publish(RunFounded(peer_id, outer.schema.numel, len(outer.schema.fragments)))
-        if self._builtin is None:
+        if self._builtin is None and self.privacy is not None:
             self._say_noise(outer.schema)
         self._adopt(outer)
         self.attendances.expel_other_models(outer.schema, differences)

@@ -230,7 +230,9 @@ def _fragment(record: Record) -> tuple[MergeRecord, Tensor | None]:
         payload=payload,
         residual=residual,
         verdicts=verdicts_from(header["verdicts"]),
-        statistics={peer_id: NormStatistics.from_json(written) for peer_id, written in header["statistics"].items()},
+        statistics={
+            peer_id: NormStatistics.from_json(written, strict=False) for peer_id, written in header["statistics"].items()
+        },
         merged_norm=float(header["merged_norm"]),
         clip=float(header["clip"]),
     )

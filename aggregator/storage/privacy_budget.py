@@ -14,20 +14,34 @@ from edit.errors import ConfigError, RefusedError, StorageError
 from edit.trust.privacy import Spent, most_steps, spent_epsilon
 from edit.trust.privacy_ledger import PrivacyLedger
 
-__all__ = ["PrivacyBudget"]
+__all__ = ["PrivacyBudget", "attempts_in"]
+
+
+def attempts_in(path: Path) -> int:
+    """Return how many attempts a ledger counts; 0 where there is none. Raises ConfigError, StorageError."""
+    if not path.exists():
+        return 0
+    with contextlib.closing(PrivacyLedger(path, unit="organisation")) as ledger:
+        return ledger.count
 
 
 class PrivacyBudget:
     """The budget of one run. `reserve` is for the worker thread; the rest reads what it has left.
 
-    path: of the ledger; made where it is not there. Raises ConfigError, StorageError.
+    path: of the ledger; where it is not there, `begin` makes it. Raises ConfigError, StorageError.
     """
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self._path, self._privacy, self._planned = path, config.privacy, config.sync.outer_steps
         self._ledger: PrivacyLedger | None = None
         self.spent: tuple[Spent, ...] = ()  # replaced in one go: the event loop reads it
-        self._open()
+        if path.exists():
+            self._open()
+
+    def begin(self) -> None:
+        """Make the ledger where it is not there. Raises ConfigError, StorageError."""
+        if self._ledger is None:
+            self._open()
 
     def check(self, outer_step: int) -> None:
         """Raise ConfigError unless every outer step up to this one was counted."""

@@ -86,6 +86,7 @@ class StateFolder:
         self.contributions = path / "contributions"  # those behind the last outer steps, with audit.keep_contributions
         self.spill = path / "spill"  # uploads above the memory bound
         self._changed: bytes | None = None  # the text of run.toml that `keep_settings` writes; None: nothing is changed
+        self._read = b""  # the one that it was made of
         try:
             if not self.run_json.is_file():
                 raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {path}` makes one")
@@ -146,19 +147,32 @@ class StateFolder:
         """
         text = self._text()
         RunConfig.from_text(text, self.run_toml, settings)
-        if (changed := with_settings(text.decode(), settings).encode()) != text:
-            self._changed = changed
+        self._change(text, with_settings(text.decode(), settings).encode())
 
     def keep_settings(self) -> None:
-        """Write into run.toml what `change` and `pin` have put into its text, once the run is served with it: a setting with
-        which it cannot be served is not in the way of the next start. The folder is locked. Raises StorageError."""
-        if self._changed is not None:
-            write_atomic(self.run_toml, self._changed)
-            self._changed = None
+        """Write into run.toml what `change` and `pin` have put into its text.
+
+        Once the settings fit what the folder holds: those that do not are not in the way of the next start; and before anything
+        is written with them. The folder is locked. Raises StorageError; ConfigError where somebody has edited run.toml since.
+        """
+        if self._changed is None:
+            return
+        if RunConfig.bytes_of(self.run_toml) != self._read:
+            raise ConfigError(f"{self.run_toml}: was edited while `serve --set` or `--allow` began; start it again")
+        write_atomic(self.run_toml, self._changed)
+        self._changed = None
 
     def _text(self) -> bytes:
         """Return run.toml, with what is changed in it. Raises ConfigError."""
         return self._changed if self._changed is not None else RunConfig.bytes_of(self.run_toml)
+
+    def _change(self, text: bytes, changed: bytes) -> None:
+        """Take another text in place of what `_text` has returned."""
+        if changed == text:
+            return
+        if self._changed is None:
+            self._read = text
+        self._changed = changed
 
     def config(self) -> RunConfig:
         """Return the run's settings; at a further aggregator its own address is the server's in them. Raises ConfigError."""
@@ -174,12 +188,12 @@ class StateFolder:
 
         Raises ConfigError; see `edit.plugins.pin`.
         """
+        text = self._text()
         try:
-            before = self._text().decode()
+            before = text.decode()
         except UnicodeDecodeError:
             return  # `config` says so
-        if (after := plugins.pin(before, allowed)) != before:
-            self._changed = after.encode()
+        self._change(text, plugins.pin(before, allowed).encode())
 
     def lock(self) -> int:
         """Lock the folder for this process: see `lock_folder`."""

@@ -88,7 +88,6 @@ class Store:
         audit: the run's audit log; None: it has none.
         kept: keeps the contributions behind the last outer steps; None: nobody does.
         part_log: in a swarm, the audit log of the part; None: the run has none.
-        check: is given the schema of what is recovered, before anything is written; raises ConfigError where that does not fit.
     """
 
     def __init__(
@@ -101,9 +100,7 @@ class Store:
         audit: AuditLog | None = None,
         kept: KeptContributions | None = None,
         part_log: PartLog | None = None,
-        check: Callable[[Schema], None] = lambda schema: None,
     ) -> None:
-        self._check = check
         self.audit, self.part_log = audit, part_log
         self.kept = kept
         self.tokens = 0  # merged so far, as far as it is on disk
@@ -404,15 +401,16 @@ class Store:
 
     # ---- reading -----------------------------------------------------------------------------------------------------------
 
-    def recover(self) -> OuterState | None:
+    def recover(self, check: Callable[[OuterState | None], None] = lambda found: None) -> OuterState | None:
         """Return the state of the last commit, bit for bit, and keep the updates before it; None: the run was never founded.
 
-        Raises StorageError for damage that loses a committed step, ConfigError when the folder is another run's; as `check`.
+        check: is given that, before anything is written. Raises StorageError for damage that loses a committed step,
+        ConfigError when the folder is another run's; as `check`.
         """
         loaded = _load(self._folder, self._config, self._run_id, restore=self._restore)
+        check(loaded.outer if loaded is not None else None)
         if loaded is None:
             return None
-        self._check(loaded.outer.schema)
         self.tokens, self.update_id, self.held = loaded.tokens, loaded.update_id, loaded.held
         self._held_entry = loaded.held.audit if loaded.held is not None else ""
         self.injections.recover(loaded.outer.injected)

@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from aggregator.storage.journal import CommittedRound
 from aggregator.storage.journal_records import Buffer, Record, fragment_header, fragment_of
+from edit.config.plugins import is_entry
 from edit.council.record import Update, update_id
 from edit.errors import EditError, RemoteProtocolError
 from edit.merging.outer_state import MergeRecord, OuterState
@@ -141,6 +142,8 @@ def _record(round_id: int, header: Any, body: Buffer, outer: OuterState) -> Merg
     if record.payload is not None and record.payload.codec != outer.recorded_as[record.fragment_id]:
         raise ValueError(f"fragment {record.fragment_id} is recorded in {record.payload.codec:.40}")
     _check_verdicts(record)
+    if not is_entry(outer.config.penalty.detector) and not all(each.of_detector for each in record.statistics.values()):
+        raise ValueError(f"fragment {record.fragment_id} has norm statistics that no detector computes")
     return record
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edit.errors import ConfigError
+from edit.plain_text import parse_toml
 
 __all__ = ["commented_out", "options_of", "set_key", "with_settings"]
 
@@ -49,11 +50,11 @@ def with_settings(text: str, settings: Sequence[str]) -> str:
 
     A line that sets a key, or shows its default behind a "#", is replaced in its place and keeps its comment; another key is
     added to its section. What a key may be is not checked here. Raises ConfigError where that is not possible, and
-    tomllib.TOMLDecodeError when the text is not TOML.
+    ValueError when the text is not TOML.
     """
     for setting in settings:
-        tables = tomllib.loads(text)
-        before = tomllib.loads(text)
+        tables = parse_toml(text)
+        before = parse_toml(text)
         set_key(tables, setting)
         if tables == before:
             continue
@@ -62,8 +63,8 @@ def with_settings(text: str, settings: Sequence[str]) -> str:
             section, key = ["", *names][-2:]
             text = _written(text, section, key, value)
         try:
-            done = tomllib.loads(text) == tables
-        except tomllib.TOMLDecodeError:
+            done = parse_toml(text) == tables
+        except ValueError:
             done = False
         if not done:
             raise ConfigError(f"--set {setting}: cannot be written on a line of its own; edit run.toml instead")
@@ -97,8 +98,8 @@ def _statements(lines: Sequence[str]) -> list[tuple[int, int]]:
 
 def _is_toml(text: str) -> bool:
     try:
-        tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        parse_toml(text)
+    except ValueError:
         return False
     return True
 
@@ -109,9 +110,11 @@ def _parse(setting: str) -> tuple[list[str], Any]:
     if not equals or not all(names):
         raise ConfigError(f"--set {setting}: must be KEY=VALUE, as sync.every=100")
     try:
-        return names, tomllib.loads(f"value = {value}")["value"]
+        return names, parse_toml(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return names, value.strip()
+    except ValueError as error:
+        raise ConfigError(f"--set {key}: {error}") from error
 
 
 def _written(text: str, section: str, key: str, value: Any) -> str:
@@ -140,8 +143,8 @@ def _comment(rest: str) -> str:
     """Return the comment behind the value of a line, with its #."""
     for match in re.finditer("#", rest):
         try:
-            tomllib.loads(f"value = {rest[: match.start()]}")
-        except tomllib.TOMLDecodeError:
+            parse_toml(f"value = {rest[: match.start()]}")
+        except ValueError:
             continue
         return rest[match.start() :]
     return ""

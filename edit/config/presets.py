@@ -7,7 +7,6 @@ from the source is in its note.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from edit.config.overrides import commented_out, with_settings
 from edit.config.run import RunConfig, SyncConfig, ineffective
 from edit.config.validation import build
 from edit.errors import ConfigError
+from edit.plain_text import parse_toml
 
 __all__ = ["PRESETS", "Preset", "dropped", "founding_text", "preset", "warmup", "with_preset", "without_ineffective"]
 
@@ -230,15 +230,15 @@ def with_preset(text: str, name: str, settings: Sequence[str] = ()) -> str:
     """Return run.toml's text with a preset's settings written into it, then these, `SECTION.KEY=VALUE`.
 
     Keys that become ineffective, and are not among `settings`, become comments. To write a preset again changes nothing. Raises
-    ConfigError for an unknown preset, one that this run cannot have, and wrong settings, and tomllib.TOMLDecodeError.
+    ConfigError for an unknown preset, one that this run cannot have, and wrong settings, and ValueError for what is not TOML.
     """
     chosen = preset(name)
     if chosen.only_harness:
         raise ConfigError(f"preset {name}: edit-lab compare has it, a run cannot: {chosen.only_harness}")
-    if chosen.only_swarm and "swarm" not in tomllib.loads(text):
+    if chosen.only_swarm and "swarm" not in parse_toml(text):
         raise ConfigError(f"preset {name}: {chosen.note}")
     own = [f"{section}.{key}={_toml(value)}" for section, keys in chosen.settings.items() for key, value in keys.items()]
-    if "lr" in chosen.settings.get("outer", {}) and tomllib.loads(text).get("outer", {}).get("preset", "manual") != "manual":
+    if "lr" in chosen.settings.get("outer", {}) and parse_toml(text).get("outer", {}).get("preset", "manual") != "manual":
         own.append('outer.preset="manual"')
     if chosen.only_swarm:
         own.append("swarm.parts=1")  # a swap is of the whole model
@@ -258,7 +258,7 @@ def warmup(outer_steps: int, every: int) -> Sequence[tuple[str, Any]]:
 
 def _warmed_up(chosen: Preset, text: str) -> Sequence[tuple[str, Any]]:
     """Return what `warmup` does for as many outer steps as the text says in all: of their inner steps, the preset's share."""
-    sync = tomllib.loads(text)["sync"]
+    sync = parse_toml(text)["sync"]
     every, outer_steps = sync["every"], sync.get("outer_steps", SyncConfig().outer_steps)
     if not all(isinstance(value, int) and value > 1 for value in (every, outer_steps)):
         raise ConfigError(
@@ -274,7 +274,7 @@ def without_ineffective(text: str, settings: Sequence[str]) -> str:
 
     Raises ConfigError for unknown keys and wrong values, and where a key has no line of its own.
     """
-    mapping: Mapping[str, Any] = tomllib.loads(text)
+    mapping: Mapping[str, Any] = parse_toml(text)
     for section, key in dropped(mapping, settings):
         text = commented_out(text, section, key)
     return text
@@ -286,17 +286,17 @@ def founding_text(text: str, settings: Sequence[str]) -> str:
     Keys that only the settings make ineffective become comments. What `outer.preset = "auto"` chooses is written, so that it is
     part of what all members have in the same bytes, whatever their version would choose.
 
-    Raises ConfigError for what cannot be, or has no line of its own, and tomllib.TOMLDecodeError.
+    Raises ConfigError for what cannot be, or has no line of its own, and ValueError where the text is not TOML.
     """
-    before: Mapping[str, Any] = tomllib.loads(text)
+    before: Mapping[str, Any] = parse_toml(text)
     text = with_settings(text, settings)
-    mapping: Mapping[str, Any] = tomllib.loads(text)
+    mapping: Mapping[str, Any] = parse_toml(text)
     if mapping != before:
         already = set(ineffective(build(RunConfig, before, ""), before))
         for section, key in dropped(mapping, settings):
             if (section, key) not in already:
                 text = commented_out(text, section, key)
-    config = RunConfig.from_mapping(tomllib.loads(text))
+    config = RunConfig.from_mapping(parse_toml(text))
     if config.outer.preset != "auto" or config.swarm is None:
         return text
     own = [f"outer.{key}={_toml(getattr(config.outer, key))}" for key in ("preset", "optimizer", "lr", "momentum", "chosen")]

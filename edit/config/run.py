@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,7 @@ from edit.config.robust import RULES, RobustConfig
 from edit.config.secagg import SecaggConfig
 from edit.config.validation import Between, Matches, OneOf, Positive, build, check_bounds, require, within
 from edit.errors import ConfigError
-from edit.plain_text import parse_json
+from edit.plain_text import parse_json, parse_toml
 
 __all__ = [
     "CODECS",
@@ -597,7 +596,7 @@ class RunConfig:
     def from_text(cls, data: bytes, name: object, settings: Sequence[str] = ()) -> RunConfig:
         """Read the bytes of a `run.toml`, with these settings in it. Raises ConfigError that begins with `name`."""
         try:
-            config = cls.from_mapping(tomllib.loads(with_settings(data.decode(), settings)))
+            config = cls.from_mapping(parse_toml(with_settings(data.decode(), settings)))
             if config.outer.algorithm == "gossip":
                 config.check_swaps()
             start = config.rounds.start_peers
@@ -606,7 +605,7 @@ class RunConfig:
             return config
         except UnicodeDecodeError as error:
             raise ConfigError(f"{name}: is not UTF-8 text") from error
-        except ValueError as error:  # TOMLDecodeError, or an integer of more digits than Python reads
+        except ValueError as error:
             raise ConfigError(f"{name}: is not TOML: {error}") from error
         except RecursionError:
             raise ConfigError(f"{name}: is nested too deeply") from None

@@ -10,6 +10,7 @@ of which follows a trend; and a level that is held is learned. Pure functions of
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median, median_low
@@ -29,6 +30,7 @@ _LATE = 0.1  # the least rate of that forecast's moving error
 _LARGEST = 1e100  # of a norm or level that is read: those of fp32 are below 1e45, and squares of these are finite
 _MOST_COUNT = 1 << 48  # of norms that are learned; as many as there may be outer steps
 _MOST_REJECTED = 100  # as large as `penalty.relearn` may be
+_MOST_OF_PLUGIN = 1000  # last or rejected levels that a plug-in may remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,40 @@ class NormStatistics:
         relative = self.relative.to_json() if self.relative is not None else None
         return [self.mean, self.variance, self.count, list(self.rejected), relative, list(self.last), self.last_error]
 
-    @classmethod
-    def from_json(cls, written: Any) -> Self:
-        """Read what `to_json` returned. Raises TypeError or ValueError for anything else, and for what no detector computes.
+    @property
+    def of_detector(self) -> bool:
+        """Whether a built-in detector can go on with them: a plug-in may have computed others."""
+        try:
+            self.from_json(self.to_json())
+        except (TypeError, ValueError):
+            return False
+        return True
 
-        Others may have written it. What is read here the detectors can go on with: no root of what is negative, no overflow.
+    @classmethod
+    def from_json(cls, written: Any, *, strict: bool = True) -> Self:
+        """Read what `to_json` returned. Raises TypeError or ValueError for anything else.
+
+        Args:
+            strict: also for what no built-in detector computes. Others may have written it. What is read so the detectors can
+                go on with: no root of what is negative, no overflow. False: as a plug-in may give them, any numbers that a
+                double is, up to 1000 last and 1000 rejected ones.
         """
         mean, variance, count, rejected, relative, last, last_error = written
         if relative is not None and not (isinstance(relative, list) and len(relative) == 7 and relative[4] is None):
             raise ValueError("relative statistics are none, or have such themselves")
+        if not strict:
+            if max(len(last), len(rejected)) > _MOST_OF_PLUGIN:
+                raise ValueError(f"{len(last)} last and {len(rejected)} rejected levels; {_MOST_OF_PLUGIN} may be remembered")
+            counted = _double(count)
+            return cls(
+                _double(mean),
+                _double(variance),
+                count if type(count) is int else counted,  # type: ignore[arg-type] # a plug-in's may be a fraction
+                tuple(map(_double, rejected)),
+                cls.from_json(relative, strict=False) if relative is not None else None,
+                tuple(map(_double, last)),
+                _double(last_error),
+            )
         learned = _float(count, 0, _MOST_COUNT)
         if learned != int(learned) or len(last) > min(learned, _LAST) or len(rejected) > _MOST_REJECTED:
             raise ValueError(f"{len(last)} last and {len(rejected)} rejected levels after {count!r:.40}")
@@ -79,6 +106,10 @@ class NormStatistics:
             tuple(_float(level, -_LARGEST, _LARGEST) for level in last),
             _float(last_error, 0, _LARGEST * _LARGEST),
         )
+
+
+def _double(value: Any) -> float:
+    return _float(value, -sys.float_info.max, sys.float_info.max)
 
 
 def _float(value: Any, low: float, high: float) -> float:

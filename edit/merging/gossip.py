@@ -412,7 +412,9 @@ class GossipState:
             state._outer_step = int(metadata["outer_step"])
             for i, (fragment, known) in enumerate(zip(state._fragments, metadata["fragments"], strict=True)):
                 fragment.momentum.copy_(_taken(tensors, f"momentum.{i}", fragment.momentum.numel()))
-                fragment.statistics = {p: NormStatistics.from_json(written) for p, written in known["statistics"].items()}
+                fragment.statistics = {
+                    peer_id: NormStatistics.from_json(written, strict=False) for peer_id, written in known["statistics"].items()
+                }
                 fragment.distances = NormStatistics.from_json(known["distances"])
                 fragment.path, fragment.moved = float(known["path"]), float(known["moved"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:

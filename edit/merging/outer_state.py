@@ -820,7 +820,7 @@ def _restore(i: int, fragment: _Fragment, tensors: Mapping[str, Tensor], metadat
     fragment.unrecorded = _residual(tensors, f"unrecorded.{i}", fragment.theta.numel())
     try:
         written = metadata["statistics"][i]
-        fragment.statistics = {peer_id: NormStatistics.from_json(of_peer) for peer_id, of_peer in written.items()}
+        fragment.statistics = {peer_id: NormStatistics.from_json(of_peer, strict=False) for peer_id, of_peer in written.items()}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise StorageError(f"checkpoint: the norm statistics of fragment {i} are damaged ({error})") from error
 

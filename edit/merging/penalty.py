@@ -6,6 +6,7 @@ default one ("level") is in `edit.merging.detector`; a detector may be a plug-in
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -16,6 +17,7 @@ from edit.config.run import PenaltyConfig
 from edit.errors import PluginError
 from edit.merging.detector import NormStatistics, by_levels
 from edit.merging.portable_math import exp, moving_rate, power
+from edit.plain_text import parse_json
 from edit.records import Verdict
 
 __all__ = ["NormStatistics", "capped", "freshness", "judge", "judge_round", "observe", "verdicts", "weights"]
@@ -32,10 +34,11 @@ def judge_round(
     before: a peer without a history is left out. With the penalty off only NONFINITE is a verdict, and nothing is learned.
     """
     if not config.enabled:
-        return verdicts(norms, before, config), {}
+        return verdicts(norms, {}, config), {}
     plugin, made = plugins.make("penalties", config.detector, config)
     if plugin.built_in:
-        own: Judged = made(norms, inner_steps, before)
+        # What a plug-in has learned before, in whose place a built-in detector was put, may be nothing that this one computes.
+        own: Judged = made(norms, inner_steps, {p: before[p] for p in norms if p in before and before[p].of_detector})
         return own
     return _by_plugin(plugin, made, norms, inner_steps, before)
 
@@ -77,16 +80,20 @@ def _by_plugin(
         said, after = dict(said), dict(after)
     if said.keys() != finite.keys() or not all(isinstance(verdict, Verdict) for verdict in said.values()):
         raise PluginError(f"{plugin}: judge() must give each of {sorted(finite)} a Verdict")
-    if not after.keys() <= finite.keys() or not all(map(_known, after.values())):
-        raise PluginError(f"{plugin}: judge() must give NormStatistics of finite numbers, of peers in this round only")
-    return {peer_id: said.get(peer_id, Verdict.NONFINITE) for peer_id in norms}, after
+    if not after.keys() <= finite.keys():
+        raise PluginError(f"{plugin}: judge() must give NormStatistics of peers in this round only")
+    try:
+        read = {peer_id: _read_again(statistics) for peer_id, statistics in after.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise PluginError(f"{plugin}: judge() must give NormStatistics that can be read again: {error!s:.200}") from error
+    return {peer_id: said.get(peer_id, Verdict.NONFINITE) for peer_id in norms}, read
 
 
-def _known(statistics: object) -> bool:
-    numbers = (
-        (statistics.mean, statistics.variance, statistics.count) if isinstance(statistics, NormStatistics) else (math.nan,)
-    )
-    return all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+def _read_again(statistics: object) -> NormStatistics:
+    """Return what a restart, or another member, would read of a plug-in's statistics. Raises an error where it could not."""
+    if not isinstance(statistics, NormStatistics):
+        raise TypeError(f"a {type(statistics).__name__} is none")
+    return NormStatistics.from_json(parse_json(json.dumps(statistics.to_json()), finite=True), strict=False)
 
 
 def judge(norm: float, statistics: NormStatistics, config: PenaltyConfig) -> Verdict:

@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -32,6 +31,7 @@ from edit.config.run import RunConfig
 from edit.config.validation import build, require
 from edit.durable_files import read_json, write_json
 from edit.errors import ConfigError
+from edit.plain_text import parse_toml
 from edit.trust.signatures import Signer, is_signed
 from editpb.consents import consent_statement, signed_consent
 from editpb.identity import Identity
@@ -261,8 +261,8 @@ class SitePolicy:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
         try:
-            sections = build(Sections, tomllib.loads(data.decode()), "")
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            sections = build(Sections, parse_toml(data.decode()), "")
+        except ValueError as error:
             raise ConfigError(f"{path}: is not TOML: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from edit.config.presets import founding_text, with_preset
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
 from edit.errors import ConfigError, RefusedError
+from edit.plain_text import parse_toml
 from edit.replica.replica import Replica
 from editpb.folder_kinds import refuse_coordinators
 from editpb.hours import Hours
@@ -185,11 +185,11 @@ def _settled(text: str, run_toml: Path, preset: str | None, settings: Sequence[s
     Raises ConfigError that names the file.
     """
     try:
-        if new and "chosen" in tomllib.loads(text).get("outer", {}):
+        if new and "chosen" in parse_toml(text).get("outer", {}):
             rule = "remove it, outer.optimizer, outer.lr and outer.momentum, and auto chooses again"
             raise ConfigError(f"outer.chosen was written when another swarm was founded; {rule}")
         return founding_text(text if preset is None else with_preset(text, preset, settings), settings)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{run_toml}: is not TOML: {error}") from error
     except RecursionError:
         raise ConfigError(f"{run_toml}: is nested too deeply") from None

@@ -77,7 +77,7 @@ def write(name: str, text: str) -> Callable[[Path], object]:
         (write("addresses.json", "[]"), r"addresses\.json: is damaged \(no addresses\)"),
         (write("addresses.json", '{"listen": 7}'), r"addresses\.json: is damaged \(no addresses\)"),
         (write("run.json", OBJECT_DEEP), r"run\.json: is damaged; restore it from a copy \(nested too deeply\)"),
-        (write("run.toml", f"a = {DEEP}"), r"run\.toml: is nested too deeply"),
+        (write("run.toml", f"a = {DEEP}"), r"run\.toml: is not TOML: nested too deeply"),
         (write("members.json", OBJECT_DEEP), r"members\.json: is damaged; .*nested too deeply"),
         (write("orders.json", DEEP), r"orders\.json: is damaged .*nested too deeply"),
         (write("high-water.json", DEEP), r"high-water\.json: is damaged .*nested too deeply"),

@@ -145,6 +145,20 @@ def test_what_an_error_quotes_cannot_move_the_cursor(error: str, code: int):
     assert stderr_of(ended_by(f"errors.{error}"), code) == [f"program: {said}", ""]
 
 
+def test_an_eviction_is_said_once():
+    for reason, said in (("evicted by the operator", ""), ("key lost", "evicted from the run: ")):
+        program = f"""
+from edit.command_line import run_command
+from edit.errors import EvictedError
+
+def end():
+    raise EvictedError({reason!r})
+
+run_command("program", end)
+"""
+        assert stderr_of(program, 4) == [f"program: {said}{reason}", ""]
+
+
 def test_a_bug_prints_its_traceback_and_nothing_else_that_a_terminal_obeys():
     first, *lines = stderr_of(ended_by("OSError"), 70)
     assert first == "Traceback (most recent call last):" and lines[-2] == f"OSError: {SHOWN}"

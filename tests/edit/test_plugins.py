@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from aggregator.storage.journal_records import Record, fragment_header, fragment_of
 from edit import plugins
 from edit.codecs import PIECE, codec
 from edit.config.run import CODECS, CodecConfig, OuterConfig, PenaltyConfig, RunConfig
@@ -163,6 +165,9 @@ def test_a_broken_merger_is_named(combined: Callable[[], Tensor], says: str) -> 
         OuterState(SCHEMA, config, [torch.ones(SIZE)]).reduce(0, contributions(*moves(0)))
 
 
+GOOD = {"p0": Verdict.OK, "p1": Verdict.OK}
+
+
 def judging(judge: Callable[..., Any]) -> OuterState:
     class Detector:
         def __init__(self, config: PenaltyConfig) -> None:
@@ -188,13 +193,49 @@ def test_a_penalty_judges_what_is_finite_and_remembers() -> None:
         state.commit(count, "", [state.record(merged)])
 
 
+WINDOW = tuple(float(norm) for norm in range(8))
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        NormStatistics(mean=1.0, count=8, last=WINDOW, rejected=(0.5,) * 101),
+        NormStatistics(mean=1.0, count=1.9),  # type: ignore[arg-type]
+        NormStatistics(mean=-1e300, variance=-1.0, count=-1, last_error=-1.0, relative=NormStatistics(last=WINDOW)),
+    ],
+)
+def test_a_restart_reads_what_a_penalty_remembers_and_a_built_in_one_may_follow(known: NormStatistics) -> None:
+    state = judging(lambda *_: (GOOD, dict.fromkeys(GOOD, known)))
+    record = state.record(state.reduce(0, contributions(*moves(0))))
+    header = json.loads(json.dumps(fragment_header(1, record, None)))
+    read, _ = fragment_of(Path("journal"), Record(0, 0, header, record.payload.data if record.payload else b""))
+    assert read.statistics == record.statistics == dict.fromkeys(GOOD, known)
+    state.commit(1, "", [record])
+    metadata = json.loads(json.dumps(state.metadata()))
+    built_in = [dataclasses.replace(NESTEROV, penalty=PenaltyConfig(detector=name)) for name in ("level", "edit")]
+    for config in (state.config, *built_in):
+        again = OuterState.restore(SCHEMA, config, state.to_tensors(), metadata)
+        assert again.metadata()["statistics"] == [dict.fromkeys(GOOD, known.to_json())]
+        judged = again.reduce(0, contributions(*moves(0)))
+        assert [v.verdict for v in judged.verdicts] == [Verdict.OK, Verdict.OK]
+        counts = {peer: each.count for peer, each in judged.statistics.items()}
+        assert counts == dict.fromkeys(GOOD, known.count if config is state.config else 1), "it begins anew"
+
+
 @pytest.mark.parametrize(
     "said",
     [
         ({}, {}),
         ({"p0": Verdict.OK, "p1": True}, {}),
-        ({"p0": Verdict.OK, "p1": Verdict.OK}, {"p7": NormStatistics()}),
-        ({"p0": Verdict.OK, "p1": Verdict.OK}, {"p0": NormStatistics(mean=float("nan"))}),
+        (GOOD, {"p7": NormStatistics()}),
+        (GOOD, {"p0": NormStatistics(mean=float("nan"))}),
+        (GOOD, {"p0": NormStatistics(mean=10**400)}),
+        (GOOD, {"p0": NormStatistics(last=(float("inf"),))}),
+        (GOOD, {"p0": NormStatistics(last=(0.0,) * 1001)}),
+        (GOOD, {"p0": NormStatistics(rejected=(0.0,) * 1001)}),
+        (GOOD, {"p0": NormStatistics(last=(torch.ones(()),))}),  # type: ignore[arg-type]
+        (GOOD, {"p0": NormStatistics(relative=NormStatistics(relative=NormStatistics()))}),
+        (GOOD, {"p0": 7}),
         None,
     ],
 )
@@ -287,6 +328,12 @@ def test_what_is_not_allowed_is_never_imported(module: Path) -> None:
     pinned = plugins.pin(TOML, {"mine"})  # finding and hashing it imports nothing
     with pytest.raises(PluginError, match="cannot be loaded: RuntimeError: it was imported"):
         plugins.admit(configured(pinned), {"mine"})
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000])
+def test_a_text_that_cannot_be_pinned_is_one_line(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.toml: (an integer has too many digits|nested too deeply)$"):
+        plugins.pin(f"{TOML}[sync]\nevery = {value}\n", ())
 
 
 def test_a_plugin_that_differs_from_the_pinned_one_is_refused_in_one_line(module: Path) -> None:

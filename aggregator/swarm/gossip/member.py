@@ -168,6 +168,8 @@ class GossipMember:
         self._last: Met | None = None
         self._counts = [0, 0]  # swaps together, alone
         self._drained = False  # what all settled on last ends the run before its calendar does
+        if folder.settling.exists():
+            self._uploads_of_others()  # removes what is left there of a process that was killed while it settled
 
     # -- life --------------------------------------------------------------------------------------------------------------
 

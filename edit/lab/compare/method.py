@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from edit.config.overrides import set_key
 from edit.config.presets import PRESETS, dropped, preset, warmup
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
+from edit.plain_text import parse_toml
 
 __all__ = ["DEFAULT_EVERY", "Length", "Method", "read_method", "trial_length"]
 
@@ -126,10 +126,10 @@ def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Meth
 
 def _of_file(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from error
     for section in ("server", "aggregators", "swarm", "storage", "membership"):
         tables.pop(section, None)  # of processes and their network

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from edit.config.overrides import set_key
 from edit.config.plugins import is_entry
 from edit.config.run import RunConfig, build
 from edit.errors import ConfigError
+from edit.plain_text import parse_toml
 
 __all__ = ["Compute", "Faults", "Hub", "Link", "PeerClass", "Scenario", "Size"]
 
@@ -272,8 +272,8 @@ def _classes(tables: object) -> tuple[PeerClass, ...]:
 
 def _tables(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from error

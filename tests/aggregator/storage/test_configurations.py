@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.configurations import Configurations, configurations_of
 from aggregator.storage.journal import Disk
 from aggregator.storage.state_folder import StateFolder
-from aggregator.storage.store import Store
+from aggregator.storage.store import Store, load_outer
 from edit.config.run import RunConfig
+from edit.durable_files import write_json
 from edit.errors import ConfigError, StaleError, StorageError
 from edit.fragments.gpt import gpt_schema
 from edit.fragments.schema import Schema
@@ -40,6 +42,16 @@ def opened(folder: StateFolder, disk: Disk | None = None, schema: Schema = SCHEM
     return audit
 
 
+async def start(folder: StateFolder, *settings: str) -> None:
+    """Start with settings of `serve --set`, and stop."""
+    folder.change(settings)
+    coordinator = Coordinator.open(folder)
+    try:
+        await coordinator.start()
+    finally:
+        await coordinator.close()
+
+
 @pytest.mark.parametrize(
     ("setting", "difference"), [("model.width=8", "[256, 4] in the run and [256, 8]"), ("model.layers=1", "")]
 )
@@ -52,20 +64,66 @@ def test_a_model_that_is_not_the_parameters_is_refused_before_anything_is_writte
     folder.first_round_id()
     opened(folder, schema=schema).close()
     before = folder.run_toml.read_bytes(), (folder.path / "audit-log.jsonl").read_bytes()
-
-    async def start() -> None:
-        folder.change([setting])
-        coordinator = Coordinator.open(folder)
-        try:
-            await coordinator.start()
-        finally:
-            await coordinator.close()
-
     with pytest.raises(ConfigError) as refused:
-        asyncio.run(start())
+        asyncio.run(start(folder, setting))
     said = str(refused.value)
     assert setting.replace("=", " = ") in said and "the run's parameters were made with another [model]" in said
     assert difference in said and "\n" not in said
+    assert before == (folder.run_toml.read_bytes(), (folder.path / "audit-log.jsonl").read_bytes())
+
+
+NOISY = ('privacy.level="organisation"', "privacy.clip=1.0", "privacy.delta=1e-5", "privacy.epsilon_max=8.0")
+NOISE = (*NOISY, "privacy.noise_multiplier=1.0", "penalty.enabled=false", "rounds.max_staleness=0")
+
+
+@pytest.mark.parametrize("founded", [False, True])
+def test_a_level_of_privacy_that_is_refused_leaves_no_ledger_and_one_without_attempts_can_be_taken_back(
+    tmp_path: Path, founded: bool
+) -> None:
+    toml = SERVED_TOML.replace('name = "entry:mine"', 'name = "builtin:gpt"\nlayers = 2\nheads = 2\nwidth = 4')
+    folder = new_folder(tmp_path / "run", toml=toml + "[audit]\nenabled = true\n")
+    if founded:
+        folder.first_round_id()
+        opened(folder, schema=gpt_schema(layers=2, width=4, vocabulary=256)).close()
+    before = folder.run_toml.read_bytes()
+    with pytest.raises(ConfigError, match="the noise of an outer step is"):
+        asyncio.run(start(folder, *NOISE))
+    assert folder.run_toml.read_bytes() == before and not folder.privacy_ledger.exists()
+    folder = StateFolder(folder.path)
+    asyncio.run(start(folder, *NOISE, "privacy.accept_noise=true"))
+    assert folder.privacy_ledger.exists()
+    folder.run_toml.write_bytes(before)
+    asyncio.run(start(folder))
+
+
+@pytest.mark.parametrize("founded", [False, True])
+def test_where_the_port_is_in_use_run_toml_has_the_setting_as_the_log_has(tmp_path: Path, founded: bool) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        toml = SERVED_TOML.replace('\nlisten = "127.0.0.1:0"', f'\nlisten = "127.0.0.1:{port}"')
+        folder = new_folder(tmp_path / "run", toml=toml + '[audit]\nenabled = true\n[average]\nkind = "ema"\n')
+        if founded:
+            folder.first_round_id()
+            opened(folder).close()
+        with pytest.raises(ConfigError, match="is the port in use"):
+            asyncio.run(start(folder, "sync.every=7", "average.kind=none"))
+    again = StateFolder(folder.path)
+    assert (again.config().sync.every, again.config().average.kind) == (7, "none")
+    assert configurations_of(again).in_force.text == again.config().to_json()
+    if founded:
+        assert configurations_of(again).in_force.number == 2 and "averaged" not in load_outer(again).metadata()
+
+
+def test_settings_that_were_refused_below_the_high_water_mark_are_not_kept(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=SERVED_TOML + "[audit]\nenabled = true\n")
+    folder.first_round_id()
+    opened(folder).close()
+    write_json(folder.high_water, {"outer_step": 3, "digest": "0" * 64}, version=1)
+    before = folder.run_toml.read_bytes(), (folder.path / "audit-log.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="holds outer step 0, but outer step 3 was committed"):
+        asyncio.run(start(folder, "sync.every=7"))
     assert before == (folder.run_toml.read_bytes(), (folder.path / "audit-log.jsonl").read_bytes())
 
 

@@ -23,7 +23,9 @@ def configured(epsilon: float = 4.0, noise: float = 8.0, **sections: Any) -> Run
 
 
 def opened(path: Path, config: RunConfig | None = None) -> PrivacyBudget:
-    return PrivacyBudget(path / "privacy-ledger.jsonl", config or configured())
+    budget = PrivacyBudget(path / "privacy-ledger.jsonl", config or configured())
+    budget.begin()
+    return budget
 
 
 def test_attempts_add_up_over_starts_and_the_last_that_fits_is_the_last(tmp_path: Path) -> None:

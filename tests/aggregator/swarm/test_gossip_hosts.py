@@ -742,6 +742,20 @@ def test_a_full_disk_ends_the_host_of_the_owner_that_settles_and_leaves_nobody_o
     run_held(body())
 
 
+def test_what_a_member_that_was_killed_while_it_settled_has_left_is_removed_when_it_starts(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with gossips(tmp_path, "abc", outer_steps=2) as swarm:
+            other = next(name for name in "abc" if name != swarm.record.parts[0].owner)
+            folder = swarm.running[other].gossip._folder.settling
+            await swarm.stop(other)
+            folder.mkdir(exist_ok=True)
+            (folder / "upload-1-00000001.part").write_bytes(b"x" * 1000)
+            await swarm.start(other)
+            assert not list(folder.iterdir())
+
+    run_held(body())
+
+
 def test_members_that_read_all_that_others_may_read_at_a_time_keep_no_settling_from_coming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

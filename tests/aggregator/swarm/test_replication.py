@@ -18,12 +18,14 @@ from aggregator.storage.journal import Disk
 from aggregator.storage.store import Store
 from aggregator.swarm.offers import MOST_MANIFEST, Offer
 from aggregator.swarm.replication import Claimed, PartReplica, PartSnapshot, carry_out
-from edit.config.run import RunConfig
+from edit import plugins
+from edit.config.run import PenaltyConfig, RunConfig
 from edit.council import events as ev
 from edit.council.record import MOST_COUNT, update_id
 from edit.errors import ConfigError, GoneError, LocalProtocolError, RemoteProtocolError, StorageError
 from edit.lab.council.parts_on_disk import RUN, merged_round, outer_state
 from edit.lab.council.replicated import same
+from edit.records import Verdict
 from tests.support.council.replicated_table import CONFIG, SETTINGS
 
 
@@ -283,6 +285,24 @@ def test_an_owner_that_lies_is_refused_before_anything_is_written(
 def test_an_owner_may_say_what_it_knows_of_the_norms_of_who_contributed(two: tuple[Member, Member]) -> None:
     one, other = two
     honest = changed(one.offer(), lambda manifest: manifest["fragments"][0].update(statistics={"m0": STATISTICS}))
+    other.replica.hold(honest)
+    assert other.replica.state.held == honest.update
+
+
+def test_an_owner_says_what_a_plugin_knows_of_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Detector:
+        def __init__(self, config: PenaltyConfig) -> None:
+            pass
+
+        def judge(self, norms: dict[str, float], *_: Any) -> Any:
+            return dict.fromkeys(norms, Verdict.OK), {}
+
+    monkeypatch.setattr(plugins, "_admitted", {})
+    plugins.register("penalties", "mine", Detector)
+    config = replace(SETTINGS, penalty=PenaltyConfig(detector="entry:mine"))
+    one, other = (Member(tmp_path / name, config).found() for name in ("one", "other"))
+    known = [0.0, -1.0, 1.5, [], None, [0.1] * 8, 0.0]
+    honest = changed(one.offer(), lambda manifest: manifest["fragments"][0].update(statistics={"m0": known}))
     other.replica.hold(honest)
     assert other.replica.state.held == honest.update
 

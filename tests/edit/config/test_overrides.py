@@ -23,6 +23,9 @@ def changed(text: str, *settings: str) -> list[str]:
     return [line for line in with_settings(text, settings).splitlines() if line and line not in before]
 
 
+DIGITS = "1" * 5000
+
+
 @pytest.mark.parametrize(
     ("text", "setting", "lines"),
     [
@@ -58,6 +61,8 @@ def test_a_setting_is_written_in_its_place(text: str, setting: str, lines: list[
         ("sync = { every = 30 }\n", "sync.every=60", "edit run.toml instead"),
         ("[server]\nadvertise = [\n  'a',\n]\n", 'server.advertise=["b"]', "edit run.toml instead"),
         ("sync = 3\n", "sync.every=60", "sync is not a table"),
+        ("", f"sync.every={DIGITS}", "--set sync.every: an integer has too many digits"),
+        ("", f"codec.up=[{DIGITS}]", "--set codec.up: an integer has too many digits"),
     ],
 )
 def test_what_cannot_be_written_is_said(text: str, setting: str, wrong: str) -> None:
@@ -111,6 +116,31 @@ def test_what_serve_changes_is_written_once_it_serves_and_a_wrong_setting_change
         folder.change(["rounds.spread=1", "rounds.floor_s=-1"])
     folder.keep_settings()
     assert folder.run_toml.read_bytes() == after
+
+
+def test_an_integer_of_more_digits_than_python_reads_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f"[sync]\nevery = {DIGITS}\n")
+    for more in ([], ["--set", "rounds.quorum=1"]):
+        command = ["init", "--state", f"{tmp_path}/a", "--config", f"{tmp_path}/run.toml", *more]
+        refused = CliRunner().invoke(app, command).exception
+        assert isinstance(refused, ConfigError) and str(refused).endswith(
+            "run.toml: is not TOML: an integer has too many digits"
+        )
+
+
+def test_a_run_toml_that_is_edited_while_serve_begins_with_other_settings_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = StateFolder.create(tmp_path / "a", RUN_TOML)
+    folder.change(["rounds.floor_s=7"])
+    folder.change(["rounds.quorum=1"])
+    edited = RUN_TOML + "# a note\n"
+    folder.run_toml.write_text(edited)
+    with pytest.raises(ConfigError, match=r"run\.toml: was edited while"):
+        folder.keep_settings()
+    assert folder.run_toml.read_text() == edited
+    folder = StateFolder(folder.path)
+    folder.change(["rounds.floor_s=7"])
+    folder.keep_settings()
+    assert folder.run_toml.read_text().endswith("# a note\n") and folder.config().rounds.floor_s == 7
 
 
 def test_settings_of_a_served_folder_are_not_changed(tmp_path: Path) -> None:

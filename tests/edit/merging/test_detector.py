@@ -256,6 +256,18 @@ def test_statistics_that_no_detector_computes_are_not_read(place: int, value: ob
             NormStatistics.from_json([*written[:place], value, *written[place + 1 :]])
 
 
+def test_a_built_in_detector_begins_anew_where_it_cannot_go_on() -> None:
+    odd = NormStatistics(0.0, -1.0, 20)
+    with pytest.raises(ValueError, match="-1"):
+        NormStatistics.from_json(odd.to_json())
+    read = NormStatistics.from_json(odd.to_json(), strict=False)
+    assert read == odd and not read.of_detector and NormStatistics.from_json(WRITTEN).of_detector
+    for config in (PenaltyConfig(), PenaltyConfig(detector="edit"), PenaltyConfig(enabled=False)):
+        for before in ({"a": odd}, {}):
+            judged = judge_round({"a": 1.0}, {"a": 10}, before, config)
+            assert judged == judge_round({"a": 1.0}, {"a": 10}, {}, config)
+
+
 @pytest.mark.parametrize("alpha", [1e-6, 0.02, 1.0])
 def test_with_statistics_at_all_bounds_the_detector_goes_on(alpha: float) -> None:
     settings = replace(PenaltyConfig(), alpha=alpha, observations=1)

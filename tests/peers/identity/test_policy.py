@@ -129,6 +129,7 @@ def test_what_it_allows_passes(tmp_path: Path) -> None:
         ("[protect]\nclip = nan", "protect.clip = nan: must be a number, and not negative"),
         ('[protect]\nhide = ["tokens"]', "protect.hide = 'tokens': must be of loss, tokens_per_s, step_s, device, metrics"),
         ("[require", "is not TOML"),
+        (f"[limits]\nmax_parameters = {'1' * 5000}", "is not TOML: an integer has too many digits"),
     ],
 )
 def test_a_policy_that_says_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
