@@ -273,7 +273,7 @@ class ShareExchange:
             if before is None:
                 continue
             after = replica.theta(i)
-            if self.estimator is not None:
+            if self.estimator is not None and isinstance(step, Here):
                 moved[i] = before - after
             if shifts:
                 sent.sent_from[i] = (sent.sent_from[i] - before).add_(after)
