@@ -162,6 +162,12 @@ class FragmentCommit:
         """Return this peer's verdict, or None when it did not contribute to the fragment."""
         return next((verdict for verdict in self.verdicts if verdict.peer_id == peer_id), None)
 
+    def counts(self, peer_id: str) -> bool:
+        """Return whether the merge had a share of this peer's contribution. The outer step may have been rolled back since."""
+        mine = self.verdict_of(peer_id)
+        came_to_something = self.merged_norm != 0 or (mine is not None and mine.norm == 0)
+        return mine is not None and mine.verdict is Verdict.OK and mine.weight > 0 and came_to_something
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:

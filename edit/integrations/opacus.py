@@ -181,12 +181,12 @@ class PrivateGradients(Generic[Batch]):
         if (still := next((name for name, module in self._model.named_modules() if not _hooked(module)), None)) is not None:
             name = f"model.{still}" if still else "model"
             raise ConfigError(f"{name}: must be in training mode, model.train(), or no example's gradient is known")
-        self._noised.zero_grad(set_to_none=True)
+        self._forget()
         try:
             self._reserve()
             return self._gradients(next(self._order) if self._passes else self._drawn())
         except BaseException:
-            self._noised.zero_grad(set_to_none=True)  # what is in there has no noise
+            self._forget()  # what is in there has no noise
             raise
 
     @property
@@ -272,6 +272,11 @@ class PrivateGradients(Generic[Batch]):
         order, ends = np.argsort(step, kind="stable"), np.bincount(step, minlength=self._steps_of_pass).cumsum()
         for numbers in np.split(order, ends[:-1]):
             yield [int(each) for each in numbers]
+
+    def _forget(self) -> None:
+        """Forget gradients, and what a step that did not come to its end has left: no other may count it, or go on from it."""
+        self._noised.forget()
+        self._hooks.forget()
 
     def _gradients(self, numbers: Sequence[int]) -> float:
         total = 0.0
@@ -373,6 +378,12 @@ class _Noised(DPOptimizer):
         self._noise = noise
         self._warned = False
 
+    def forget(self) -> None:
+        """Forget gradients and sums, and which parts of a draw are to be summed without noise."""
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = False
+        self.zero_grad(set_to_none=True)
+
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
         with torch.autocast(self.params[0].device.type, enabled=False):
             done: bool | None = super().pre_step(closure)
@@ -421,6 +432,18 @@ def _layer_norm(layer: nn.LayerNorm, activations: list[Tensor], backprops: Tenso
 
 class _Hooks(GradSampleHooks):
     GRAD_SAMPLERS: ClassVar[dict[type, Any]] = {**GradSampleHooks.GRAD_SAMPLERS, nn.LayerNorm: _layer_norm}
+
+    def forget(self) -> None:
+        """Forget forwards without a whole backward after them: the next one would take them for its own."""
+        for module in self._module.modules():
+            for name in ("activations", "max_batch_len"):
+                if hasattr(module, name):
+                    delattr(module, name)
+        for parameter in self._module.parameters():
+            if hasattr(parameter, "_forward_counter"):
+                parameter._forward_counter = 0
+            if hasattr(parameter, "_current_grad_sample"):
+                del parameter._current_grad_sample
 
 
 def _attach(model: nn.Module, privacy: PrivacyConfig, batch_size: int, noise: SecretNoise) -> tuple[_Hooks, _Noised]:

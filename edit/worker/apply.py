@@ -17,7 +17,7 @@ from edit.codecs.error_feedback import ErrorFeedback
 from edit.collective import Collective
 from edit.errors import TransportError
 from edit.fragments.digest import combine
-from edit.records import Commit, Committed, Here, RolledBack, Update, Verdict
+from edit.records import Commit, Committed, FragmentCommit, Here, RolledBack, Update, Verdict
 from edit.replica.replica import Progress, Replica
 from edit.worker.config import WorkerConfig
 from edit.worker.contribution import ContributionMaker, SentTensors
@@ -236,9 +236,10 @@ class ShareExchange:
                 return Failed(WRONG_DIGEST, wrong_digest=True)
             if (target := self._updates.snapshot()) is None:
                 return Failed(f"{WRONG_DIGEST}; {self._updates.failure}")
-            for i, step in steps.items():
-                for _ in self._take_verdict(i, verdicts[i], step):
-                    pass
+            for part in commit.fragments:
+                if (step := steps.get(part.fragment_id)) is not None:
+                    for _ in self._take_verdict(part, verdicts[part.fragment_id], step):
+                        pass
             replica.move(target, progress)
             if self.estimator is not None:  # a snapshot may be further: that was not this commit's step alone
                 self.estimator.forget()
@@ -263,8 +264,11 @@ class ShareExchange:
         """Apply the updates, one fragment after the other: nothing can fail any more. carried: stays pending."""
         replica, sent = self.replica, self.sent
         moved: dict[int, Tensor] = {}
-        for i, step in steps.items():
-            residual = self._take_verdict(i, verdicts[i], step) if carried is None else ()
+        for part in commit.fragments:
+            i = part.fragment_id
+            if (step := steps.get(i)) is None:
+                continue
+            residual = self._take_verdict(part, verdicts[i], step) if carried is None else ()
             if carried is not None and i in carried.missing:
                 self._maker.keep_residual(sent, i)
             shifts = carried is not None and i in sent.sent_from
@@ -273,7 +277,7 @@ class ShareExchange:
             if before is None:
                 continue
             after = replica.theta(i)
-            if self.estimator is not None:
+            if self.estimator is not None and isinstance(step, Here):
                 moved[i] = before - after
             if shifts:
                 sent.sent_from[i] = (sent.sent_from[i] - before).add_(after)
@@ -281,14 +285,15 @@ class ShareExchange:
         if self.estimator is not None:
             self.estimator.committed(commit, self._collective.peer_id, moved, sent.deltas)
 
-    def _take_verdict(self, i: int, verdict: Verdict | None, step: Here | RolledBack) -> Iterable[slice]:
-        """Adopt or forget the residual of fragment i; clean the inner optimizer's state after a contribution with NaN or Inf.
+    def _take_verdict(self, part: FragmentCommit, verdict: Verdict | None, step: Here | RolledBack) -> Iterable[slice]:
+        """Adopt or forget the residual of a fragment; clean the inner optimizer's state after a contribution with NaN or Inf.
 
         Before theta and the local parameters move: yields each part that may move, and is to be iterated to its end.
         verdict: None where the contribution is not part of the commit, nor will be of another. step: of a fragment that was
-        rolled back no contribution is merged, not even a good one.
+        rolled back no contribution is merged, not even a good one; where it is what a region injected, the commit says so.
         """
-        if verdict is Verdict.OK and isinstance(step, Here):
+        i = part.fragment_id
+        if verdict is Verdict.OK and isinstance(step, Here) and part.counts(self._collective.peer_id):
             return self._maker.commit_residual(self.sent, i)
         self.feedback.rollback(i)
         if verdict is Verdict.NONFINITE:
@@ -335,8 +340,9 @@ class ShareExchange:
             self._end_partial()
             self.run(self.exchange.interrupted(str(error)))
             return
-        verdict = self._updates.verdict(next(part for part in partial.commit.fragments if part.fragment_id == i))
-        residual = self._take_verdict(i, verdict, step)
+        part = next(part for part in partial.commit.fragments if part.fragment_id == i)
+        verdict = self._updates.verdict(part)
+        residual = self._take_verdict(part, verdict, step)
         self.replica.apply_fragment(i, step, lambda i: self._kept(i, verdict, pending), before=residual)
         del partial.waiting[i]
         pending.applied.add(i)

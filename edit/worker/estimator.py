@@ -3,7 +3,7 @@
 The step is estimated as the last one, with this peer's own share in it replaced by its fresh pseudo-gradient:
 theta_hat = theta - s_last - c beta w (Delta - Delta_last), with w this peer's weight in that commit, beta the factor of that
 merge's clip (`penalty.clip`), and c how far an outer step follows a change of the merged pseudo-gradient: nu for SGD,
-nu (1 + mu) for Nesterov.
+nu (1 + mu) for Nesterov. A fragment that was rolled back has no share of anybody: its last step is the one before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Estimator(Protocol):
         Args:
             commit: with the weight that this peer's contribution to each fragment got.
             peer_id: this peer's.
-            moved: theta before the commit minus theta after it, by fragment_id; of every fragment of the commit.
+            moved: theta before the commit minus theta after it, by fragment_id; of every fragment that is not rolled back.
             deltas: the pseudo-gradients that this peer contributed to it, by fragment_id; empty when it did not.
         """
         ...
@@ -95,9 +95,11 @@ class LastStepEstimator:
         return estimate
 
     def committed(self, commit: Commit, peer_id: str, moved: Mapping[int, Tensor], deltas: Mapping[int, Tensor]) -> None:
-        """Keep the step of each fragment, and this peer's part in it."""
+        """Keep the step of each fragment that has moved, and this peer's part in it."""
         for part in commit.fragments:
             i, mine = part.fragment_id, part.verdict_of(peer_id)
+            if i not in moved:
+                continue
             weight = mine.weight * part.clip if mine is not None and mine.verdict is Verdict.OK else 0.0
             self._last[i] = _Last(moved[i], deltas.get(i), weight)
 

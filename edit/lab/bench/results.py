@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
@@ -42,6 +43,7 @@ Row: TypeAlias = Mapping[str, Any]
 """One measurement: a line of a results file."""
 
 _PIECE = 1 << 16
+_ROW_BEGINS = b'{"'
 _WIDEST = 10_000
 
 
@@ -93,22 +95,32 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def append_lines(path: Path, rows: Sequence[Row]) -> None:
-    """Append rows as lines of JSON: all, or none where the disk is full. Raises ConfigError when the file cannot be written.
+    """Append rows as lines of JSON: all, or none where the disk is full. Raises ConfigError when the file cannot be written, or
+    ends with something else than a row.
 
-    Half a line at the end, that a kill or a full disk has left, is taken away first.
+    Half a row at the end, that a kill or a full disk has left, is taken away first. A pipe or a terminal takes rows, too.
     """
     data = "".join(json_text(row) + "\n" for row in rows).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            _write_all(path, data)
+            return
         with path.open("a+b") as file:
-            if not file.seekable():  # a pipe
-                file.write(data)
-                return
             fcntl.flock(file, fcntl.LOCK_EX)  # against others that append; until the file is closed
-            data = _end_last_line(file) + data
+            data = _end_last_line(path, file) + data
             _append_whole(file, data)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _write_all(path: Path, data: bytes) -> None:
+    """Write to what is no file. Nothing is not written: whoever reads a pipe would be told of its end."""
+    if path.is_dir() or not os.access(path, os.W_OK):
+        raise ConfigError(f"cannot write {path}: {os.strerror(errno.EISDIR if path.is_dir() else errno.EACCES)}")
+    if data:
+        with path.open("wb") as file:
+            file.write(data)
 
 
 def _append_whole(file: IO[bytes], data: bytes) -> None:
@@ -123,15 +135,19 @@ def _append_whole(file: IO[bytes], data: bytes) -> None:
         raise
 
 
-def _end_last_line(file: IO[bytes]) -> bytes:
-    """Take half a line at the end away; return the line end that a whole one lacks."""
+def _end_last_line(path: Path, file: IO[bytes]) -> bytes:
+    """Take half a row at the end away; return the line end that a whole one lacks. Raises ConfigError for anything else."""
     begins = _last_line(file)
     file.seek(begins)
     rest = file.read()
-    if rest and _row(rest) is None:
-        file.truncate(begins)
+    if not rest:
         return b""
-    return b"\n" if rest else b""
+    if _row(rest) is not None:
+        return b"\n"
+    if not _ROW_BEGINS.startswith(rest[: len(_ROW_BEGINS)]):
+        raise ConfigError(f"{path}: its last line is no row of results; take it out, or give another file")
+    file.truncate(begins)
+    return b""
 
 
 def _last_line(file: IO[bytes]) -> int:

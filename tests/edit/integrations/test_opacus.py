@@ -134,6 +134,45 @@ def test_under_autocast_gradients_are_clipped_and_summed_in_the_precision_of_the
         torch.testing.assert_close(task.summed(private), torch.full((64,), 257 * 2.0**-3), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("place", ["fetch", "forward", "clip", "clip of the last part"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_step_that_fails_leaves_nothing_to_those_after_it(tmp_path: Path, place: str, error: type[BaseException]) -> None:
+    """Each has its own examples alone, clipped, and its noise."""
+    task = Rows(torch.ones(4, 4))  # of length 2, clipped to 1
+    with task.gradients(tmp_path, at_once=2, planned=10) as private:
+        private._noised._noise.normal = lambda count: np.full(count, 100.0)  # type: ignore[method-assign]
+        fetch, loss, clip = private._fetch, private._loss, private._noised.clip_and_accumulate
+        calls = 0
+
+        def fails(where: str, number: int) -> None:
+            nonlocal calls
+            if place == where:
+                calls += 1
+                if calls == number:
+                    raise error
+
+        def fetched(numbers: Sequence[int]) -> Tensor:
+            fails("fetch", 2)
+            return fetch(numbers)
+
+        def forward(model: nn.Module, batch: Tensor) -> Tensor:
+            found = loss(model, batch)
+            fails("forward", 1)
+            return found
+
+        def clipped() -> None:
+            fails("clip", 1)
+            fails("clip of the last part", 2)
+            clip()
+
+        private._fetch, private._loss, private._noised.clip_and_accumulate = fetched, forward, clipped  # type: ignore[method-assign]
+        with pytest.raises(error):
+            private.backward()
+        assert task.model.weight.grad is None
+        for _ in range(3):
+            torch.testing.assert_close(task.summed(private), torch.full((4,), 100.0 + 4 * 0.5), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
 def test_an_example_without_a_finite_gradient_counts_as_zero_and_the_noise_stays(
     tmp_path: Path, bad: float, caplog: pytest.LogCaptureFixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from edit.codecs import decode
 from edit.errors import EvictedError, RemoteProtocolError, TransportError
-from edit.records import Aborted, Evicted, Finished, NeedsSnapshot, Snapshot, Verdict
+from edit.records import Aborted, Committed, Evicted, Finished, NeedsSnapshot, Snapshot, Verdict
 from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps, snapshot_of
@@ -116,6 +117,27 @@ def test_a_good_contribution_to_a_fragment_that_is_rolled_back_leaves_its_old_re
     answer, after = committed(p.theta, [None, random_steps(p.theta)[1]], BOTH_OK, digest)
     p.collective.answers[1].append(answer)
     p.collective.snapshots.append(after)
+    p.forward()
+    assert p.worker.outer_step == 2 and same(flat(p.model), list(after.fragments))
+    assert owed[0].any() and torch.equal(residuals(p)[0], owed[0]) and not torch.equal(residuals(p)[1], owed[1])
+
+
+@pytest.mark.parametrize("said", [{"weight": 0.0}, {"merged_norm": 0.0}], ids=str)
+def test_a_rollback_in_the_merge_leaves_the_old_residual_also_where_a_region_moves_the_fragment(
+    peer: Callable[..., Peer], said: dict[str, float]
+) -> None:
+    p = peer(every=1, codec="int8")
+    p.step()
+    commit_next(p)
+    p.step()
+    owed = residuals(p)
+    answer, after = committed(p.theta, random_steps(p.theta), BOTH_OK)
+    injected, merged = answer.commit.fragments
+    if "weight" in said:
+        injected = replace(injected, verdicts=tuple(replace(each, weight=0.0) for each in injected.verdicts))
+    else:
+        injected = replace(injected, merged_norm=0.0)
+    p.collective.answers[1].append(Committed(replace(answer.commit, fragments=(injected, merged))))
     p.forward()
     assert p.worker.outer_step == 2 and same(flat(p.model), list(after.fragments))
     assert owed[0].any() and torch.equal(residuals(p)[0], owed[0]) and not torch.equal(residuals(p)[1], owed[1])

@@ -187,6 +187,21 @@ def test_eager_jumps_to_its_estimate_and_sends_what_it_was(peer: Callable[..., P
         torch.testing.assert_close(now, expected)
 
 
+def test_eager_expects_the_step_before_one_that_was_rolled_back(peer: Callable[..., Peer]) -> None:
+    """Also where the verdict on this peer's contribution is good: a step that overflowed has no share of it."""
+    p = peer(**EAGER)
+    start = p.theta
+    second_round(p)
+    theta = p.theta
+    answer, _ = committed(theta, [None, random_steps(theta)[1]], BOTH_OK)
+    p.collective.answers[1].append(answer)
+    p.step(EVERY)
+    assert p.worker.outer_step == 2 and torch.equal(p.theta.fragments[0], theta.fragments[0])
+    first, _, third = (decode(next(c.payload for c in those if c.fragment_id == 0)) for those in p.collective.rounds())
+    expected = theta.fragments[0] - (start.fragments[0] - theta.fragments[0]) - 0.5 * (third - first)
+    torch.testing.assert_close(flat(p.model)[0], expected)
+
+
 def test_eager_takes_back_its_estimate_when_the_round_is_lost(peer: Callable[..., Peer]) -> None:
     p = peer(**EAGER)
     _, local = second_round(p)

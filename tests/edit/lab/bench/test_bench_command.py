@@ -7,6 +7,8 @@ import io
 import json
 import os
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -109,6 +111,37 @@ def test_the_picture_of_codecs_shows_the_limit_and_what_failed() -> None:
     picture = ElementTree.fromstring(codecs.picture(CODECS))
     texts = [text.text or "" for text in picture.iterfind(f"{SVG}text")]
     assert {"plain copy", "another system", "failed: no bitsandbytes"} <= set(texts)
+
+
+def test_rows_go_to_a_pipe_all_of_them_and_nothing_before_them(tmp_path: Path) -> None:
+    pipe = tmp_path / "rows"
+    os.mkfifo(pipe)
+    rows = [{"n": n, "text": "x" * 1000} for n in range(200)]  # more than a pipe holds
+    with ThreadPoolExecutor(1) as executor:
+        append_lines(pipe, [])
+        reader = executor.submit(pipe.read_bytes)
+        append_lines(pipe, rows)
+        assert [json.loads(line) for line in reader.result().splitlines()] == rows
+
+
+def test_rows_go_to_stdout_where_that_is_a_pipe() -> None:
+    code = (
+        "from pathlib import Path; from edit.lab.bench.results import append_lines as to; to(Path('/dev/stdout'), [{'n': 1}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"n": 1}), done.stderr
+
+
+@pytest.mark.parametrize("content", ['[{"n": 1}, {"n": 2}]', "n,m\n1,2\n3,4", "notes", '{\n  "n": 1\n}', "\n\0\0"])
+@pytest.mark.parametrize("rows", [[], [{"n": 1}]])
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(
+    tmp_path: Path, content: str, rows: list[dict[str, int]]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"rows.jsonl: its last line is no row of results; take it out, or give another file"):
+        append_lines(file, rows)
+    assert file.read_text() == content
 
 
 @pytest.mark.parametrize("log", [False, True])
