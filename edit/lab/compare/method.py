@@ -98,7 +98,7 @@ def read_method(text: str, length: Length, settings: Sequence[str] = ()) -> Meth
     tables = (
         _of_file(Path(name))
         if is_file
-        else _of_preset(name, length if trains in _TAKE_OUTER_STEPS else replace(length, every=DEFAULT_EVERY))
+        else _of_preset(name, _own_every((*settings, *own), length.every) if trains in _TAKE_OUTER_STEPS else DEFAULT_EVERY)
     )
     harness = dict(chosen.harness) if chosen is not None else {}
     for setting in (*settings, *own):
@@ -136,14 +136,21 @@ def _of_file(path: Path) -> dict[str, Any]:
     return tables
 
 
-def _of_preset(name: str, length: Length) -> dict[str, Any]:
+def _own_every(settings: Sequence[str], every: int) -> int:
+    """Return the H that these settings say, from which other settings follow; else, or where it changes, `every`."""
+    said = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in settings)}
+    value = said.get("sync.every", "")
+    return int(value) if value.isascii() and value.isdigit() and "sync.milestones" not in said and int(value) > 0 else every
+
+
+def _of_preset(name: str, every: int) -> dict[str, Any]:
     tables: dict[str, Any] = {section: dict(keys) for section, keys in preset(name).settings.items()}
     sync = tables.setdefault("sync", {})
-    own, sync["every"] = sync.get("every"), length.every
+    own, sync["every"] = sync.get("every"), every
     if (sync.get("mode") == "eager") or sync.get("delay") == own:
-        sync["delay"] = length.every
+        sync["delay"] = every
     if sync.get("schedule") == "time":
-        sync["time_s"] = float(length.every)  # a step of a peer that is not slowed down takes a virtual second
+        sync["time_s"] = float(every)  # a step of a peer that is not slowed down takes a virtual second
     return tables
 
 

@@ -132,3 +132,9 @@ def test_impossible_damage_is_refused(values: dict[str, float]) -> None:
 def test_intervals_are_students() -> None:
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
     assert mean_text([0.5]) == "+0.500" and mean_text([]) == "" and mean_text([1.0, 1.0]) == "+1.000 +- 0.000"
+
+
+@pytest.mark.parametrize("name", ["eager", "a-edit", "co2", "diloco"])
+def test_what_follows_from_h_follows_from_a_methods_own(name: str) -> None:
+    of_30, of_60 = (read_method(f"{name} sync.every=60", Length(peers=4, steps=120, every=every)) for every in (30, 60))
+    assert of_30 == of_60
