@@ -55,13 +55,13 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def shallow(value: Any) -> Any:
+def shallow(value: Any, most: int = MOST_NESTED) -> Any:
     """Return a value that others wrote, as it is: functions that descend into it, `repr` too, do not run out of stack.
 
-    Raises ValueError where more than `MOST_NESTED` lists and dictionaries are nested.
+    Raises ValueError where more than `most` lists and dictionaries are nested.
     """
     level = [value] if type(value) in _NESTING else []
-    for _ in range(MOST_NESTED):
+    for _ in range(most):
         if not level:
             return value
         level = [

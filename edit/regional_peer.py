@@ -288,7 +288,7 @@ class RegionalPeer:
             return
         self._check_follows(injected)
         sent = self._sent_since(injected.upper_step)
-        passed = self._passed(injected.upper_step, sent)
+        passed, above = self._passed(injected.upper_step, sent), self._whole()  # P is theta yet
         self._owe(passed)
         if sent is not None:
             self._early = self._early_of(sent, passed)
@@ -296,6 +296,10 @@ class RegionalPeer:
             self._repeat(sent, injected, passed)
         else:
             self._go_on(sent, injected, passed)
+            if self._early is not None and self._early.sent.lower_step > below.outer_step:
+                theta = above  # an older copy of the run below was restored: of the work P has what is there
+                for i in self._early.work:
+                    self._early.work[i] = flatten(self._parameters[i]) - theta[i]
 
     def _check_follows(self, injected: Injected) -> None:
         if injected.run_id != self._run_id:

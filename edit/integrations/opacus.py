@@ -435,10 +435,9 @@ class _Hooks(GradSampleHooks):
 
     def forget(self) -> None:
         """Forget forwards without a whole backward after them: the next one would take them for its own."""
-        for module in self._module.modules():
+        for module in self.iterate_submodules(self._module):  # those with hooks: another one's attributes are the user's
             for name in ("activations", "max_batch_len"):
-                if hasattr(module, name):
-                    delattr(module, name)
+                module.__dict__.pop(name, None)
         for parameter in self._module.parameters():
             if hasattr(parameter, "_forward_counter"):
                 parameter._forward_counter = 0

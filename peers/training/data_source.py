@@ -20,12 +20,13 @@ from torch import Tensor
 from edit import plugins
 from edit.config.plugins import PREFIX
 from edit.errors import ConfigError, PluginError
-from edit.plain_text import parse_json
+from edit.plain_text import parse_json, shallow
 from peers.training.data import Batches, open_tokens
 
 __all__ = ["DataRequest", "DataSource", "Rows", "open_data"]
 
 STATE_BYTES = 1 << 16  # of a plug-in's position, as JSON
+_MOST_NESTED = 50  # lists and tables in one another, in it
 _log = logging.getLogger("peers")
 
 
@@ -198,7 +199,7 @@ class _Checked:
             state = self._rows.state()
         try:
             text = json.dumps(state, allow_nan=False)
-            position = parse_json(text)  # as it is read from a checkpoint
+            position = shallow(parse_json(text), _MOST_NESTED)  # as it is read from a checkpoint, in which it is nested deeper
         except (TypeError, ValueError, RecursionError) as error:
             raise PluginError(f"{self._plugin}: state: must be values that JSON can hold ({error})") from error
         if not isinstance(state, Mapping) or len(text) > STATE_BYTES:

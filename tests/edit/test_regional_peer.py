@@ -678,6 +678,40 @@ def test_a_contribution_that_is_carried_over_while_its_region_is_restarted_count
     assert close(west.region._whole(), west.run.state.theta, 0.0) and west.region.worker.pending
 
 
+def test_of_a_contribution_that_is_carried_over_only_the_work_that_a_restored_run_below_has_is_taken_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run below goes back to before the last of the work that was sent."""
+    above = upper_config(
+        codec=EXACT,
+        sync=SyncConfig(every=2 * EVERY, outer_steps=1000),
+        rounds=RoundsConfig(max_staleness=1),
+        storage=StorageConfig(keep_updates=8),
+    )
+    upper = Coordinator(above, ["east", "west"])
+    east, west = Site(upper, above, "east", [1, 2]), Site(upper, above, "west", [3, 4])
+    for _ in range(2):
+        turns((east, west), 2)
+    west.turn()
+    older = copy.deepcopy(west.below())
+    last = kept_back(monkeypatch, upper, west)
+    for _ in range(2):
+        east.turn()
+    upper.close("nobody waits for the west")
+    upper.contribute("west", last)
+    east.hand_down()
+    west.crash()
+    monkeypatch.setattr(west, "below", lambda: older)
+    west.join()
+    west.region.catch_up()
+    assert not west.region.worker.pending and not close(own(west), [torch.zeros_like(part) for part in own(west)], 1e-3)
+    for _ in range(2):
+        east.turn()
+    assert upper._commits[-1].has("west")
+    west.region.catch_up()
+    assert close(own(west), [torch.zeros_like(part) for part in own(west)], 1e-6), "all that the run below has is merged"
+
+
 @pytest.mark.parametrize("merged", [True, False])
 def test_a_masked_contribution_counts_once_if_its_region_is_restarted_and_has_no_keys_of_the_round(
     merged: bool, monkeypatch: pytest.MonkeyPatch

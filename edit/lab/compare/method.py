@@ -138,9 +138,13 @@ def _of_file(path: Path) -> dict[str, Any]:
 
 def _own_every(settings: Sequence[str], every: int) -> int:
     """Return the H that these settings say, from which other settings follow; else, or where it changes, `every`."""
-    said = {key.strip(): value.strip() for key, _, value in (setting.partition("=") for setting in settings)}
-    value = said.get("sync.every", "")
-    return int(value) if value.isascii() and value.isdigit() and "sync.milestones" not in said and int(value) > 0 else every
+    tables: dict[str, Any] = {}
+    for setting in settings:
+        set_key(tables, setting)
+    sync = tables.get("sync")
+    if not isinstance(sync, dict) or "milestones" in sync or type(own := sync.get("every")) is not int:
+        return every
+    return own if own > 0 else every
 
 
 def _of_preset(name: str, every: int) -> dict[str, Any]:

@@ -173,6 +173,40 @@ def test_a_step_that_fails_leaves_nothing_to_those_after_it(tmp_path: Path, plac
             torch.testing.assert_close(task.summed(private), torch.full((4,), 100.0 + 4 * 0.5), rtol=1e-5, atol=0)
 
 
+class Named(nn.Module):
+    """A model with attributes of its own that Opacus gives the layers that it hooks."""
+
+    max_batch_len = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.activations = nn.Linear(4, 1, bias=False), nn.ModuleList([nn.Tanh()])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.activations[0](self.layer(rows[: self.max_batch_len]))
+        return found
+
+
+def test_attributes_of_the_users_model_stay(tmp_path: Path) -> None:
+    rows, model = torch.ones(8, 4), Named().train()
+    privacy = PrivacyConfig(level="example", noise_multiplier=1.0, clip=1.0, epsilon_max=1000.0, delta=1e-5)
+    with PrivateGradients(
+        model,
+        8,
+        lambda numbers: rows[list(numbers)],
+        lambda model, batch: model(batch).mean(),
+        privacy,
+        ledger=tmp_path / "ledger.jsonl",
+        batch_size=4,
+        at_once=4,
+        planned=10,
+        block=1,
+    ) as private:
+        for _ in range(3):
+            private.backward()
+    assert isinstance(model.activations, nn.ModuleList) and model.max_batch_len == 32
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
 def test_an_example_without_a_finite_gradient_counts_as_zero_and_the_noise_stays(
     tmp_path: Path, bad: float, caplog: pytest.LogCaptureFixture

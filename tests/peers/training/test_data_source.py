@@ -116,6 +116,7 @@ def ended(_: Counting) -> Tensor:
         ({"state": lambda self: {"next": torch.ones(1)}}, "state: must be values that JSON can hold"),
         ({"state": lambda self: {"next": float("nan")}}, "state: must be values that JSON can hold"),
         ({"state": lambda self: {"next": nested(100)}}, "state: must be values that JSON can hold .nested too deeply"),
+        ({"state": lambda self: {"next": nested(55)}}, "state: must be values that JSON can hold .nested too deeply"),
         ({"state": lambda self: [1]}, "not list"),
         ({"state": lambda self: {"next": self.next, "more": "x" * STATE_BYTES}}, "bytes of JSON"),
         ({"load": lambda self, state: None}, "from the same position other rows come"),

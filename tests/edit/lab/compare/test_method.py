@@ -136,5 +136,5 @@ def test_intervals_are_students() -> None:
 
 @pytest.mark.parametrize("name", ["eager", "a-edit", "co2", "diloco"])
 def test_what_follows_from_h_follows_from_a_methods_own(name: str) -> None:
-    of_30, of_60 = (read_method(f"{name} sync.every=60", Length(peers=4, steps=120, every=every)) for every in (30, 60))
+    of_30, of_60 = (read_method(f"{name} sync.every=6_0", Length(peers=4, steps=120, every=every)) for every in (30, 60))
     assert of_30 == of_60
