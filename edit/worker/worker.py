@@ -71,7 +71,8 @@ class EditWorker:
 
     A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
     was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
-    contribution. Where nothing else is stepped for two contributions (as the optimizer inside SAM), that is a ConfigError.
+    contribution. If it takes the steps of two contributions before the given one takes any (the optimizer inside SAM), that is
+    a ConfigError.
 
     A model sharded over the ranks of a torchrun job (`fully_shard`, `parallelize_module`; call them before) is one peer: every
     rank makes the same calls.
