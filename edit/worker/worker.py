@@ -57,7 +57,7 @@ from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replica
 __all__ = ["EditWorker", "WorkerConfig"]
 
 _Batch = TypeVar("_Batch")
-_STEPS_OF_OTHERS = 20  # of one optimizer that was not given, before one that was; or, if more, those of two contributions
+_STEPS_OF_OTHERS = 20  # of one optimizer, before the one whose step counts; or, if more, those of two contributions
 
 
 class EditWorker:
@@ -130,7 +130,7 @@ class EditWorker:
         self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
         self._ended = False  # whether the run had finished and the outer parameters were loaded
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
-        # By id, of optimizers that were not given; None: one that was given has been stepped.
+        # By id, of optimizers whose step is not the end of an inner step; None: the one whose step is has been stepped.
         self._other_steps: dict[int, int] | None = {}
 
     def __enter__(self) -> Self:
@@ -504,17 +504,24 @@ class EditWorker:
         ):
             return
         self._require_local("optimizer.step()")
-        if self._other_steps is not None:
-            steps = self._other_steps[id(optimizer)] = self._other_steps.get(id(optimizer), 0) + 1
-            allowed = max(_STEPS_OF_OTHERS, 2 * max(each.exchange.schedule.every for each in self._exchanges))
-            if steps > allowed and not self.finished:
-                raise ConfigError(_not_stepped(self._optimizers[-1], optimizer))
+        self._refuse_uncounted(optimizer)
         with _outside_autograd():
             for each in self._exchanges:
                 each.keep_local()
 
+    def _refuse_uncounted(self, optimizer: Optimizer) -> None:
+        """Raise ConfigError when this one trains, but the one whose step ends an inner step does not: nothing would be sent."""
+        if self._other_steps is None or optimizer is self._optimizers[-1]:
+            return
+        steps = self._other_steps[id(optimizer)] = self._other_steps.get(id(optimizer), 0) + 1
+        allowed = max(_STEPS_OF_OTHERS, 2 * max(each.exchange.schedule.every for each in self._exchanges))
+        if steps > allowed and not self.finished:
+            given = any(optimizer is own for own in self._optimizers)
+            raise ConfigError((_last_not_stepped if given else _not_stepped)(self._optimizers[-1], optimizer))
+
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
+        self._refuse_uncounted(optimizer)
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._exchanges:
                 each.before_step()
@@ -616,6 +623,13 @@ def _not_stepped(given: Optimizer, stepped: Optimizer) -> str:
     return (
         f"optimizer: the {type(given).__name__} that was given is not stepped, but {type(stepped).__name__}{name} trains its "
         "parameters: give that one"
+    )
+
+
+def _last_not_stepped(last: Optimizer, stepped: Optimizer) -> str:
+    return (
+        f"optimizer: the last of those that were given, {type(last).__name__}, ends an inner step, but is not stepped, while "
+        f"{type(stepped).__name__} is: give one that is stepped in every inner step last"
     )
 
 

@@ -178,6 +178,16 @@ class TestASecondOptimizer:
         with pytest.raises(ConfigError, match=words):
             inside.step()
 
+    def test_the_last_of_several_that_never_steps_is_named(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        stepped, last = torch.optim.SGD(model[0].parameters(), lr=0.5), torch.optim.AdamW(model[1].parameters())
+        EditWorker(model, [stepped, last], Locked(), worker_config(every=1, codec="fp32", mode="blocking")).__enter__()
+        for _ in range(20):
+            stepped.step()
+        words = r"^optimizer: the last of those that were given, AdamW, ends an inner step, but is not stepped, while SGD is"
+        with pytest.raises(ConfigError, match=words):
+            stepped.step()
+
     def test_one_for_each_parameter_within_the_backward_is_not(self) -> None:
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))  # 24 parameters, more than steps that are allowed
         p = entered(model, every=10)
