@@ -1,4 +1,7 @@
-"""A run's status as a record, a message and JSON: the same facts in each, and names that scripts may rely on."""
+"""A run's status as a record, a message and JSON: the same facts in each, and names that scripts may rely on.
+
+A loss that is not known is NaN, which from Python 3.13 on makes a record unequal to itself: their `repr` is compared.
+"""
 
 from __future__ import annotations
 
@@ -114,13 +117,13 @@ STATUS = RunStatus(
 def test_a_status_survives_the_wire(phase: str) -> None:
     status = dataclasses.replace(STATUS, phase=phase)
     message = cpb.StatusReply.FromString(status_to_pb(status).SerializeToString())
-    assert status_from_pb(message) == status
-    assert status_from_pb(message, aggregator=2) == dataclasses.replace(status, aggregator=2)
+    assert repr(status_from_pb(message)) == repr(status)
+    assert repr(status_from_pb(message, aggregator=2)) == repr(dataclasses.replace(status, aggregator=2))
 
 
 def test_no_deadline_survives_the_wire() -> None:
     status = dataclasses.replace(STATUS, deadline_in_s=None, eta_s=None, epsilon=None)
-    assert status_from_pb(status_to_pb(status)) == status == RunStatus.from_json(status.as_json())
+    assert repr(status_from_pb(status_to_pb(status))) == repr(status) == repr(RunStatus.from_json(status.as_json()))
     assert status.as_json()["deadline_in_s"] == status.as_json()["eta_s"] == -1.0
 
 
@@ -145,7 +148,7 @@ def test_no_field_is_left_out_anywhere() -> None:
 def test_a_status_survives_json() -> None:
     further = dataclasses.replace(STATUS, aggregator=1)
     status = dataclasses.replace(STATUS, aggregators=(further,))
-    assert RunStatus.from_json(json.loads(json_text(status.as_json()))) == status
+    assert repr(RunStatus.from_json(json.loads(json_text(status.as_json())))) == repr(status)
     absent = RunStatus.from_json(json.loads(json_text(dataclasses.replace(STATUS, members=(LOSTLESS,)).as_json())))
     assert math.isnan(absent.members[0].loss)
 
@@ -294,7 +297,7 @@ def test_what_a_run_that_diverges_says_is_shown() -> None:
     for loss in (math.inf, 1.7e308):
         member = dataclasses.replace(MEMBER, loss=loss, silent_s=math.inf, expires=253_402_300_799.0)
         status = dataclasses.replace(status, members=(member,), rounds=(dataclasses.replace(ROUND, fragments=fragments),))
-        assert status_from_pb(cpb.StatusReply.FromString(status_to_pb(status).SerializeToString())) == status
+        assert repr(status_from_pb(cpb.StatusReply.FromString(status_to_pb(status).SerializeToString()))) == repr(status)
     assert json.loads(json_text(status.as_json()))["rounds"][0]["cosine"] is None
 
 
