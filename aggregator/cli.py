@@ -17,7 +17,7 @@ from aggregator.audit_commands import audit
 from aggregator.run_template import template
 from aggregator.security.authority import Authority
 from aggregator.storage.log_key import open_log_key
-from aggregator.storage.state_folder import StateFolder, address_of
+from aggregator.storage.state_folder import StateFolder, address_of, refuse_swarm
 from edit.command_line import SHORT_HELP, exit_codes, loading, log_to_stderr, run_command, with_version
 from edit.config.gaussian import gaussian_epsilon
 from edit.config.overrides import with_settings
@@ -122,7 +122,9 @@ def init(
     except ValueError as error:
         raise ConfigError(f"{config}: is not TOML: {error}") from error
     text = pin(text, allow or ())
-    noise = _noise(RunConfig.from_text(text.encode(), state / "run.toml"))
+    settled = RunConfig.from_text(text.encode(), state / "run.toml")
+    refuse_swarm(settled, config or state / "run.toml")
+    noise = _noise(settled)
     _keep_settings(state, text, config)
     folder = StateFolder.create(state, text)
     authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())

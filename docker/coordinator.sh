@@ -6,8 +6,10 @@ if [ ! -f "$STATE/run.json" ]; then
     edit-coordinator init --state "$STATE" --config "$CONFIG"
 fi
 for name in $PEERS; do
-    if [ ! -f "$INVITATIONS/$name" ]; then
-        (umask 077 && edit-coordinator invite --state "$STATE" "$name" | head -n 1 > "$INVITATIONS/.$name" && mv "$INVITATIONS/.$name" "$INVITATIONS/$name")
+    if [ ! -s "$INVITATIONS/$name" ]; then
+        invitation=$(edit-coordinator invite --state "$STATE" "$name")
+        (umask 077 && echo "$invitation" | head -n 1 > "$INVITATIONS/.$name")
+        mv "$INVITATIONS/.$name" "$INVITATIONS/$name"
     fi
 done
 exec edit-coordinator serve --state "$STATE"

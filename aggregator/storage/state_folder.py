@@ -20,7 +20,17 @@ from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json
 from editpb.folder_kinds import kind_of_folder
 
-__all__ = ["AUDIT_COSIGNED", "AUDIT_HEAD", "AUDIT_KEY", "AUDIT_LOG", "AUTHORITY", "StateFolder", "address_of", "lock_folder"]
+__all__ = [
+    "AUDIT_COSIGNED",
+    "AUDIT_HEAD",
+    "AUDIT_KEY",
+    "AUDIT_LOG",
+    "AUTHORITY",
+    "StateFolder",
+    "address_of",
+    "lock_folder",
+    "refuse_swarm",
+]
 
 AUDIT_LOG, AUDIT_HEAD = "audit-log.jsonl", "audit-log.head"
 AUDIT_COSIGNED = "audit-log.cosigned"  # a folder: the heads that members have cosigned
@@ -48,6 +58,14 @@ def _interface(host: str) -> str:
     if host in ("127.0.0.1", "localhost", "[::1]"):
         return host
     return "[::]" if host.startswith("[") else "0.0.0.0"  # every certificate is checked, whatever it comes in by
+
+
+def refuse_swarm(config: RunConfig, run_toml: Path) -> None:
+    """Raise ConfigError for the settings of a swarm: a coordinator would do nothing of what they ask for."""
+    if config.swarm is not None:
+        raise ConfigError(
+            f"{run_toml}: [swarm] is of a run without a coordinator; begin it with: edit-peer swarm start {run_toml}"
+        )
 
 
 def lock_folder(folder: Path, taken: str) -> int:
@@ -177,6 +195,7 @@ class StateFolder:
     def config(self) -> RunConfig:
         """Return the run's settings; at a further aggregator its own address is the server's in them. Raises ConfigError."""
         config = RunConfig.from_text(self._text(), self.run_toml)
+        refuse_swarm(config, self.run_toml)
         if self.aggregator == 0:
             return config
         host, _, port = address_of(config, self.aggregator, self.run_toml).rpartition(":")

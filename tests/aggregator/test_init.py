@@ -106,3 +106,22 @@ def test_a_run_toml_that_somebody_has_written_is_not_lost(tmp_path: Path) -> Non
     assert str(refused).endswith(f"is there already, with other settings; to begin with them: --config {run_toml}")
     assert init(tmp_path, "--config", str(run_toml)).exit_code == 0
     assert StateFolder(tmp_path).config().sync.every == 77
+
+
+def test_the_settings_of_a_swarm_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    """A coordinator would serve them, and verify nothing; with gossip no round would ever open."""
+    config = tmp_path / "swarm.toml"
+    config.write_text("[swarm]\nverify = 1\n")
+    said = init(tmp_path / "run", "--config", str(config))
+    assert (
+        str(said.exception)
+        == f"{config}: [swarm] is of a run without a coordinator; begin it with: edit-peer swarm start {config}"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_settings_of_a_swarm_are_refused_also_where_a_run_has_taken_them(tmp_path: Path) -> None:
+    init(tmp_path)
+    (tmp_path / "run.toml").write_text("[swarm]\nverify = 1\n")
+    with pytest.raises(ConfigError, match=r"run.toml: \[swarm\] is of a run without a coordinator"):
+        StateFolder(tmp_path).config()

@@ -52,6 +52,29 @@ def test_docker_compose_accepts_the_file() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_an_invitation_that_fails_is_written_at_the_next_start(tmp_path: Path) -> None:
+    """It leaves no file, or an empty one of before, that a peer would be refused with for ever."""
+    state, invitations, programs = tmp_path / "state", tmp_path / "invitations", tmp_path / "bin"
+    for folder in (state, invitations, programs):
+        folder.mkdir()
+    (state / "run.json").touch()
+    (invitations / "b").touch()
+    program = programs / "edit-coordinator"
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "STATE": str(state), "PEERS": "a b"}
+
+    def start(does: str) -> subprocess.CompletedProcess[str]:
+        program.write_text(f'#!/bin/sh\ncase "$1" in\n{does}\n*) echo "$@";;\nesac\n')
+        program.chmod(0o755)
+        variables = {**environment, "INVITATIONS": str(invitations)}
+        return subprocess.run([DOCKER / "coordinator.sh"], env=variables, capture_output=True, text=True)
+
+    failed = start("invite) exit 74;;")
+    assert (failed.returncode, failed.stdout) == (74, "")
+    assert [path.name for path in invitations.iterdir()] == ["b"]
+    assert start('invite) echo "edit://$4"; echo "more words";;').stdout == f"serve --state {state}\n"
+    assert {path.name: path.read_text() for path in invitations.iterdir()} == {"a": "edit://a\n", "b": "edit://b\n"}
+
+
 @pytest.mark.timeout(300)
 def test_the_entry_scripts_train_in_fresh_folders(tmp_path: Path, ports: tuple[int, int]) -> None:
     """What the three containers of compose.yaml do: init and invite, serve; redeem and train, twice."""
