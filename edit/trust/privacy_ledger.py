@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -20,7 +21,9 @@ from edit.trust.privacy import MOST_STEPS, Spent
 
 __all__ = ["PrivacyLedger"]
 
+_log = logging.getLogger(__name__)
 _MOST_BYTES = 64 << 20
+_DAMAGED = (ValueError, TypeError, KeyError, OverflowError)  # what a line raises that is no entry
 
 
 class PrivacyLedger:
@@ -30,21 +33,26 @@ class PrivacyLedger:
         path: of the file; made, with its first line, where it is not there.
         unit: what a row of the data is, for who reads the file.
 
-    A line that a kill cut short was never counted on: it is removed. Raises StorageError for any other damage, and where
-    the disk refuses; ConfigError where another process writes it.
+    A last line that a kill cut short was never counted on: it is removed, with a warning. One that lacks nothing but its end of
+    line counts. Raises StorageError for any other damage, and where the disk refuses; ConfigError where another process
+    writes it.
     """
 
     def __init__(self, path: Path, unit: str = "sequence") -> None:
         self._path, self._failed = path, False
+        self._first = _line({"format": 1, "unit": unit})
+        there = path.exists()
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened ({error.strerror})") from error
         try:
             self._lock()
+            if there and os.fstat(self._descriptor).st_size == 0:
+                _log.warning("%s: is empty, and begins as a new ledger; if it is a copy, stop, and copy it again", path)
             self._spent: dict[tuple[str, float, float], int] = self._read()
             if os.fstat(self._descriptor).st_size == 0:
-                self._append({"format": 1, "unit": unit})
+                self._append(self._first)
                 sync(path.parent)
         except BaseException:
             os.close(self._descriptor)
@@ -84,12 +92,12 @@ class PrivacyLedger:
             "noise_multiplier": spent.noise_multiplier.hex(),
             "count": spent.count,
         }
-        self._append(line)
+        self._append(_line(line))
         key = spent.sampling, spent.rate, spent.noise_multiplier
         self._spent[key] = self._spent.get(key, 0) + spent.count
 
-    def _append(self, line: dict[str, object]) -> None:
-        rest = memoryview(json.dumps(line).encode() + b"\n")
+    def _append(self, data: bytes) -> None:
+        rest = memoryview(data)
         if self._failed:
             raise StorageError(f"{self._path}: a write failed before; it must be opened again")
         try:
@@ -112,23 +120,54 @@ class PrivacyLedger:
             raise StorageError(f"{self._path}: damaged (above {_MOST_BYTES} bytes)")
         with open(self._descriptor, "rb", closefd=False) as file:
             data = file.read()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):  # a write that a kill cut short: `reserve` did not return
-            os.ftruncate(self._descriptor, whole)
-        os.lseek(self._descriptor, whole, os.SEEK_SET)
+        os.lseek(self._descriptor, 0, os.SEEK_END)
         spent: dict[tuple[str, float, float], int] = defaultdict(int)
-        for number, line in enumerate(data[:whole].splitlines(), start=1):
+        lines = data.split(b"\n")
+        tail = lines.pop()
+        for number, line in enumerate(lines, start=1):
             try:
-                values = parse_json(line)
-                if number == 1:
-                    _check_first(values)
-                    continue
-                spent[str(values["sampling"]), _number(values["rate"]), _number(values["noise_multiplier"])] += _count(values)
-            except (ValueError, TypeError, KeyError, OverflowError) as error:
-                raise StorageError(
-                    f"{self._path}: line {number} is damaged ({error}); what was spent is not known: restore the file"
-                ) from error
+                self._take(number, line, spent)
+            except _DAMAGED as error:
+                raise self._damaged(number, error) from error
+        if tail:
+            self._end(len(lines) + 1, tail, spent)
         return dict(spent)
+
+    def _end(self, number: int, tail: bytes, spent: dict[tuple[str, float, float], int]) -> None:
+        """Count a last line that has no end, and end it; or cut it off, where it is less than a line."""
+        try:
+            self._take(number, tail, spent)
+        except _DAMAGED as error:
+            if number == 1 and not self._first.startswith(tail):
+                raise self._damaged(number, error) from error
+        else:
+            self._append(b"\n")
+            return
+        _log.warning(
+            "%s: line %d, the last, was cut short, and is removed. A kill does that while it is written, and nothing is lost; "
+            "if the file is a copy, stop, and copy it again",
+            self._path,
+            number,
+        )
+        size = os.fstat(self._descriptor).st_size - len(tail)  # `reserve` did not return
+        os.ftruncate(self._descriptor, size)
+        os.lseek(self._descriptor, size, os.SEEK_SET)
+
+    def _damaged(self, number: int, error: Exception) -> StorageError:
+        return StorageError(f"{self._path}: line {number} is damaged ({error}); what was spent is not known: restore the file")
+
+    def _take(self, number: int, line: bytes, spent: dict[tuple[str, float, float], int]) -> None:
+        """Add what a line says to `spent`. Raises one of _DAMAGED, and adds nothing."""
+        values = parse_json(line)
+        if number == 1:
+            _check_first(values)
+        else:
+            count = _count(values)
+            spent[str(values["sampling"]), _number(values["rate"]), _number(values["noise_multiplier"])] += count
+
+
+def _line(values: dict[str, object]) -> bytes:
+    return json.dumps(values).encode() + b"\n"
 
 
 def _check_first(values: Any) -> None:

@@ -39,20 +39,47 @@ def test_what_was_reserved_is_there_after_a_restart_by_kind(tmp_path: Path) -> N
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_kill_at_any_byte_loses_only_what_no_step_was_taken_on(tmp_path: Path) -> None:
+def test_a_kill_at_any_byte_loses_only_what_no_step_was_taken_on_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "privacy.jsonl"
     data = written(path, 5, 7)
     lines = data.splitlines(keepends=True)
     for size in range(len(data)):
         path.write_bytes(data[:size])
+        caplog.clear()
         ledger = PrivacyLedger(path)
-        whole = sum(size >= sum(map(len, lines[: end + 1])) for end in range(3))
+        starts = [sum(map(len, lines[:end])) for end in range(4)]
+        whole = sum(size >= start - 1 for start in starts[1:])  # a line that lacks nothing but its end counts
         assert ledger.count == {0: 0, 1: 0, 2: 5, 3: 12}[whole]
+        assert bool(caplog.messages) is not any(size in (start - 1, start) for start in starts[1:])
+        assert path.read_bytes().endswith(b"\n")
         ledger.reserve(steps(1))
         ledger.close()
         again = PrivacyLedger(path)
         assert again.count == ledger.count
         again.close()
+
+
+def test_a_line_that_lacks_only_its_end_counts_and_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "privacy.jsonl"
+    data = written(path, 100, 5000)
+    path.write_bytes(data[:-1])
+    ledger = PrivacyLedger(path)
+    assert ledger.count == 5100 and path.read_bytes() == data
+    ledger.close()
+
+
+def test_a_file_that_is_no_beginning_of_a_ledger_is_not_made_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "privacy.jsonl"
+    for text in (b"notes", b'{"format": 2', b'{"sampling": "poisson", "rate": "0x1p-4"', bytes(40)):
+        path.write_bytes(text)
+        with pytest.raises(StorageError, match=r"privacy\.jsonl: line 1 is damaged .*: restore the file"):
+            PrivacyLedger(path)
+        assert path.read_bytes() == text
+    path.write_bytes(b"")
+    PrivacyLedger(path).close()
+    assert caplog.messages == [f"{path}: is empty, and begins as a new ledger; if it is a copy, stop, and copy it again"]
 
 
 def test_any_other_damage_is_named_with_its_line(tmp_path: Path) -> None:
