@@ -75,13 +75,13 @@ class PrivateGradients(Generic[Batch]):
         at_once: examples whose gradients are in memory together.
         planned: steps that will probably be taken; more may be.
         block: steps that are counted together, before the first of them.
-        tokens_of_example: for `tokens`.
+        tokens_of_example: for `tokens`, and for the ledger, which takes no steps on examples of another length; 0: not known.
         bound: what messages call privacy.epsilon_max.
         entropy: random bytes, which must be secret.
 
     Raises ConfigError for a delta that is not below 1 / N, a model that mixes examples (BatchNorm), a parameter that is neither
-    fp32 nor fp64 or whose gradients Opacus does not see, and a budget that is spent already (`BudgetSpent`). Raises
-    StorageError of the ledger.
+    fp32 nor fp64 or whose gradients Opacus does not see, a ledger of other examples, and a budget that is spent already
+    (`BudgetSpent`). Raises StorageError of the ledger.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PrivateGradients(Generic[Batch]):
         self._said: tuple[int, float] = (-1, 0.0)
         try:
             self._check()
-            self._ledger = PrivacyLedger(ledger, privacy.unit)
+            self._ledger = PrivacyLedger(ledger, privacy.unit, tokens_of_example)
         except BaseException:
             self._hooks.cleanup()
             raise

@@ -31,15 +31,19 @@ class PrivacyLedger:
 
     Args:
         path: of the file; made, with its first line, where it is not there.
-        unit: what a row of the data is, for who reads the file.
+        unit: of what the steps are counted: privacy.unit, or "organisation".
+        tokens: in each example, as `model.context` counts them; 0: not known.
 
     A last line that a kill cut short was never counted on: it is removed, with a warning. One that lacks nothing but its end of
     line counts. Raises StorageError for any other damage, and where the disk refuses; ConfigError where another process
-    writes it.
+    writes it, and where it has steps on other units, or on examples of another length: those of now may be several of then, or
+    lie in several, so the steps do not add up. A reservation that says no unit (of older software) has that of the first line;
+    one that says no length is taken to be of the present one.
     """
 
-    def __init__(self, path: Path, unit: str = "sequence") -> None:
+    def __init__(self, path: Path, unit: str = "sequence", tokens: int = 0) -> None:
         self._path, self._failed = path, False
+        self._unit, self._tokens = unit, tokens
         self._first = _line({"format": 1, "unit": unit})
         there = path.exists()
         try:
@@ -86,7 +90,9 @@ class PrivacyLedger:
         """Count it, on disk when this returns. Raises StorageError: it must not be used then, and may be counted yet."""
         if not 0 < spent.count <= MOST_STEPS:
             raise ValueError(f"{spent.count} steps")
-        line = {
+        line: dict[str, object] = {
+            "unit": self._unit,
+            **({"tokens": self._tokens} if self._tokens else {}),
             "sampling": spent.sampling,
             "rate": spent.rate.hex(),
             "noise_multiplier": spent.noise_multiplier.hex(),
@@ -123,7 +129,7 @@ class PrivacyLedger:
         os.lseek(self._descriptor, 0, os.SEEK_END)
         spent: dict[tuple[str, float, float], int] = defaultdict(int)
         lines = data.split(b"\n")
-        tail = lines.pop()
+        tail, self._unit_of_first = lines.pop(), self._unit
         for number, line in enumerate(lines, start=1):
             try:
                 self._take(number, line, spent)
@@ -161,9 +167,23 @@ class PrivacyLedger:
         values = parse_json(line)
         if number == 1:
             _check_first(values)
+            self._unit_of_first = _text(values.get("unit", self._unit))
         else:
             count = _count(values)
+            self._refuse_other(_text(values.get("unit", self._unit_of_first)), _length(values.get("tokens", self._tokens)))
             spent[str(values["sampling"]), _number(values["rate"]), _number(values["noise_multiplier"])] += count
+
+    def _refuse_other(self, unit: str, tokens: int) -> None:
+        if (unit, tokens) != (self._unit, self._tokens):
+            raise ConfigError(
+                f"{self._path}: its steps count for each {_example(unit, tokens)}, and now they would for each "
+                f"{_example(self._unit, self._tokens)}: they do not add up. Restore the ledger, or privacy.unit and "
+                "model.context as they were then; or train on other data, with another ledger"
+            )
+
+
+def _example(unit: str, tokens: int) -> str:
+    return f"{unit} of {tokens} tokens" if tokens else unit
 
 
 def _line(values: dict[str, object]) -> bytes:
@@ -173,6 +193,18 @@ def _line(values: dict[str, object]) -> bytes:
 def _check_first(values: Any) -> None:
     if not isinstance(values, dict) or values.get("format") != 1:
         raise ValueError("not the first line of a ledger of format 1")
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or not value.isidentifier():
+        raise ValueError("no unit")
+    return value
+
+
+def _length(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError("no number of tokens")
+    return value
 
 
 def _number(text: Any) -> float:

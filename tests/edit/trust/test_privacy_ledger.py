@@ -131,3 +131,45 @@ def test_two_processes_do_not_count_in_one(tmp_path: Path) -> None:
         PrivacyLedger(path)
     ledger.close()
     PrivacyLedger(path).close()
+
+
+def test_steps_on_other_examples_do_not_add_up_and_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "privacy.jsonl"
+    PrivacyLedger(path, "document", 7).close()  # nothing is counted for these
+    ledger = PrivacyLedger(path, "sequence", 63)
+    ledger.reserve(steps(5))
+    ledger.close()
+    for unit, tokens, said in (
+        ("sequence", 1023, "sequence of 1023 tokens"),
+        ("sequence", 31, "sequence of 31 tokens"),
+        ("sequence", 0, "sequence"),
+        ("document", 63, "document of 63 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=rf"count for each sequence of 63 tokens, and now they would for each {said}: "):
+            PrivacyLedger(path, unit, tokens)
+    again = PrivacyLedger(path, "sequence", 63)  # it was let go of
+    assert again.count == 5
+    again.close()
+
+
+def test_a_ledger_of_older_software_has_the_unit_of_its_first_line_and_the_length_of_now(tmp_path: Path) -> None:
+    path = tmp_path / "privacy.jsonl"
+    path.write_text(
+        '{"format": 1, "unit": "sequence"}\n'
+        '{"sampling": "poisson", "rate": "0x1.47ae147ae147bp-7", "noise_multiplier": "0x1.199999999999ap+0", "count": 5}\n'
+    )
+    with pytest.raises(ConfigError, match="count for each sequence of 16 tokens, and now they would for each document of 16"):
+        PrivacyLedger(path, "document", 16)
+    ledger = PrivacyLedger(path, "sequence", 16)
+    ledger.reserve(steps(1))
+    assert ledger.spent == (steps(6),)
+    ledger.close()
+    with pytest.raises(ConfigError, match="for each sequence of 16 tokens, and now they would for each sequence of 128"):
+        PrivacyLedger(path, "sequence", 128)
+    for wrong in ('"unit": 3', '"unit": "a b"', '"tokens": -1', '"tokens": true', '"tokens": "16"'):
+        path.write_text(
+            '{"format": 1, "unit": "sequence"}\n'
+            f'{{{wrong}, "sampling": "all", "rate": "0x1p+0", "noise_multiplier": "0x1p+0", "count": 5}}\n'
+        )
+        with pytest.raises(StorageError, match="line 2 is damaged"):
+            PrivacyLedger(path)
