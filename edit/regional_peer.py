@@ -210,6 +210,7 @@ class RegionalPeer:
         _check_fit(self._upper, lower)
         self.interval = lower.sync.interval  # inner steps of one commit below
         self._commits = self._upper.sync.interval // self.interval  # below, until a contribution is due
+        self._usual_tokens = self.interval * lower.inner.batch_size * lower.inner.accumulation * lower.model.context
 
     @property
     def finished(self) -> bool:
@@ -504,6 +505,8 @@ class RegionalPeer:
 
     def _count(self, commits: int, tokens: int) -> None:
         """So many commits below are behind P: all of their inner steps count, before any of it is contributed."""
+        if self._upper.privacy.of_organisations:  # what was merged below depends on its data, and members see the number
+            tokens = commits * self._usual_tokens
         self.worker.count_tokens(tokens)
         if steps := commits * self.interval:
             self.worker.count_steps(steps - 1)

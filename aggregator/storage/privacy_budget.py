@@ -124,8 +124,6 @@ class PrivacyBudget:
         ledger, before = PrivacyLedger(self._path, unit="organisation"), self.attempts
         with contextlib.ExitStack() as undo:
             undo.callback(ledger.close)
-            if any(each.sampling != "all" for each in ledger.spent):
-                raise ConfigError(f"{self._path}: is the ledger of a peer, which counts steps on examples; restore the run's")
             if ledger.count < before:
                 raise StorageError(f"{self._path}: {before} attempts were counted, and it has {ledger.count}; restore the file")
             undo.pop_all()

@@ -459,6 +459,7 @@ class RunConfig:
             ("rounds.merging", self.rounds.merging, "rounds", "an arrival would need all the noise for itself"),
             ("rounds.max_staleness", self.rounds.max_staleness, 0, "each organisation counts once in an outer step"),
             ("membership.share_losses", self.membership.share_losses, False, "losses have no noise"),
+            ("inner.batch_growth", self.inner.batch_growth, 1, "a batch that grows tells of the data without noise"),
         ):
             shown = f"must be {toml_value(wanted) if isinstance(wanted, str | int) and wanted != '' else 'absent'}"
             require(value == wanted, key, value, f"{shown} {on}: {why}")

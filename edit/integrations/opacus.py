@@ -75,13 +75,13 @@ class PrivateGradients(Generic[Batch]):
         at_once: examples whose gradients are in memory together.
         planned: steps that will probably be taken; more may be.
         block: steps that are counted together, before the first of them.
-        tokens_of_example: for `tokens`.
+        tokens_of_example: for `tokens`, and for the ledger, which takes no steps on examples of another length; 0: not known.
         bound: what messages call privacy.epsilon_max.
         entropy: random bytes, which must be secret.
 
     Raises ConfigError for a delta that is not below 1 / N, a model that mixes examples (BatchNorm), a parameter that is neither
-    fp32 nor fp64 or whose gradients Opacus does not see, and a budget that is spent already (`BudgetSpent`). Raises
-    StorageError of the ledger.
+    fp32 nor fp64 or whose gradients Opacus does not see, a ledger of other examples, and a budget that is spent already
+    (`BudgetSpent`). Raises StorageError of the ledger.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PrivateGradients(Generic[Batch]):
         self._said: tuple[int, float] = (-1, 0.0)
         try:
             self._check()
-            self._ledger = PrivacyLedger(ledger, privacy.unit)
+            self._ledger = PrivacyLedger(ledger, privacy.unit, tokens_of_example)
         except BaseException:
             self._hooks.cleanup()
             raise
@@ -176,11 +176,13 @@ class PrivateGradients(Generic[Batch]):
 
         Returns the loss of what was drawn, NaN of no example. It is not private: keep it at this site.
 
-        Raises BudgetSpent, and leaves no gradients, where this step would exceed privacy.epsilon_max.
+        Raises BudgetSpent, and leaves no gradients, where this step would exceed privacy.epsilon_max; ConfigError where the
+        model is not in training mode, or has parameters to be trained that this was not made with.
         """
         if (still := next((name for name, module in self._model.named_modules() if not _hooked(module)), None)) is not None:
             name = f"model.{still}" if still else "model"
             raise ConfigError(f"{name}: must be in training mode, model.train(), or no example's gradient is known")
+        self._refuse_changed()
         self._forget()
         try:
             self._reserve()
@@ -300,6 +302,17 @@ class PrivateGradients(Generic[Batch]):
         for parameter in self._noised.params:
             parameter.grad_sample = None
         return total / len(numbers) if numbers else math.nan
+
+    def _refuse_changed(self) -> None:
+        """Raise ConfigError for a parameter that is trained only since the hooks and the noise were made; one may be frozen."""
+        known = {id(parameter) for group in self._noised.param_groups for parameter in group["params"]}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"{name}: was unfrozen or replaced after PrivateGradients was made; close it and make another one, with "
+                    "the same ledger"
+                )
+        _refuse_inexact(self._model)
 
     def _refuse_short(self, count: int) -> None:
         """Raise ConfigError unless each parameter has one gradient of each example, or the clip is of something else."""
@@ -449,12 +462,7 @@ def _attach(model: nn.Module, privacy: PrivacyConfig, batch_size: int, noise: Se
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConfigError("model: has no parameter that can be trained")
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in _EXACT:
-            raise ConfigError(
-                f"{name}: is {parameter.dtype}, in which a sum of gradients is rounded by more than privacy.clip; train in "
-                "torch.float32, under autocast if it is to be fast"
-            )
+    _refuse_inexact(model)
     if errors := ModuleValidator.validate(model):
         raise ConfigError(f"model: {str(errors[0]).splitlines()[0][:300]}")
     try:
@@ -462,6 +470,15 @@ def _attach(model: nn.Module, privacy: PrivacyConfig, batch_size: int, noise: Se
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(f"model: {str(error).splitlines()[0][:300]}") from error
     return hooks, _Noised(torch.optim.SGD(parameters, lr=0.0), noise, privacy, batch_size)
+
+
+def _refuse_inexact(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in _EXACT:
+            raise ConfigError(
+                f"{name}: is {parameter.dtype}, in which a sum of gradients is rounded by more than privacy.clip; train in "
+                "torch.float32, under autocast if it is to be fast"
+            )
 
 
 @contextmanager

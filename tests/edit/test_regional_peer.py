@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from edit.config.run import (
     CodecConfig,
     OuterConfig,
+    PenaltyConfig,
     PrivacyConfig,
     RoundsConfig,
     RunConfig,
@@ -175,6 +176,17 @@ def test_a_region_counts_the_inner_steps_and_tokens_of_the_run_below() -> None:
     turns((east, west), 2)
     assert east.region.worker.inner_steps == 2 * EVERY
     assert upper.tokens == 2 * 200
+
+
+def test_with_privacy_of_organisations_a_region_counts_the_tokens_of_the_settings_not_those_that_its_data_let_in() -> None:
+    """All members see them, and with a penalty or inner.batch_growth below they depend on the site's data."""
+    noise = PrivacyConfig(level="organisation", delta=1e-5, epsilon_max=4, noise_multiplier=12.0)
+    above = upper_config(penalty=PenaltyConfig(enabled=False))
+    upper = LocalRun(above, ["east"])
+    site = Site(upper, dataclasses.replace(above, privacy=noise), "east", [1])
+    turns((site,), 1)
+    inner = site.config.inner
+    assert upper.tokens == EVERY * inner.batch_size * inner.accumulation * site.config.model.context != 100
 
 
 def claimed(monkeypatch: pytest.MonkeyPatch, upper: LocalRun) -> dict[str, list[Contribution]]:

@@ -120,6 +120,6 @@ def test_the_ledger_of_a_peer_is_not_a_runs(tmp_path: Path) -> None:
     ledger = PrivacyLedger(tmp_path / "privacy-ledger.jsonl")
     ledger.reserve(Spent(sampling="poisson", rate=0.1, noise_multiplier=1.0, count=5))
     ledger.close()
-    with pytest.raises(ConfigError, match="is the ledger of a peer, which counts steps on examples"):
+    with pytest.raises(ConfigError, match="its steps count for each sequence, and now they would for each organisation"):
         opened(tmp_path)
     PrivacyLedger(tmp_path / "privacy-ledger.jsonl").close()  # it was let go of

@@ -56,6 +56,7 @@ def test_it_is_a_configuration_and_divides_by_the_peers_at_the_start() -> None:
             "aggregators.addresses = ('b.example:7710',): must be absent " + ON,
         ),
         ({"swarm": {}}, "swarm = '[swarm]': must be absent " + ON),
+        ({"inner": {"batch_growth": 8, "accumulation": 2}}, "inner.batch_growth = 8: must be 1 " + ON),
         ({"sync": {"mode": "eager"}}, "sync.mode = 'eager': must not be eager " + ON),
         ({"privacy": {"epsilon_max": 0.0}}, 'privacy.epsilon_max = 0.0: must be given, above 0, with privacy.level = "org'),
         ({"privacy": {"delta": 0.0}}, 'privacy.delta = 0.0: must be given, above 0, with privacy.level = "organisation"'),

@@ -467,3 +467,25 @@ def test_a_model_in_evaluation_mode_or_with_gradients_missing_takes_no_step(tmp_
         with pytest.raises(ConfigError, match=r"^model\.0: must be in training mode"):
             private.backward()
         assert all(parameter.grad is None for parameter in task.model.parameters())
+
+
+def test_a_parameter_that_is_trained_only_since_then_is_refused_by_name_and_one_may_be_frozen(tmp_path: Path) -> None:
+    task = Regression()
+    weight = task.model[0].weight.requires_grad_(False)
+    with task.gradients(tmp_path) as private:
+        private.backward()
+        weight.requires_grad_(True)
+        with pytest.raises(
+            ConfigError, match=r"^0\.weight: was unfrozen or replaced after PrivateGradients was made; close it"
+        ):
+            private.backward()
+        assert weight.grad is None
+    with task.gradients(tmp_path) as private:
+        private.backward()
+        assert weight.grad is not None
+        task.model[4].weight.requires_grad_(False)
+        private.backward()
+        assert task.model[4].weight.grad is None
+        task.model.half()
+        with pytest.raises(ConfigError, match=r"^0\.weight: is torch\.float16, in which a sum of gradients is rounded"):
+            private.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -117,3 +118,16 @@ def test_a_peers_own_bound_counts_whatever_the_run_allows(tmp_path: Path) -> Non
         for wrong in (0.0, -1.0, math.inf, math.nan):
             with pytest.raises(ConfigError, match=r"--max-epsilon .*: must be a finite number above 0"):
                 training(tmp_path, connection, plain, metrics, max_epsilon=wrong)
+
+
+def test_a_ledger_of_shorter_examples_is_refused_also_by_a_peer_that_begins_anew(tmp_path: Path) -> None:
+    """An operator that raises model.context would have one example of now be several of then, each of them counted once."""
+    config = configuration()
+    run = LocalRun(config, ["a"])
+    with Metrics(None) as metrics:
+        training(tmp_path, LocalConnection(run, "a"), config, metrics).run(0)
+        longer = dataclasses.replace(config, model=dataclasses.replace(config.model, context=24))
+        why = r"its steps count for each sequence of 16 tokens, and now they would for each sequence of 24 tokens: they do not"
+        with pytest.raises(ConfigError, match=why):
+            training(tmp_path, LocalConnection(LocalRun(longer, ["a"]), "a"), longer, metrics, fresh=True).run(0)
+    assert counted(tmp_path) == H * ROUNDS
