@@ -33,10 +33,10 @@ from aggregator.services.authorization import Authorizer
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.control import ControlService
 from aggregator.services.data import DataService
-from aggregator.services.enrolment import EnrolmentService, RenewalService
+from aggregator.services.enrolment import EnrolmentService, RenewalService, add_enrolment_servicer
 from aggregator.services.governance import GovernanceService
 from aggregator.services.masking import MaskingService
-from aggregator.silent_connections import SWEEP_S, SilentConnections
+from aggregator.silent_connections import SilentConnections
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.configurations import configurations_of
 from aggregator.storage.high_water import HighWaterMark
@@ -61,6 +61,7 @@ from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
 from edit.trackers.choose import NO_TRACKERS, TrackerChoice
 from editpb import audit_pb2_grpc, control_pb2_grpc, enrolment_pb2_grpc, governance_pb2_grpc, masking_pb2_grpc
+from editpb.identity import ROLES
 from editpb.invitation import check_dht_peers, endpoint_of
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
@@ -79,8 +80,12 @@ _STOP_GRACE_S = 1.0
 _CERTIFICATES_S = 3600.0  # how often certificates are looked at
 _FAREWELL_S = 0.25  # how often a finished run is looked at
 _MAX_CALLS = 4096  # control and data at a time; the stream of each rank is one of them
-_MAX_ENROLMENTS = 64  # at a time
+_MAX_ENDING = 4096  # more, which are too many, until they have ended
 _MAX_STRANGERS = 256  # connections at a time to the port of the invitations
+_ENROLMENTS = 4  # at a time on one of them
+_ENROLMENT_BYTES = 64 << 10  # the largest request there: a token, and a certificate request of a few KB
+_STRANGER_S = 30.0  # after which a connection there takes no more calls
+_STRANGER_GRACE_S = 15.0  # and after that it is closed
 _SILENT_OF_SOURCE = 1024  # members' connections before their first call: what all ranks of a replica make when they start
 _RESERVED_FILES = 256  # descriptors for the store, the logs and the libraries
 
@@ -183,12 +188,25 @@ class Coordinator:
         feed.subscribe(authorizer.on_event)
         connections, strangers = _connections()
         silent = SilentConnections()
-        limit = CallLimit(_MAX_CALLS, lambda peer_id: len(run.attendances.of(peer_id)), silent.spoke)
-        main = grpc.aio.server(
-            interceptors=[limit], options=server_options(max_connections=connections), maximum_concurrent_rpcs=_MAX_CALLS
+        limit = CallLimit(
+            _MAX_CALLS,
+            lambda peer_id: len(run.attendances.of(peer_id)),
+            lambda context: authorizer.admit(context, *ROLES),
+            silent.spoke,
         )
-        options = server_options(max_connections=strangers)
-        enrol = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MAX_ENROLMENTS) if authority else None
+        main = grpc.aio.server(
+            interceptors=[limit],
+            options=server_options(max_connections=connections),
+            maximum_concurrent_rpcs=_MAX_CALLS + _MAX_ENDING,
+        )
+        options = server_options(
+            _ENROLMENT_BYTES,
+            max_connections=strangers,
+            max_streams=_ENROLMENTS,
+            connection_age_s=_STRANGER_S,
+            connection_grace_s=_STRANGER_GRACE_S,
+        )
+        enrol = grpc.aio.server(options=options) if authority else None
         coordinator = cls(
             folder, config, run, authority, main, enrol, background, (worker, files), silent, (connections, strangers)
         )
@@ -202,7 +220,7 @@ class Coordinator:
             governance_pb2_grpc.add_GovernanceServicer_to_server(service_of_changes, coordinator._main)
         if authority and enrol:
             service = EnrolmentService(authority, clock.unix, coordinator.endpoints, feed)
-            enrolment_pb2_grpc.add_EnrolmentServicer_to_server(service, enrol)
+            add_enrolment_servicer(service, enrol)
             renewal = RenewalService(authority, authorizer, clock.unix, feed)
             enrolment_pb2_grpc.add_RenewalServicer_to_server(renewal, coordinator._main)
         return coordinator
@@ -248,7 +266,10 @@ class Coordinator:
         self._serving = True
         self.look_after_certificates()
         self.background.spawn(self._keep_certificates())
-        self.background.spawn(self._cut_silent_connections())
+        most = {int(self.listen.rpartition(":")[2]): min(_SILENT_OF_SOURCE, self._connections[0] // 8 or 1)}
+        if self.enrol_listen:
+            most[int(self.enrol_listen.rpartition(":")[2])] = self._connections[1] // 4 or 1
+        self.background.spawn(self._silent.keep_few(self._threads[-1], most))
         if self._enrol is not None:
             _log.info("serving %s on %s, invitations on %s", self.folder.run_id, self.listen, self.enrol_listen)
         else:
@@ -267,19 +288,6 @@ class Coordinator:
         for peer_id, text in self._expiry.news((*own, *watched_members(self.run.members)), now):
             self.run.feed.publish(Advised(peer_id, text))
         self.run.warnings = [text_of(one, now) for one in own if one.validity.notice(now) is not Notice.NONE]
-
-    async def _cut_silent_connections(self) -> None:
-        """In the file thread, a small part of its time however many there are."""
-        loop, files = asyncio.get_running_loop(), self._threads[-1]
-        most = {int(self.listen.rpartition(":")[2]): min(_SILENT_OF_SOURCE, self._connections[0] // 8 or 1)}
-        if self.enrol_listen:
-            most[int(self.enrol_listen.rpartition(":")[2])] = self._connections[1] // 4 or 1
-        took_s = 0.0
-        while True:
-            await asyncio.sleep(max(SWEEP_S, 20 * took_s))
-            began = loop.time()
-            await loop.run_in_executor(files, self._silent.cut, most)
-            took_s = loop.time() - began
 
     def compute_with(self, threads: int) -> None:
         """Compute in so many threads, a fragment in each; before `start`. Plug-ins are called from one thread only."""

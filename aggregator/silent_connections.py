@@ -8,12 +8,14 @@ silent.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import stat
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import suppress
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
-__all__ = ["SWEEP_S", "Remote", "SilentConnections"]
+__all__ = ["Remote", "SilentConnections"]
 
 SWEEP_S = 0.5  # how often they are counted
 _MOST_KNOWN = 4096  # connections over which somebody called, before those that are gone are forgotten
@@ -54,6 +56,15 @@ class SilentConnections:
         host, _, port = unquote(peer).partition(":")[2].rpartition(":")
         with suppress(ValueError):  # another kind of address, which no port of ours has
             self._spoke.add(_remote(host.strip("[]"), int(port)))
+
+    async def keep_few(self, files: Executor, most: Mapping[int, int]) -> None:
+        """`cut` again and again, in this executor, a small part of its time however many there are."""
+        loop, took_s = asyncio.get_running_loop(), 0.0
+        while True:
+            await asyncio.sleep(max(SWEEP_S, 20 * took_s))
+            began = loop.time()
+            await loop.run_in_executor(files, self.cut, most)
+            took_s = loop.time() - began
 
     def cut(self, most: Mapping[int, int]) -> None:
         """Close what is too many, the oldest first. most: silent connections of one source, by port of this process."""

@@ -3,56 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
 
-from edit.errors import BusyError, RefusedError
+from edit.errors import BusyError, EditError, RefusedError
 from editpb.identity import from_auth_context
-from editpb.transport.abort_on_error import abort_on_error
+from editpb.transport.guarded_calls import Context, Guard, guarded, placed
 
-__all__ = ["CALLS_OF_MEMBER", "CALLS_OF_RANK", "RESERVED", "CallLimit"]
+__all__ = ["CALLS_OF_GUEST", "CALLS_OF_MEMBER", "CALLS_OF_RANK", "MAX_GUESTS", "RESERVED", "CallLimit"]
 
 CALLS_OF_MEMBER = 64  # while none of its ranks attends: they all connect at once
 RESERVED = 16  # of all calls, for operators, so that they can always say who is to leave
 CALLS_OF_RANK = 24  # more for each rank that attends: its stream, 16 fragments of a contribution, an update, a snapshot
-
-_Behaviour = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Any]
-
-
-@contextlib.asynccontextmanager
-async def _released(request: Any) -> AsyncIterator[None]:
-    """Close a stream of requests when the block ends.
-
-    gRPC keeps it until Python's garbage collector comes by, which takes hundreds of calls, and its last message with it. One
-    that is just being read ends with the task that reads it.
-    """
-    try:
-        yield
-    finally:
-        if hasattr(request, "__aiter__"):
-            messages = aiter(request)
-            if not messages.ag_running:
-                await messages.aclose()
+MAX_GUESTS = 64  # calls of all whose certificate names no member, such as that of an invitation
+CALLS_OF_GUEST = 4  # of one such certificate
 
 
 class CallLimit(grpc.aio.ServerInterceptor):
     """Aborts calls of a member that has too many under way, with the status of BusyError. Used on the event loop.
 
-    Who a caller is, its certificate says; whether it may call, the service decides.
+    A call with one request begins with its headers here: its caller is admitted and has a place before the request is waited
+    for. Give the server a greater `maximum_concurrent_rpcs` than `most`: calls beyond these end at once, but not in no time.
 
     Args:
         most: calls that are served at a time. One member gets at most half of them, and RESERVED are left for the operator.
         ranks: returns how many ranks of a member attend.
-        spoke: told of each call over whose connection it comes, as gRPC names that.
+        admit: refuses a caller that no service here would answer, while its request is waited for. The service itself decides
+            what a caller may, and refuses streams of requests: some say more than a status.
+        spoke: told of each call of who is admitted over whose connection it comes, as gRPC names that.
     """
 
-    def __init__(self, most: int, ranks: Callable[[str], int], spoke: Callable[[str], None] = lambda _: None) -> None:
-        self._most, self._ranks, self._spoke = most, ranks, spoke
+    def __init__(
+        self, most: int, ranks: Callable[[str], int], admit: Guard, spoke: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._most, self._ranks, self._admit, self._spoke = most, ranks, admit, spoke
         self._under_way: Counter[str] = Counter()  # by peer_id
+        self._guests: Counter[bytes] = Counter()  # by certificate
 
     @contextlib.contextmanager
     def place(self, peer_id: str, role: str = "peer") -> Iterator[None]:
@@ -62,11 +51,8 @@ class CallLimit(grpc.aio.ServerInterceptor):
             raise BusyError(f"{peer_id} has {most} calls under way here already; end one of them, or try again later")
         if role != "operator" and self._under_way.total() >= self._most - RESERVED:
             raise BusyError("too many calls are under way here; try again later")
-        self._under_way[peer_id] += 1
-        try:
+        with _counted(self._under_way, peer_id):
             yield
-        finally:
-            self._under_way -= Counter((peer_id,))  # drops what is 0
 
     async def intercept_service(
         self,
@@ -77,33 +63,42 @@ class CallLimit(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
-        kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-        kind = next(kind for kind in kinds if getattr(handler, kind) is not None)
-        make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
-        limited: grpc.RpcMethodHandler[Any, Any] = make(
-            self._limited(getattr(handler, kind)), handler.request_deserializer, handler.response_serializer
-        )
-        return limited
+        if handler.request_streaming:
+            return placed(handler, self._place_of_stream)
+        return guarded(handler, self._admitted, self._place_of)
 
-    def _limited(self, behaviour: _Behaviour) -> _Behaviour:
-        async def one(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            async with abort_on_error(context), _released(request):
-                with self._place_of(context):
-                    return await behaviour(request, context)
+    @contextlib.contextmanager
+    def _admitted(self, context: Context) -> Iterator[None]:
+        with self._admit(context):
+            self._spoke(context.peer())
+            yield
 
-        async def many(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            async with abort_on_error(context), _released(request):
-                with self._place_of(context):
-                    async with contextlib.aclosing(behaviour(request, context)) as messages:
-                        async for message in messages:
-                            yield message
+    def _place_of_stream(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        with contextlib.suppress(EditError), self._admitted(context):
+            pass
+        return self._place_of(context)
 
-        return many if inspect.isasyncgenfunction(behaviour) else one
-
-    def _place_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> contextlib.AbstractContextManager[None]:
+    def _place_of(self, context: Context) -> contextlib.AbstractContextManager[None]:
         try:
             caller = from_auth_context(context.auth_context())
-        except RefusedError:  # no member: the service refuses it
-            return contextlib.nullcontext()
-        self._spoke(context.peer())
+        except RefusedError:
+            return self._place_of_guest(next(iter(context.auth_context().get("x509_pem_cert", ())), b""))
         return self.place(caller.peer_id, caller.role)
+
+    @contextlib.contextmanager
+    def _place_of_guest(self, certificate: bytes) -> Iterator[None]:
+        if self._guests[certificate] >= CALLS_OF_GUEST or self._guests.total() >= MAX_GUESTS:
+            raise BusyError("too many calls of who is no member are under way here; try again later")
+        with _counted(self._guests, certificate):
+            yield
+
+
+@contextlib.contextmanager
+def _counted(counts: Counter[Any], key: object) -> Iterator[None]:
+    counts[key] += 1
+    try:
+        yield
+    finally:
+        counts[key] -= 1
+        if not counts[key]:
+            del counts[key]

@@ -48,6 +48,7 @@ from editpb.signed_scores import check_scores
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.chunk_frames import ReceivedChunk, update_frames
 from editpb.transport.chunks import Reassembly
+from editpb.transport.guarded_calls import in_time
 from editpb.transport.sealing import Seal
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 
@@ -377,8 +378,8 @@ def _check_deadline(context: Context, what: str) -> None:
 
 
 async def _first(parts: AsyncIterator[_Part | ReceivedChunk], what: str) -> _Part:
-    """Return the first message of a request stream. Raises RemoteProtocolError unless it is the header."""
-    first = await anext(parts, None)
+    """Return the first message of a request stream. Raises RemoteProtocolError unless it is the header, TransportError."""
+    first = await in_time(anext(parts, None), f"the header of {what}")
     if first is None or isinstance(first, ReceivedChunk) or first.WhichOneof("kind") != "header":
         raise RemoteProtocolError(f"{what} begins with its header")
     return first

@@ -5,6 +5,7 @@ Who calls Enrolment has no certificate yet, so TLS authenticates the server only
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -16,10 +17,13 @@ from aggregator.security.authority import Authority
 from aggregator.services.authorization import Authorizer
 from edit.errors import EditError, RemoteProtocolError
 from editpb import enrolment_pb2 as pb
+from editpb import enrolment_pb2_grpc
 from editpb.identity import INVITED
 from editpb.transport.abort_on_error import abort_on_error
+from editpb.transport.chunk_frames import add_handlers, handlers_of
+from editpb.transport.guarded_calls import guarded
 
-__all__ = ["EnrolmentService", "Refusals", "RenewalService", "source_of"]
+__all__ = ["EnrolmentService", "Refusals", "RenewalService", "add_enrolment_servicer", "source_of"]
 
 MAX_TOKEN_CHARS = 64
 _LINE_S = 1.0
@@ -90,6 +94,17 @@ class EnrolmentService:
             role=identity.role,
             endpoints=self._endpoints(),
         )
+
+
+def add_enrolment_servicer(servicer: EnrolmentService, server: grpc.aio.Server) -> None:
+    """Add Enrolment for strangers: each has only a bounded time for its request."""
+    anybody = contextlib.nullcontext()
+    methods = handlers_of(enrolment_pb2_grpc.add_EnrolmentServicer_to_server, servicer)
+    add_handlers(
+        server,
+        "editpb.Enrolment",
+        {name: guarded(each, lambda _: anybody, lambda _: anybody) for name, each in methods.items()},
+    )
 
 
 class RenewalService:

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +36,7 @@ from aggregator.security.authority import Authority
 from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
+from aggregator.silent_connections import SilentConnections
 from aggregator.storage.part_log import PartLog
 from aggregator.storage.store import Store
 from aggregator.swarm.admission import (
@@ -177,6 +178,8 @@ CERTIFICATE_ANSWER_S = 15.0
 REPLACED_S = 15.0  # after another authority is trusted here; by then the peers beside all hosts trust it, too
 LEAVE_S = 3.0  # how long a member that leaves waits to be voted out
 _MAX_CALLS = 4096
+_MAX_ENDING = 4096  # more, which are too many, until they have ended
+_MAX_CONNECTIONS = 4096
 _STOP_GRACE_S = 0.5
 _OWNERS_S = 1.0  # who watches the owners is told at least so often: else it asks another host
 _LOOK_S = 0.05
@@ -351,9 +354,12 @@ class Host:
 
     async def start(self) -> None:
         """Bind the port, and take part. Raises ConfigError (a port in use), StorageError."""
-        limit = CallLimit(_MAX_CALLS, self._ranks)
-        options = server_options(max_connections=_MAX_CALLS)
-        self._server = grpc.aio.server(interceptors=[limit], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
+        silent = SilentConnections()
+        self._server = grpc.aio.server(
+            interceptors=[CallLimit(_MAX_CALLS, self._ranks, self.admit, silent.spoke)],
+            options=server_options(max_connections=_MAX_CONNECTIONS),
+            maximum_concurrent_rpcs=_MAX_CALLS + _MAX_ENDING,
+        )
         add_council_servicer(_CouncilService(self), self._server)
         enrolment_pb2_grpc.add_EnrolmentServicer_to_server(SwarmEnrolment(self), self._server)
         enrolment_pb2_grpc.add_RenewalServicer_to_server(SwarmRenewal(self), self._server)
@@ -386,6 +392,7 @@ class Host:
         if saved.record is None:
             self._background.spawn(self._until_let_in(Waiting(WAITING_S)))
         self._background.spawn(self._say_who_is_missed())
+        self._background.spawn(silent.keep_few(self._files, {port: _MAX_CONNECTIONS // 8}))
         if self._certificate is not None:
             self._background.spawn(self._keep_certificate(self._certificate))
         if self._relayed is not None:
@@ -1353,12 +1360,12 @@ class Host:
     def caller(self, context: Context) -> str:
         """Return which peer of the run calls. Raises RefusedError, EvictedError."""
         identity = admitted(context.auth_context(), self.run_id, ("peer",))
-        certificate = certificate_of(context)
         self.check_evicted(identity.peer_id)
         self._check_enrolled(identity.peer_id)
-        if self._members.superseded(identity.peer_id, certificate):
-            raise RefusedError(f"{identity.peer_id} was enrolled again, with another key: it is on another machine now")
-        self._members.add_caller(identity, certificate)  # of a renewed one, what trains beside it has an older one for a while
+        self._check_machine(identity.peer_id, context)
+        self._members.add_caller(
+            identity, certificate_of(context)
+        )  # of a renewed one, what trains beside it has an older one for a while
         return identity.peer_id
 
     def limit_of(self, context: Context) -> SendLimit:
@@ -1387,6 +1394,27 @@ class Host:
         if validity.notice(now := self._clock.unix()) in (Notice.EXPIRED, Notice.NOT_YET):
             raise RefusedError(f"the certificate of {identity.peer_id} {validity.text(now)}")
 
+    @contextmanager
+    def admit(self, context: Context) -> Iterator[None]:
+        """Refuse a caller that no service here would answer. Raises RefusedError, EvictedError, StaleError.
+
+        Who is no member may show an invitation: Enrol looks at it.
+        """
+        try:
+            identity = from_auth_context(context.auth_context())
+        except RefusedError:
+            yield
+            return
+        self.inquirer(context)
+        if identity.role == "peer":
+            self._check_machine(identity.peer_id, context)
+        yield
+
+    def _check_machine(self, peer_id: str, context: Context) -> None:
+        """Raise RefusedError for a machine whose name was enrolled again."""
+        if self._members.superseded(peer_id, certificate_of(context)):
+            raise RefusedError(f"{peer_id} was enrolled again, with another key: it is on another machine now")
+
     def inquirer(self, context: Context) -> None:
         """Check that the caller may know how things stand. Raises RefusedError, EvictedError.
 
@@ -1396,11 +1424,12 @@ class Host:
         identity = admitted(context.auth_context(), self.run_id, ("operator", "observer", "peer"))
         if identity.role != "operator":
             self.check_evicted(identity.peer_id)
-            self._check_enrolled(identity.peer_id)
         if identity.role != "peer":
             self.check_authority(context, identity.role)
-        if identity.role == "observer" and self._members.superseded(identity.peer_id, certificate_of(context)):
-            raise RefusedError(f"{identity.peer_id} was enrolled again, with another key: it is on another machine now")
+        if identity.role != "operator":
+            self._check_enrolled(identity.peer_id)
+        if identity.role == "observer":
+            self._check_machine(identity.peer_id, context)
 
     def caller_or_observer(self, context: Context) -> Identity:
         """See `Gate`."""

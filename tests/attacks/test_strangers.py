@@ -7,7 +7,7 @@ import contextlib
 import logging
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
@@ -24,7 +24,7 @@ from aggregator.services.enrolment import Refusals
 from aggregator.silent_connections import Remote, SilentConnections
 from edit.errors import RefusedError, RemoteProtocolError
 from editpb import enrolment_pb2, enrolment_pb2_grpc
-from editpb.transport import channel_options
+from editpb.transport import channel_options, guarded_calls
 from tests.support.loops import WAIT_S, on_a_loop
 from tests.support.served import found_run, held_clock, new_folder, served, theta
 
@@ -109,6 +109,43 @@ async def test_unknown_tokens_over_the_wire_do_not_fill_the_log(tmp_path: Path, 
                     await stub.Enrol(enrolment_pb2.EnrolRequest(token=TOKEN, csr_der=b"x"), timeout=WAIT_S)
                 assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert sum("refused" in record.getMessage() for record in caplog.records) == 1
+
+
+async def _silence() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+@on_a_loop
+async def test_a_stranger_s_calls_without_a_request_keep_nobody_from_joining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as its connections take. They end after a while; a large request is refused."""
+    async with served(new_folder(tmp_path / "run")) as run, contextlib.AsyncExitStack() as stack:
+        coordinator, options = run.coordinator, (("grpc.use_local_subchannel_pool", 1),)
+        assert coordinator.authority is not None
+        token = coordinator.authority.invite("a", role="peer", enrol=["h:1"], lifetime_s=60, now=time.time()).token
+
+        async def connect() -> grpc.aio.Channel:
+            credentials = grpc.ssl_channel_credentials(run.ca)
+            return await stack.enter_async_context(grpc.aio.secure_channel(coordinator.enrol_listen, credentials, options))
+
+        held = []
+        for _ in range(20):
+            channel = await connect()
+            held += [channel.stream_unary("/editpb.Enrolment/Enrol")(_silence()) for _ in range(server._ENROLMENTS)]
+            await channel.channel_ready()
+        stub = enrolment_pb2_grpc.EnrolmentStub(await connect())
+        asked = enrolment_pb2.EnrolRequest(token=token, csr_der=request(new_key()))
+        assert (await stub.Enrol(asked, timeout=WAIT_S)).peer_id == "a"
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
+            await stub.Enrol(enrolment_pb2.EnrolRequest(token=token, csr_der=bytes(server._ENROLMENT_BYTES)), timeout=WAIT_S)
+        monkeypatch.setattr(guarded_calls, "REQUEST_S", 0.01)
+        late = (await connect()).stream_unary("/editpb.Enrolment/Enrol")(_silence())
+        async with asyncio.timeout(WAIT_S):
+            assert await late.code() is grpc.StatusCode.UNAVAILABLE
+        for call in (*held, late):
+            call.cancel()
 
 
 async def _until_closed(reader: asyncio.StreamReader) -> None:

@@ -23,10 +23,11 @@ from editpb.data_messages import snapshot_request_to_pb
 from editpb.identity import Identity
 from editpb.messages import Serving, SnapshotRequest
 from editpb.snapshot_cache import KEPT_S
+from editpb.transport import guarded_calls
 from editpb.transport.channel_options import Options, channel_options
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.data_calls import DataCalls
-from peers.carriers.hub.snapshot_server import MAX_PAST, MAX_READERS, SnapshotServer
+from peers.carriers.hub.snapshot_server import MAX_CALLS, MAX_PAST, MAX_READERS, SnapshotServer
 from peers.carriers.run_connection import Traffic
 from tests.support.served import SCHEMA, BarePeer, Served, found_run, new_folder, served, theta
 
@@ -321,6 +322,32 @@ def test_readers_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             with refused(grpc.StatusCode.UNAVAILABLE):
                 await ask(channel, run_id=run.folder.run_id, fragment_id=0, ticket="ticket-0")
             for call in idle:
+                call.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_calls_without_a_request_keep_no_other_member_out_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silence() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def scenario() -> None:
+        async with (
+            alone(tmp_path / "run") as (run, server),
+            calling(run, server, "eve") as eve,
+            calling(run, server, "b") as channel,
+            asyncio.timeout(30),
+        ):
+            calls = [eve.stream_unary("/editpb.Data/FetchSnapshot")(silence()) for _ in range(MAX_CALLS)]
+            codes = [asyncio.ensure_future(call.code()) for call in calls]
+            for _, code in zip(range(MAX_CALLS // 2), asyncio.as_completed(codes), strict=False):
+                assert await code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await ask(channel, run_id=run.folder.run_id, **WANTED) == theta()[1].numpy().tobytes()
+            monkeypatch.setattr(guarded_calls, "REQUEST_S", 0.01)
+            late = channel.stream_unary("/editpb.Data/FetchSnapshot")(silence())
+            assert await late.code() is grpc.StatusCode.UNAVAILABLE
+            for call in calls:
                 call.cancel()
 
     asyncio.run(scenario())

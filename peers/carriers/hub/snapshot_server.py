@@ -15,20 +15,22 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from torch import Tensor
 
-from edit.errors import ConfigError, GoneError, RefusedError, RemoteProtocolError, StaleError, TransportError
+from edit.errors import BusyError, ConfigError, GoneError, RefusedError, RemoteProtocolError, StaleError, TransportError
 from edit.fragments.digest import combine
 from edit.fragments.schema import Schema
 from edit.replica.replica import Outer
 from editpb import data_pb2, tensors_pb2
 from editpb.data_messages import snapshot_request_from_pb
-from editpb.identity import admitted
+from editpb.identity import admitted, from_auth_context
 from editpb.invitation import endpoint_of
 from editpb.limits import MAX_COUNT
 from editpb.messages import Serving, SnapshotManifest, SnapshotRequest
@@ -36,6 +38,7 @@ from editpb.snapshot_cache import SnapshotCache
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunks import make_chunks
+from editpb.transport.guarded_calls import guarded
 from editpb.transport.send_limit import UNLIMITED, SendLimit, size_of
 from peers.carriers.run_connection import Traffic
 
@@ -43,14 +46,13 @@ __all__ = ["MAX_PAST", "MAX_READERS", "SnapshotServer"]
 
 MAX_READERS = 8  # calls at a time, of which a member has two while one goes over into the next; they share this peer's uplink
 MAX_PAST = 2  # past outer steps that readers may hold in memory
-MAX_CALLS = 24  # with those whose readers have been let go, and whose connections are not gone yet
+MAX_CALLS = 24  # with those whose readers have been let go, and whose connections are not gone yet; one member has half of them
+_MAX_ENDING = 40  # more, which are too many, until they have ended
 STALL_S = 30.0  # a reader that takes no chunk for so long is let go
 CLOSE_S = 0.5
 REQUEST_BYTES = 1 << 16  # the largest request
-_AGE = (
-    ("grpc.max_connection_age_ms", 60_000),  # then calls that have begun may end, and new ones take another connection
-    ("grpc.max_connection_age_grace_ms", 120_000),
-)
+AGE_S = 60.0  # of a connection; then calls that have begun may end, and new ones take another one
+GRACE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +103,20 @@ class SnapshotServer:
         self._held: _Held | None = None
         self._past = SnapshotCache()  # what has been read lately, of past outer steps, too
         self._readers = 0
+        self._calls: Counter[str] = Counter()  # by member
         self._tickets: dict[int, str] = {}  # of the snapshots that readers may still ask for
 
     async def start(self) -> str:
         """Listen; return the address at which others reach it. Raises ConfigError for a port in use."""
-        self._server = grpc.aio.server(options=(*server_options(REQUEST_BYTES), *_AGE), maximum_concurrent_rpcs=MAX_CALLS)
+        options = server_options(REQUEST_BYTES, connection_age_s=AGE_S, connection_grace_s=GRACE_S)
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS + _MAX_ENDING)
         handler = grpc.unary_stream_rpc_method_handler(
             self._fetch,
             request_deserializer=data_pb2.SnapshotRequest.FromString,
             response_serializer=tensors_pb2.Chunk.SerializeToString,
         )
-        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("editpb.Data", {"FetchSnapshot": handler})])
+        methods = {"FetchSnapshot": guarded(handler, self._admitted, self._place)}
+        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("editpb.Data", methods)])
         try:
             port = self._server.add_secure_port(self._listen, self._credentials)
         except RuntimeError as error:
@@ -143,9 +148,25 @@ class SnapshotServer:
             return None
         return Serving(self._address, self._held.ticket)
 
+    @contextmanager
+    def _admitted(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+        admitted(context.auth_context(), self._run_id, ("peer", "region", "observer"))
+        yield
+
+    @contextmanager
+    def _place(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+        """Count a call, until the block ends. Raises BusyError when its member, or all, have too many."""
+        member = from_auth_context(context.auth_context()).peer_id
+        if self._calls[member] >= MAX_CALLS // 2 or self._calls.total() >= MAX_CALLS:
+            raise BusyError("too many calls are under way here; ask another")
+        self._calls[member] += 1
+        try:
+            yield
+        finally:
+            self._calls -= Counter((member,))  # drops what is 0
+
     async def _fetch(self, request: data_pb2.SnapshotRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         async with abort_on_error(context):
-            admitted(context.auth_context(), self._run_id, ("peer", "region", "observer"))
             if self._readers >= MAX_READERS:
                 raise TransportError(f"{self._readers} others read here already; ask another")
             wanted = self._wanted(request)

@@ -48,17 +48,25 @@ def channel_options(address: str, max_receive_bytes: int = MESSAGE_BYTES, *, ser
 
 
 def server_options(
-    max_receive_bytes: int = MESSAGE_BYTES, *, max_connections: int = 0, connection_age_s: float = CONNECTION_AGE_S
+    max_receive_bytes: int = MESSAGE_BYTES,
+    *,
+    max_connections: int = 0,
+    max_streams: int = MAX_STREAMS,
+    connection_age_s: float = CONNECTION_AGE_S,
+    connection_grace_s: float = 0.0,
 ) -> Options:
     """Return the options of a server; a port that another process listens on is refused instead of shared.
 
     Args:
         max_receive_bytes: limit of one received message.
         max_connections: further ones are closed at once, those in their handshake counted; 0: no limit.
+        max_streams: calls at a time on one connection.
         connection_age_s: an older connection takes no new calls, so that the client's certificate is checked again. The calls
             under way end by themselves: an Attend stream lives as long as its certificate.
+        connection_grace_s: after which they are ended; 0: never.
     """
     limit: Options = (("grpc.max_allowed_incoming_connections", max_connections),) if max_connections else ()
+    grace: Options = (("grpc.max_connection_age_grace_ms", int(connection_grace_s * 1000)),) if connection_grace_s else ()
     return (
         ("grpc.max_send_message_length", MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_receive_bytes),
@@ -67,7 +75,8 @@ def server_options(
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
-        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_concurrent_streams", max_streams),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         *limit,
+        *grace,
     )

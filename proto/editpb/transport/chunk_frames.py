@@ -22,6 +22,7 @@ __all__ = [
     "ReceivedChunk",
     "add_council_servicer",
     "add_data_servicer",
+    "add_handlers",
     "contribute_frames",
     "contribute_part",
     "council_stub",
@@ -233,16 +234,16 @@ def add_council_servicer(servicer: Any, server: grpc.aio.Server) -> None:
     handlers["Swap"] = grpc.stream_stream_rpc_method_handler(
         servicer.Swap, request_deserializer=partial(_part, kind=cpb.SwapPart), response_serializer=serialize
     )
-    _add(server, _COUNCIL, handlers)
+    add_handlers(server, _COUNCIL, handlers)
 
 
 def add_data_servicer(servicer: Any, server: grpc.aio.Server) -> None:
     """Add the Data service: Contribute receives ReceivedChunk for chunks, FetchUpdate may yield frames."""
-    _add(server, _SERVICE, data_handlers(servicer))
+    add_handlers(server, _SERVICE, data_handlers(servicer))
 
 
-def _add(server: grpc.aio.Server, service: str, handlers: dict[str, Any]) -> None:
-    """As the generated code does: an asyncio server of grpcio below 1.84 ignores the second call."""
+def add_handlers(server: grpc.aio.Server, service: str, handlers: dict[str, Any]) -> None:
+    """Add a service, as the generated code does: an asyncio server of grpcio below 1.84 ignores the second call."""
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     server.add_registered_method_handlers(service, handlers)
 

@@ -1,7 +1,8 @@
 """Which HTTP proxy a connection goes through, by CONNECT: what the environment says, as for other programs.
 
     grpc_proxy, https_proxy, http_proxy     http://[USER:PASSWORD@]HOST:PORT; the first that is set counts, also in upper case
-    no_grpc_proxy, no_proxy                 hosts that are reached directly: names, with all below them, addresses, networks, *
+    no_grpc_proxy, no_proxy                 hosts that are reached directly: names, with all below them, addresses, networks, *;
+                                            each also as HOST:PORT, *.NAME and with a dot at its end
 
 What is on this machine is always reached directly. gRPC would read the same variables, but would take a proxy also to reach
 this machine, and none at all, without a word, when it cannot read its address.
@@ -29,8 +30,8 @@ _log = logging.getLogger(__name__)
 def proxy_for(address: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return the proxy's URL, or '' when HOST:PORT is reached directly. Raises ConfigError for a proxy that is none."""
     name, given = _first(_PROXIES, environment)
-    host = address.rpartition(":")[0].strip("[]").lower()
-    if not given or is_loopback(host) or _is_direct(host, _first(_DIRECT, environment)[1]):
+    host = address.rpartition(":")[0].strip("[]").lower().rstrip(".")
+    if not given or _is_here(host) or _is_direct(host, _first(_DIRECT, environment)[1]):
         return ""
     url, place = _checked(name, given)
     _tell(name, place)
@@ -76,9 +77,22 @@ def _is_direct(host: str, entries: str) -> bool:
 def _fits(host: str, entry: str) -> bool:
     if entry == "*":
         return True
-    if not entry:
-        return False
+    place, _, port = entry.rpartition(":")
+    if port.isdecimal() and (":" not in place or place.endswith("]")):  # else these are the last digits of an IPv6 address
+        entry = place
     try:
         return ipaddress.ip_address(host) in ipaddress.ip_network(entry.strip("[]"), strict=False)
     except ValueError:  # one of them is a name
-        return host == entry.lstrip(".") or host.endswith(f".{entry.lstrip('.')}")
+        name = entry.removeprefix("*").strip(".")
+        return bool(name) and (host == name or host.endswith(f".{name}"))
+
+
+def _is_here(host: str) -> bool:
+    """Return whether this is loopback, in any spelling, or the address of everything, which leads there, too."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return is_loopback(host)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback or address.is_unspecified

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -54,7 +55,7 @@ async def handler_of(behaviour: Any, kind: str) -> Any:
     async def continuation(_: object) -> Any:
         return make(behaviour)
 
-    handler: Any = await CallLimit(10, lambda _: 1).intercept_service(continuation, None)  # type: ignore[arg-type]
+    handler: Any = await CallLimit(10, lambda _: 1, lambda _: contextlib.nullcontext()).intercept_service(continuation, None)  # type: ignore[arg-type]
     return getattr(handler, kind)
 
 
@@ -96,12 +97,3 @@ async def test_the_same_where_answers_are_streamed(behaviour: Any) -> None:
     except grpc.aio.AbortError:
         assert behaviour is stream_and_refuse
     assert requests.held == 0
-
-
-@on_a_loop
-async def test_a_single_request_is_none_of_its_business() -> None:
-    async def echo(request: int, context: Any) -> int:
-        return request
-
-    call = await handler_of(echo, "unary_unary")
-    assert await call(7, Context()) == 7

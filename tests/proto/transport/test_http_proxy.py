@@ -25,7 +25,10 @@ def test_the_first_that_is_set_counts_and_an_empty_one_is_not_set() -> None:
     assert proxy_for("a.example:1", {"http_proxy": "http://other:1", "HTTPS_PROXY": PROXY, "https_proxy": " "}) == PROXY
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:7", "localhost:7", "[::1]:7", "127.8.8.8:7"])
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:7", "localhost:7", "localhost.:7", "[::1]:7", "127.8.8.8:7", "[::ffff:127.0.0.1]:7", "0.0.0.0:7", "[::]:7"],
+)
 def test_this_machine_is_reached_directly(address: str) -> None:
     assert proxy_for(address, {"https_proxy": PROXY}) == ""
 
@@ -45,7 +48,16 @@ def test_this_machine_is_reached_directly(address: str) -> None:
         ("[2001:db8::1]:7", "2001:db8::/32", True),
         ("[2001:db8::1]:7", "[2001:db8::1]", True),
         ("[2001:db9::1]:7", "2001:db8::/32", False),
+        ("a.example:7", "a.example:7", True),
+        ("10.1.2.3:7", "10.1.2.3:9", True),
+        ("[2001:db8::1]:7", "[2001:db8::1]:7", True),
+        ("[2001:db8::1]:7", "2001:db8::1", True),
+        ("a.example:7", "*.example", True),
+        ("badexample:7", "*.example", False),
+        ("a.example.:7", "a.example", True),
+        ("a.example:7", "a.example.", True),
         ("a.example:7", " , ,", False),
+        ("a.example:7", ".", False),
     ],
 )
 def test_what_no_proxy_names_is_reached_directly(address: str, entries: str, direct: bool) -> None:
