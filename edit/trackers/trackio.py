@@ -5,6 +5,7 @@ Where the store lies is TRACKIO_DIR's to say. A restart goes on with the run of 
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import trackio
@@ -24,8 +25,7 @@ class _Trackio:
             config=dict(run.settings),
             resume="allow",
             embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
+            **{name: False for name in ("auto_log_gpu", "auto_log_cpu") if name in signature(trackio.init).parameters},
         )
 
     def log(self, step: int, values: Values) -> None:

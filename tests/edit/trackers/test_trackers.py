@@ -346,6 +346,7 @@ def test_trackio_goes_on_with_the_run_of_the_same_name(tmp_path: Path, calls: li
     assert [kind for kind, _ in calls] == ["init", "log", "finish"]
     init = calls[0][1]
     assert (init["project"], init["name"], init["resume"], init["space_id"]) == ("tiny", "run-1 a", "allow", None)
+    assert "auto_log_gpu" not in init  # this version has no such argument
 
 
 def test_an_unknown_option_of_a_tracker_is_named(
