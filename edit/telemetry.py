@@ -2,7 +2,8 @@
 
 Off unless an OTLP endpoint is set in the environment (`edit.command_line.otlp_protocol`) and the extra `otel` is installed;
 opentelemetry is imported nowhere else, and here only then. A collector that is slow or away costs spans: the SDK has threads
-and a bounded queue, its complaints are logged once, and at the end it is waited for at most CLOSE_S.
+and a bounded queue, its complaints are logged once, and at the end it is waited for at most CLOSE_S. Spans and metrics are sent
+only where their own or the general endpoint is set.
 
 Nothing of it is on the wire between members. Spans of the same outer step of a run meet all the same, whoever's they are: the
 id of their trace follows from the run and the step.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from hashlib import sha256
 from typing import Any
 
 import edit
+from edit.errors import ConfigError
 
 __all__ = ["CLOSE_S", "Attributes", "Span", "Telemetry", "telemetry", "trace_id"]
 
@@ -116,18 +120,25 @@ def _ids() -> Any:
     return Ids()
 
 
-class _Once(logging.Handler):
-    """Says the first of the SDK's complaints, in one line."""
+class _Complaints(logging.Handler):
+    """Passes on the SDK's complaints, each as one line: all about the variables, later the first of each of its loggers."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said = False
+        self.consequence = ""  # of what it complains about
+        self._said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._said:
-            self._said = True
-            text = " ".join(record.getMessage().split())[:300]
-            _log.warning("OpenTelemetry: %s; spans and metrics may be lost, the run goes on", text)
+        text = " ".join(record.getMessage().split())[:300]
+        once = record.name if self.consequence else text
+        if once not in self._said:
+            self._said.add(once)
+            _log.warning("OpenTelemetry: %s%s", text, self.consequence)
+
+
+def _is_set(kind: str) -> bool:
+    """Return whether the variables name a collector of these."""
+    return any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT") for name in ("", f"{kind}_"))
 
 
 @contextmanager
@@ -138,6 +149,8 @@ def telemetry(protocol: str, service: str, run_id: str, member: str) -> Iterator
         protocol: of `edit.command_line.otlp_protocol`; empty: off.
         service: of the process, where OTEL_SERVICE_NAME names no other.
         run_id, member: attributes of all that it sends.
+
+    Raises ConfigError for a variable that the SDK refuses.
     """
     if not protocol:
         yield None
@@ -154,26 +167,35 @@ def telemetry(protocol: str, service: str, run_id: str, member: str) -> Iterator
         _log.warning("an OTLP endpoint is set, and nothing is sent to it (%s): pip install 'edit-localsgd[otel]'", error)
         yield None
         return
-    theirs, once = logging.getLogger("opentelemetry"), _Once()
-    theirs.addHandler(once)
+    theirs, complaints = logging.getLogger("opentelemetry"), _Complaints()
+    theirs.addHandler(complaints)
     theirs.propagate = False
-    resource = Resource.create({"edit.run_id": run_id, "edit.member": member})
-    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
-        resource = resource.merge(Resource({"service.name": service, "service.version": edit.__version__}))
-    ids = _ids()
-    spans = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
-    spans.add_span_processor(BatchSpanProcessor(of_traces.OTLPSpanExporter()))
-    metrics = MeterProvider(
-        [PeriodicExportingMetricReader(of_metrics.OTLPMetricExporter())], resource=resource, shutdown_on_exit=False
-    )
+    ending: list[threading.Thread] = []
     try:
+        try:
+            resource = Resource.create({"edit.run_id": run_id, "edit.member": member})
+            if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+                resource = resource.merge(Resource({"service.name": service, "service.version": edit.__version__}))
+            ids = _ids()
+            spans = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
+            if _is_set("TRACES"):
+                spans.add_span_processor(BatchSpanProcessor(of_traces.OTLPSpanExporter()))
+            readers = [PeriodicExportingMetricReader(of_metrics.OTLPMetricExporter())] if _is_set("METRICS") else []
+            metrics = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
+        except Exception as error:  # of many kinds, all about variables: nothing else is given
+            text = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"OpenTelemetry refuses the environment's OTEL variables: {type(error).__name__}: {text}"
+            ) from error
+        complaints.consequence = "; spans and metrics may be lost, the run goes on"
+        ending += [threading.Thread(target=each.shutdown, daemon=True) for each in (spans, metrics)]
         yield Telemetry(spans, metrics, ids)
     finally:
-        ending = [threading.Thread(target=each.shutdown, daemon=True) for each in (spans, metrics)]
+        until = time.monotonic() + CLOSE_S
         for thread in ending:
             thread.start()
         for thread in ending:
-            thread.join(CLOSE_S)
+            thread.join(max(0.0, until - time.monotonic()))
         if not any(thread.is_alive() for thread in ending):  # else they may complain still
             theirs.propagate = True
-            theirs.removeHandler(once)
+            theirs.removeHandler(complaints)

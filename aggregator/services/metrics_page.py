@@ -156,14 +156,13 @@ class MetricsPage:
         self.listen = ""  # HOST:PORT, once bound
 
     async def start(self) -> None:
-        """Bind the port. Raises ConfigError when it is in use."""
+        """Bind the port. Raises ConfigError when it cannot be bound."""
         host, _, port = self._address.rpartition(":")
         try:
             self._server = await asyncio.start_server(self._connected, host.strip("[]"), int(port), limit=_REQUEST_BYTES)
-        except OSError as error:
-            raise ConfigError(
-                f"{self._named}: {self._address} cannot be bound ({error.strerror}); choose another address"
-            ) from error
+        except (OSError, ValueError) as error:  # ValueError, as UnicodeError: of a name that no host can have
+            why = (error.strerror if isinstance(error, OSError) else "") or error
+            raise ConfigError(f"{self._named}: {self._address} cannot be bound ({why}); choose another address") from error
         self.listen = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:

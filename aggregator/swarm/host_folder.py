@@ -73,7 +73,7 @@ class HostFolder:
 
     def __post_init__(self) -> None:
         host, _, port = self.listen.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        if not host or not host.isprintable() or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
             raise ConfigError(f"--listen {self.listen!r:.80}: must be HOST:PORT; port 0 chooses one")
         if self.discovery not in ("", "auto", "addresses", "dht"):
             raise ConfigError(f"discovery = {self.discovery!r:.80}: must be auto, addresses or dht")

@@ -203,6 +203,7 @@ class Relay:
         host, _, port = listen.rpartition(":")
         try:
             family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+            host.encode("idna")  # a name that no host can have: create_server would raise TypeError, and leave its socket open
             self._listener = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=256)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"--listen {listen}: cannot be bound ({error})") from error

@@ -28,7 +28,9 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Writes down values. Its thread is its own: it may wait, and what it raises is logged once."""
+    """Writes down values. Its thread is its own: it may wait. After it has raised it is closed, and made again later, with
+    the step then; ConfigError and ImportError are final.
+    """
 
     def log(self, step: int, values: Values) -> None:
         """Write values, by name. step: never falls; at a peer inner steps, at a coordinator outer steps."""

@@ -12,7 +12,7 @@ from typing import Any
 from edit import plugins
 from edit.config.overrides import options_of
 from edit.config.plugins import PREFIX, is_entry
-from edit.errors import ConfigError, PluginError
+from edit.errors import ConfigError, EditError, PluginError
 from edit.trackers.background import BackgroundTracker, Trackers
 from edit.trackers.base import TrackedRun, Tracker
 
@@ -94,7 +94,7 @@ class TrackerChoice:
             return maker
 
         def make(run: TrackedRun) -> Tracker:
-            with plugins.blame(plugin):
+            with plugins.blame(plugin, EditError):  # not PluginError: what it needs may be back later
                 tracker: Tracker = maker(run)
             for method in ("log", "close"):
                 if not callable(getattr(tracker, method, None)):

@@ -1,14 +1,18 @@
 """MLflow: into a file of SQLite in the tracker's folder, or with `--tracker-option mlflow.uri=URI` to a tracking server.
 
-A restart goes on with the run that has this run and member in its tags.
+A restart goes on with the run that has this run and member in its tags. MLflow's own telemetry is off unless
+MLFLOW_DISABLE_TELEMETRY says otherwise.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from importlib.util import find_spec
 from typing import Any
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it sends what is used of it to its makers
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient

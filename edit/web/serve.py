@@ -248,9 +248,11 @@ def _is_loopback(host: str) -> bool:
 
 def _bind(host: str, port: int, listen: str) -> socket.socket:
     try:
+        host.encode("idna")  # a name that no host can have: create_server would raise TypeError, and leave its socket open
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64)
-    except OSError as error:
-        raise ConfigError(f"--listen {listen}: cannot be used ({error.strerror})") from error
+    except (OSError, UnicodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else "") or error
+        raise ConfigError(f"--listen {listen}: cannot be used ({why})") from error
 
 
 def _bracketed(host: str) -> str:

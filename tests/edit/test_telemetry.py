@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from threading import Lock, Thread
+from types import SimpleNamespace
 
 import pytest
 
 from edit.command_line import otlp_protocol
-from edit.telemetry import Span, telemetry, trace_id
+from edit.errors import ConfigError
+from edit.telemetry import CLOSE_S, Span, telemetry, trace_id
 from tests.support.telemetry import InMemory, seconds
 
 VARIABLES = ("ENDPOINT", "TRACES_ENDPOINT", "METRICS_ENDPOINT", "PROTOCOL")
@@ -118,10 +120,72 @@ def test_what_is_recorded_reaches_the_collector_by_the_end(
         assert told is not None
         told.record(Span(name="exchange", start=1.0, end=2.0), trace_id("run-1", 1))
         told.add("edit.exchange.payload", "By", 7, {})
-        for _ in range(3):
-            logging.getLogger("opentelemetry.sdk").warning("no\nroom")
+        for name in ("sdk", "sdk", "exporter", "sdk"):
+            logging.getLogger(f"opentelemetry.{name}").warning("no\nroom")
     bodies = dict(posted)
     assert set(bodies) == {"/v1/traces", "/v1/metrics"} and b"exchange" in bodies["/v1/traces"]
     assert all(b"peer-a" in body and b"edit-peer" in body for body in bodies.values())
     said = [record.getMessage() for record in caplog.records if "OpenTelemetry" in record.getMessage()]
-    assert said == ["OpenTelemetry: no room; spans and metrics may be lost, the run goes on"]
+    assert said == ["OpenTelemetry: no room; spans and metrics may be lost, the run goes on"] * 2  # once of each logger
+
+
+def as_before() -> bool:
+    theirs = logging.getLogger("opentelemetry")
+    return theirs.propagate and not [handler for handler in theirs.handlers if type(handler).__module__ == "edit.telemetry"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("OTEL_METRIC_EXPORT_INTERVAL", "0", "ValueError: interval value 0.0 is invalid and needs to be larger than zero"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1", "ValueError: OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT must be a non-negative integer"),
+    ],
+)
+def test_a_variable_that_the_sdk_refuses_is_said_in_one_line(
+    name: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(ConfigError, match=f"refuses the environment's OTEL variables: {says}"),
+        telemetry("http/protobuf", "edit-peer", "run-1", "a"),
+    ):
+        pass
+    assert as_before()
+
+
+def test_what_is_not_asked_for_is_not_sent_and_a_default_in_place_of_a_wrong_value_is_no_loss(
+    collector: tuple[str, list[tuple[str, bytes]]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, posted = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{url}/v1/traces")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "10s")
+    monkeypatch.delattr("opentelemetry.exporter.otlp.proto.http.metric_exporter.OTLPMetricExporter")
+    with telemetry(otlp_protocol(), "edit-peer", "run-1", "a") as told:
+        assert told is not None
+        told.record(Span(name="exchange", start=1.0, end=2.0), trace_id("run-1", 1))
+        told.add("edit.exchange.payload", "By", 7, {})
+    assert [path for path, _ in posted] == ["/v1/traces"] and as_before()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("OpenTelemetry: Invalid timeout value '10s'") and "lost" not in said
+
+
+def test_at_the_end_spans_and_metrics_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Hanging:
+        def __init__(self, **_: object) -> None: ...
+
+        def start(self) -> None: ...
+
+        def join(self, timeout: float) -> None:
+            waits.append(timeout)
+
+        def is_alive(self) -> bool:
+            return len(waits) < 2
+
+    monkeypatch.setattr("edit.telemetry.threading", SimpleNamespace(Thread=Hanging, Lock=Lock))
+    monkeypatch.setattr("edit.telemetry.time", SimpleNamespace(monotonic=lambda: 100.0 + sum(waits)))
+    with telemetry("http/protobuf", "edit-peer", "run-1", "a"):
+        pass
+    assert waits == [CLOSE_S, 0.0]

@@ -49,6 +49,7 @@ def _first(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str,
 def _checked(name: str, given: str) -> tuple[str, str]:
     """Return the URL as gRPC takes it, and HOST:PORT of the proxy. What is said of a wrong one has no password in it."""
     try:
+        given.encode()
         parts = urlsplit(given if "://" in given else f"http://{given}")
         host, port = parts.hostname, parts.port
     except ValueError:

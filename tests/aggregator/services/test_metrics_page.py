@@ -113,6 +113,9 @@ async def test_there_is_no_such_port_unless_the_operator_says_so_and_one_in_use_
         with pytest.raises(ConfigError, match=r"server\.metrics_listen: 127\.0\.0\.1:\d+ cannot be bound"):
             await taken.start()
         await taken.close()
+        for name in ("a..b", "x" * 70):  # that no host can have
+            with pytest.raises(ConfigError, match=rf"metrics_listen: {name}:0 cannot be bound \(encoding with 'idna'"):
+                await MetricsPage(collector, f"{name}:0", lambda: True, named="server.metrics_listen").start()
 
 
 def test_who_says_too_much_or_nothing_is_cut_off_and_no_more_than_some_at_a_time(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ def test_what_cannot_be_is_said_in_one_line(settings: dict[str, object]) -> None
         folder(**settings)
 
 
+def test_a_name_that_no_host_can_have_is_not_listened_at() -> None:
+    with pytest.raises(ConfigError, match=r"^--listen .*: must be HOST:PORT"):
+        folder(listen="\udc80:0")
+
+
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = folder(discovery="dht", dht_peers=(MADDR,), dht_port=4001, seeds={"b": ("127.0.0.1:1",)})
     made.save(tmp_path)

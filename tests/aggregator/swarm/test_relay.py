@@ -453,5 +453,7 @@ def test_a_port_that_is_taken_is_said_in_one_line(tmp_path: Path) -> None:
     async def body(swarm: Hosts, one: Relay) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot be bound"):
             await Relay(swarm.run_id, one._context).start(f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"cannot be bound .encoding with"):  # a name that no host can have
+            await Relay(swarm.run_id, one._context).start(f"{70 * 'ü'}:0")
 
     scenario(tmp_path, body)

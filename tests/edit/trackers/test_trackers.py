@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,45 +80,114 @@ def test_one_that_hangs_keeps_nobody_and_what_waits_for_it_is_bounded(caplog: py
     tracker.close(within_s=0)
     assert warnings(caplog) == [
         "--tracker r: does not keep up; values are lost, the training goes on",
-        "--tracker r: did not end within 0 s; it may lack the last values",
+        "--tracker r: did not end in time; it may lack the last values",
     ]
     go_on.set()
     tracker.close(FOREVER_S)
     assert [step for step, _ in recorder.said] == [0, 1, 2, 3] and recorder.closed
-    assert warnings(caplog)[2:] == ["--tracker r: did not keep up; it lacks 96 lines of values"]
+    assert warnings(caplog)[2:] == ["--tracker r: lacks 96 lines of values"]
+
+
+class Flaky:
+    """Makes trackers, at a clock that it has; `failing` says what the next calls raise: None, nothing."""
+
+    def __init__(self, *failing: BaseException | None) -> None:
+        self.now, self.failing, self.made = 0.0, list(failing), list[tuple[float, int]]()
+        self.recorders: list[Recorder] = []
+        self._called = threading.Semaphore(0)
+        self.tracker = BackgroundTracker("r", self._make, clock=lambda: self.now)
+
+    def _call(self) -> None:
+        self._called.release()
+        if self.failing and (error := self.failing.pop(0)) is not None:
+            raise error
+
+    def _make(self, step: int) -> Recorder:
+        self.made.append((self.now, step))
+        self._call()
+        self.recorders.append(Recorder(self._call))
+        return self.recorders[-1]
+
+    def log(self, step: int, calls: int, at: float | None = None) -> None:
+        """Hand over values, at a time, and wait for so many calls of make and log."""
+        self.now = self.now if at is None else at
+        self.tracker.log(step, {})
+        for _ in range(calls):
+            assert self._called.acquire(timeout=FOREVER_S)
+
+    def end(self) -> list[list[int]]:
+        self.tracker.close(FOREVER_S)
+        assert all(recorder.closed for recorder in self.recorders)
+        return [[step for step, _ in recorder.said] for recorder in self.recorders]
 
 
 @pytest.mark.parametrize("error", [OSError("no\nroom"), SystemExit("no\nroom")])
-def test_one_that_raises_is_said_once_and_told_on(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    failing = [error, error]
-
-    def fail() -> None:
-        if failing:
-            raise failing.pop()
-
-    recorder = Recorder(fail)
-    tracker = BackgroundTracker("r", lambda step: recorder)
-    for step in range(3):
-        tracker.log(step, {})
-    tracker.close(FOREVER_S)
-    assert [step for step, _ in recorder.said] == [2] and recorder.closed
-    assert warnings(caplog) == [f"--tracker r: {type(error).__name__}: no room; the training goes on"]
+def test_one_that_cannot_be_made_is_tried_again_with_growing_pauses(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    flaky = Flaky(error, error, None)
+    flaky.log(0, calls=1)
+    flaky.log(1, calls=0, at=59)
+    flaky.log(2, calls=1, at=61)
+    flaky.log(3, calls=0, at=180)
+    flaky.log(4, calls=6, at=182)  # made, and told of all five
+    assert flaky.made == [(0, 0), (61, 0), (182, 0)] and flaky.end() == [[0, 1, 2, 3, 4]]
+    assert warnings(caplog) == [f"--tracker r: {type(error).__name__}: no room; tried again in 60 s, the training goes on"]
 
 
-def test_one_that_cannot_be_made_or_closed_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_raises_is_closed_and_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    flaky = Flaky(None, None, OSError("full"), None, None, OSError("full"))
+    flaky.log(0, calls=2)
+    flaky.log(1, calls=1)
+    flaky.log(2, calls=2, at=60)
+    flaky.log(3, calls=1, at=60 + 3601)  # it worked for more than an hour: a new trouble
+    flaky.log(4, calls=2, at=60 + 3601 + 60)
+    assert [step for _, step in flaky.made] == [0, 2, 4] and flaky.end() == [[0], [2], [4]]
+    said = "--tracker r: OSError: full; tried again in 60 s, the training goes on"
+    assert warnings(caplog) == [said, said, "--tracker r: lacks 2 lines of values"]
+
+
+def test_at_the_end_one_that_failed_is_tried_once_more_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    flaky, away = Flaky(OSError("away")), Flaky(*[OSError("away")] * 9)
+    for each in (flaky, away):
+        each.log(0, calls=1)
+        each.log(1, calls=0)
+    assert flaky.end() == [[0, 1]] and away.end() == []
+    assert warnings(caplog)[2:] == ["--tracker r: lacks 2 lines of values"]
+
+
+@pytest.mark.parametrize("error", [ConfigError("no such mode"), ImportError("no such mode")])
+def test_what_would_be_raised_again_is_final(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    flaky = Flaky(error)
+    flaky.log(0, calls=1)
+    flaky.tracker._thread.join(FOREVER_S)
+    flaky.log(1, calls=0, at=7200)
+    assert flaky.end() == [] and len(flaky.made) == 1
+    assert warnings(caplog) == [f"--tracker r: {type(error).__name__}: no such mode; not tried again, the training goes on"]
+
+
+def test_one_that_cannot_be_closed_is_said(caplog: pytest.LogCaptureFixture) -> None:
     class Unclosable(Recorder):
         def close(self) -> None:
             raise ValueError("in close")
 
-    def broken(step: int) -> Recorder:
-        raise ValueError("in make")
+    with Trackers([BackgroundTracker("a", lambda step: Unclosable())]) as trackers:
+        trackers.log(0, {})
+    assert warnings(caplog) == ["--tracker a: ValueError: in close; the training goes on"]
 
-    with Trackers([BackgroundTracker("a", broken), BackgroundTracker("b", lambda step: Unclosable())]) as trackers:
-        for step in range(3):
-            trackers.log(step, {})
-    assert sorted(warnings(caplog)) == [
-        f"--tracker {name}: ValueError: in {where}; the training goes on" for name, where in (("a", "make"), ("b", "close"))
-    ]
+
+def test_all_trackers_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Hanging:
+        def begin_close(self) -> None: ...
+
+        def close(self, within_s: float) -> None:
+            waits.append(within_s)
+
+    monkeypatch.setattr("edit.trackers.background.time", SimpleNamespace(monotonic=lambda: 100.0 + sum(waits)))
+    Trackers([Hanging(), Hanging()]).close(5.0)  # type: ignore[list-item]
+    assert waits == [5.0, 0.0]
 
 
 def opened(choice: TrackerChoice, folder: Path) -> Trackers:
@@ -130,14 +201,17 @@ def test_a_plugin_is_one_once_it_is_allowed(tmp_path: Path, caplog: pytest.LogCa
     recorder = Recorder()
     plugins.register("trackers", "mine", lambda run: runs.append(run) or recorder)  # type: ignore[func-returns-value]
     plugins.register("trackers", "none", lambda run: None)
-    choice = TrackerChoice.of(["entry:mine", "entry:none"], ["mine.level=2"], frozenset())
+    plugins.register("trackers", "away", lambda run: 1 / 0)
+    choice = TrackerChoice.of(["entry:mine", "entry:none", "entry:away"], ["mine.level=2"], frozenset())
     trackers = opened(choice, tmp_path)
     trackers.log(5, {"loss": 0.5})
     trackers.close(FOREVER_S)
     assert recorder.said == [(5, {"loss": 0.5})] and recorder.closed
     assert (runs[0].folder, runs[0].first_step, runs[0].options) == (tmp_path / "mine", 5, {"level": 2})
-    (warning,) = warnings(caplog)
-    assert warning.startswith("--tracker entry:none: PluginError: entry:none (edit.trackers): gave a NoneType without a method")
+    away, none = (one for one in sorted(warnings(caplog)) if "Error" in one)
+    assert none.startswith("--tracker entry:none: PluginError: entry:none (edit.trackers): gave a NoneType without a method")
+    assert away.startswith("--tracker entry:away: EditError: entry:away (edit.trackers): ZeroDivisionError: division by zero (")
+    assert "; not tried again, " in none and "; tried again in 60 s, " in away
 
 
 @pytest.mark.parametrize(
@@ -194,7 +268,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         module = ModuleType(name)
         module.__spec__ = sys.__spec__
         module.init = lambda **given: calls.append(("init", given)) or FakeRun(calls)  # type: ignore[attr-defined,func-returns-value]
-        module.Settings = dict  # type: ignore[attr-defined]
+        module.Settings = type("Settings", (dict,), {"model_fields": {"x_transaction_log_flush_interval": None}})  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.delitem(sys.modules, f"edit.trackers.{name}", raising=False)
     return calls
@@ -210,6 +284,59 @@ def test_wandb_is_offline_and_has_one_id_for_a_member_of_a_run(tmp_path: Path, c
     assert (first["mode"], first["project"], first["resume"]) == ("offline", "mine", "allow")
     assert first["id"] == second["id"] and first["id"].startswith("run-1-a-") and first["config"]["seed"] == 3
     assert first["settings"]["console"] == "off" and first["settings"]["save_code"] is False
+    assert first["settings"]["x_transaction_log_flush_interval"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tracker", "package", "variable", "value"),
+    [
+        ("wandb", "wandb", "WANDB_ERROR_REPORTING", "false"),
+        ("mlflow", "mlflow.entities", "MLFLOW_DISABLE_TELEMETRY", "true"),
+    ],
+)
+@pytest.mark.parametrize("said", [None, "other"])
+def test_what_a_package_tells_its_makers_is_off_before_it_is_imported(
+    tracker: str, package: str, variable: str, value: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, said or "")
+    if said is None:
+        monkeypatch.delenv(variable)
+    seen: list[str | None] = []
+
+    class Import:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == package:
+                seen.append(os.environ.get(variable))
+                raise ImportError(name)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == tracker or name == f"edit.trackers.{tracker}"]:
+        monkeypatch.delitem(sys.modules, name)
+    if "." in package:
+        monkeypatch.setitem(sys.modules, tracker, ModuleType(tracker))
+        sys.modules[tracker].__path__ = []
+    monkeypatch.setattr(sys, "meta_path", [Import(), *sys.meta_path])
+    with pytest.raises(ImportError, match=package):
+        importlib.import_module(f"edit.trackers.{tracker}")
+    assert seen == [said or value]
+
+
+def test_wandb_never_asks_who_one_is(
+    tmp_path: Path, calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged_in = [False, True]
+
+    def login(*, prompt: bool = True, verify: bool = True) -> bool:
+        assert not prompt and not verify
+        return logged_in.pop(0)
+
+    monkeypatch.setattr(sys.modules["wandb"], "login", login, raising=False)
+    for _ in range(2):
+        trackers = opened(TrackerChoice.of(["wandb"], ["wandb.mode=online"], frozenset()), tmp_path)
+        trackers.log(10, {"loss": 1.0})
+        trackers.close(FOREVER_S)
+    assert [kind for kind, _ in calls] == ["init", "log", "finish"] and calls[0][1]["mode"] == "online"
+    (warning,) = warnings(caplog)
+    assert "ConfigError: wandb.mode=online, but nobody is logged in: run `wandb login`" in warning and "not tried" in warning
 
 
 def test_trackio_goes_on_with_the_run_of_the_same_name(tmp_path: Path, calls: list[tuple[str, Any]]) -> None:
@@ -227,7 +354,6 @@ def test_an_unknown_option_of_a_tracker_is_named(
     trackers = opened(TrackerChoice.of(["trackio"], ["trackio.mode=offline"], frozenset()), tmp_path)
     trackers.log(10, {"loss": 1.0})
     trackers.close(FOREVER_S)
-    assert warnings(caplog) == [
-        "--tracker trackio: ConfigError: --tracker-option mode: unknown; there is project, space; the training goes on"
-    ]
+    (warning,) = warnings(caplog)
+    assert "ConfigError: --tracker-option mode: unknown; there is project, space; not tried again, " in warning
     assert calls == []

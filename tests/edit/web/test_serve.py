@@ -21,7 +21,7 @@ from aggregator.security.certificates import Issuer, key_pem, make_ca, new_key
 from edit.errors import ConfigError, RefusedError
 from edit.web import check_installed
 from edit.web.feed import Source
-from edit.web.serve import PageServer, Tls
+from edit.web.serve import PageServer, Tls, _bind
 from editpb.identity import Identity
 from editpb.run_status import RunStatus
 from tests.support.loops import on_a_loop
@@ -120,6 +120,11 @@ def test_elsewhere_than_on_loopback_it_needs_tls(listen: str) -> None:
 def test_an_address_that_is_none_is_an_error(listen: str) -> None:
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         PageServer(source_of(busy_run(2)), OPERATOR, listen=listen, say=lambda line: None)
+
+
+def test_a_name_that_no_host_can_have_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be used .encoding with"):
+        _bind("\udc80", 0, "?:0")
 
 
 class Authority:

@@ -80,7 +80,14 @@ def test_the_url_is_given_to_grpc_as_it_reads_it(given: str, taken: str) -> None
 
 @pytest.mark.parametrize(
     "given",
-    ["http://me:secret@proxy.example", "socks5://me:secret@h:1", "https://me:secret@h:1", "http://:1", "http://h:99999"],
+    [
+        "http://me:secret@proxy.example",
+        "socks5://me:secret@h:1",
+        "https://me:secret@h:1",
+        "http://:1",
+        "http://h:99999",
+        "http://\udc80:1",
+    ],
 )
 def test_a_proxy_that_cannot_be_is_one_line_without_the_password(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", given)
