@@ -36,6 +36,14 @@ class MemberRecord:
     key: str = ""  # SHA-256 of its public key; empty: not seen since members.json had format 2
     expires: float = 0.0  # when its newest certificate ends, in unix seconds; 0: as for `key`
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for values that members.json cannot have: it may have been edited."""
+        texts = self.peer_id, self.role, self.serial, self.key, self.evicted or ""
+        numbers = self.issued, self.expires
+        if not (all(isinstance(one, str) for one in texts) and all(type(one) in (int, float) for one in numbers)):
+            raise ValueError(f"a value of {self.peer_id!r:.80} is of the wrong type")
+        int(self.serial or "0", 16)
+
     @property
     def order(self) -> tuple[float, int]:
         """By which a later certificate is told from an earlier one, also of the same second."""

@@ -157,6 +157,14 @@ def test_the_servers_is_renewed_after_two_thirds_of_its_year_and_keeps_its_key(t
     assert Validity.of(second).ends == pytest.approx(DUE + 365 * DAY_S)
 
 
+def test_one_that_is_not_valid_yet_is_renewed_unless_the_authority_is_not_either(tmp_path: Path, authority: Authority) -> None:
+    assert authority.renew_own(NAMES, now=DUE) == ("server.pem",), "the clock was ahead once"
+    assert authority.renew_own(NAMES, now=NOW - 10 * DAY_S) == (), "and is behind"
+    assert authority.renew_own(NAMES, now=NOW) == ("server.pem",)
+    assert Validity.of(pem(tmp_path / "server.pem")).begins < NOW
+    assert authority.renew_own(NAMES, now=NOW) == ()
+
+
 def test_a_missing_key_is_made_anew_with_a_certificate_that_fits(tmp_path: Path, authority: Authority) -> None:
     (tmp_path / "server.key").unlink()
     assert authority.renew_own(NAMES, now=NOW) == ("server.pem",)
