@@ -848,6 +848,8 @@ class Host:
                 for engine in engines:
                     engine.run.evict(peer_id, reason)
         self._members.pin({peer_id: enrolled.key for peer_id, enrolled in record.enrolled.items()}, closed=bool(record.roots))
+        for engine in engines:
+            engine.run.end_replaced()
         self._follow_roots(record)
         for peer_id in _shut_out(record):
             self.links.drop(peer_id, EvictedError(record.evicted[peer_id]))
