@@ -4,6 +4,7 @@ event                published when
 -------------------  ---------------------------------------------------------------------------------------------------------
 MemberEnrolled       an invitation was redeemed
 CertificateRenewed   a member got a new certificate for its key
+MachineReplaced      a member has another key: the machine before is shut out
 MemberChanged        a member entered another state
 RankLost             the stream of a rank other than 0 broke; without it the replica cannot contribute
 PeerReported         a heartbeat came; at most one a second per stream
@@ -49,6 +50,7 @@ __all__ = [
     "EventLines",
     "EventLog",
     "FragmentMerged",
+    "MachineReplaced",
     "MemberChanged",
     "MemberEnrolled",
     "OrderGiven",
@@ -84,6 +86,14 @@ class CertificateRenewed:
     """A later certificate was issued for the same identity and key."""
 
     peer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReplaced:
+    """A member has another key. reason: what the machine with the key before is told."""
+
+    peer_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +236,7 @@ class Advised:
 RunEvent = (
     MemberEnrolled
     | CertificateRenewed
+    | MachineReplaced
     | MemberChanged
     | RankLost
     | PeerReported
@@ -339,6 +350,8 @@ def _line(event: RunEvent) -> tuple[int, str] | None:
             return logging.INFO, f"{peer_id} enrolled as {role}"
         case CertificateRenewed(peer_id):
             return logging.INFO, f"{peer_id}: its certificate is renewed"
+        case MachineReplaced(peer_id):
+            return logging.INFO, f"{peer_id}: enrolled for another key; the machine before is shut out"
         case MemberChanged(peer_id, state, reason, live=False):
             return logging.INFO, f"{peer_id}: {state} ({reason})"
         case Consented(peer_id, policy):

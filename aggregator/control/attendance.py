@@ -173,6 +173,12 @@ class Attendances:
             if attendance.expires() <= unix and attendance.expelled is None:
                 attendance.expel(TransportError(f"the certificate of {attendance.peer_id} has expired; renew it"))
 
+    def end_replaced(self, peer_id: str, reason: str) -> None:
+        """End the streams of a peer whose certificate counts no more, since the peer has another key."""
+        for attendance in self.of(peer_id):
+            if attendance.expires() == 0.0:
+                attendance.expel(RefusedError(reason))
+
     def count(self, commit: Commit, missing: Iterable[str]) -> None:
         """Count what each member had in a commit; missing: who was expected and is not part of it."""
         weights: dict[str, float] = {}

@@ -32,6 +32,7 @@ from aggregator.run_feed import (
     Advised,
     Approved,
     Consented,
+    MachineReplaced,
     MemberChanged,
     MemberEnrolled,
     OrderGiven,
@@ -137,6 +138,7 @@ class Run:
         self.first_round_id, self._awaited = first_round_id, awaited
         self._rounds: RoundRunner | None = None
         self._advice = PaceAdvice(config)
+        self._keys = resources.members.keys  # as they were when it was looked at last
         self._told_ahead: set[str] = set()  # members whose outer step was above the run's, as the log has said
         self._told_misfits: set[str] = set()  # members whose software is another one than this, as the log has said
         self._held_for = ""  # why this process opens no rounds, though nobody ordered it
@@ -235,6 +237,7 @@ class Run:
     async def _watch_the_clock(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
+            self.end_replaced()
             self.attendances.end_expired(self.clock.unix())
             self.attendances.tick()
             if self._rounds is None:
@@ -272,7 +275,10 @@ class Run:
                 self.attendances.count(commit, missing)
             case RoundReport():
                 self.recent_rounds.append(replace(event, t=unix))
-            case RoundChanged() | RunEnded() | OrderGiven() | MemberEnrolled():
+            case MemberEnrolled():
+                self.end_replaced()
+                self._show_change()
+            case RoundChanged() | RunEnded() | OrderGiven():
                 self._show_change()
 
     def _phase_of(self, peer_id: str) -> PeerPhase | None:
@@ -303,6 +309,7 @@ class Run:
         """
         if self._rounds is not None and schema.schema_hash != self._rounds.outer.schema.schema_hash:
             raise RefusedError("another model: its schema_hash differs")  # the run was founded while the schema was learned
+        self.end_replaced()  # at a further aggregator this call may be the first with another key
         attendance = self.attendances.open(peer_id, schema, rank, ranks, expires)
         if rank == 0 and self._rounds is None and self.may_take_part(peer_id):
             self.founding.attended(peer_id)
@@ -505,9 +512,27 @@ class Run:
         """Shut this identity out for good, with all its ranks. Raises RefusedError for an unknown one, StorageError."""
         self.members.evict(peer_id, reason)
         if self._rounds is not None:
-            self._rounds.evict(peer_id, reason)  # first: its loss alone could close the round with what it delivered
+            self._rounds.withdraw(
+                peer_id, "was evicted", f"evicted: {reason}"
+            )  # first: its loss alone could close the round with what it delivered
         self.attendances.evict(peer_id, reason)
         self.feed.publish(OrderGiven("evicted", peer_id, reason))
+
+    def end_replaced(self) -> None:
+        """Shut out the machines of members that have another key now: as an eviction does, but the member itself stays.
+
+        It is looked at with each tick; call it as soon as keys may have changed.
+        """
+        before, self._keys = self._keys, self.members.keys
+        if self._keys is before:
+            return
+        for peer_id in [each for each, key in before.items() if self._keys.get(each, key) != key]:
+            reason = f"the certificate of {peer_id} was replaced by a newer one"
+            if self._rounds is not None:
+                self._rounds.withdraw(peer_id, "has another key", reason)
+            self.consents.pop(peer_id, None)
+            self.attendances.end_replaced(peer_id, reason)
+            self.feed.publish(MachineReplaced(peer_id, reason))
 
     def pause(self) -> None:
         """Open no rounds until `resume`, also in a later process. Raises StorageError; then nothing is paused."""

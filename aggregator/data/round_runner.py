@@ -304,15 +304,20 @@ class RoundRunner:
         self._run_feed.publish(PeerFaulted(peer_id, round_id, reason))
         self.feed(events.Faulted(peer_id, round_id, reason))
 
-    def evict(self, peer_id: str, reason: str) -> None:
-        """Drop all that an evicted peer delivered, also what was merged early; a round that is closed is merged with it."""
+    def withdraw(self, peer_id: str, what: str, reason: str) -> None:
+        """Drop all that a peer delivered, also what was merged early; a round that is closed is merged with it.
+
+        Args:
+            what: happened to it, as the reason of a round that is aborted says it: "was evicted".
+            reason: a stream that still sends gets it.
+        """
         if self.machine.is_merging(peer_id):
             return
         if self.machine.is_merged_early(peer_id):
-            why = f"{peer_id} was evicted, and a part of what it sent is merged already"
+            why = f"{peer_id} {what}, and a part of what it sent is merged already"
             self.feed(events.RoundFailed(self.machine.round_id, why))
         self.feed(events.Withdrawn(peer_id))
-        self._contributions.drop(peer_id, f"evicted: {reason}")
+        self._contributions.drop(peer_id, reason)
 
     @property
     def sources(self) -> tuple[Source, ...]:

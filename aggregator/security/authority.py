@@ -47,6 +47,7 @@ INVITATION_FORMAT = 1
 MEMBER_LIFETIME_S = 365 * 86400.0
 COORDINATOR_ID = "coordinator"
 _CLOCK_SET_BACK_S = 3600.0  # a certificate is dated so far back, and no later one need seem to be earlier
+_ROUNDED_S = 1.0  # the dates of certificates
 _EQUIP = "make it with `edit-coordinator new-aggregator` on the coordinator's machine, and copy the folder"
 _UNKNOWN = "this invitation is not known here: it is for another run, was withdrawn, or was altered; ask for a new one"
 
@@ -124,12 +125,13 @@ class Authority:
     def renew_own(self, advertise: Sequence[str], *, now: float) -> tuple[str, ...]:
         """Renew the folder's own certificates, the server's and the operator's, that are due. Return their files' names.
 
-        The server's is also renewed when server.advertise changed, or when it does not fit its key, or either is missing.
+        The server's is also renewed when server.advertise changed, when it does not fit its key, when it is not valid yet (the
+        clock was ahead) while the authority is, or when either is missing.
         Raises ConfigError when a key is damaged or others can read it, StorageError.
         """
         server, operator = Identity(self.run_id, "coordinator", COORDINATOR_ID), Identity(self.run_id, "operator", OPERATOR_ID)
         renewed = []
-        if not _still_good(self._path, "server", set(names_of(server, tuple(advertise))), now, latest=self._latest):
+        if not _still_good(self._path, "server", set(names_of(server, tuple(advertise))), now, self.validity):
             self._issue_own("server", server, now, tuple(advertise))
             renewed.append("server.pem")
         record = self.members.get(OPERATOR_ID)
@@ -253,7 +255,7 @@ class Authority:
     @property
     def _latest(self) -> float:
         """No certificate can end later, but for the rounding of its dates."""
-        return self.validity.ends - 1.0
+        return self.validity.ends - _ROUNDED_S
 
     def _enrol(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float) -> str:
         certificate = self._issue(identity, public_key, now)
@@ -320,10 +322,14 @@ def check_equipped(path: Path, run_id: str, aggregator: int, name: str, *, now: 
     for needed in ("ca.pem", "server.key", "server.pem"):
         if not (path / needed).is_file():
             raise ConfigError(f"{path / needed}: is missing; {_EQUIP}")
-    if not _still_good(path, "server", set(names_of(_aggregator(run_id, aggregator), (name,))), now, latest=0.0):
+    try:
+        authority = Validity.of(x509.load_pem_x509_certificate((path / "ca.pem").read_bytes()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / 'ca.pem'}: cannot be read ({error}); {_EQUIP}") from error
+    if not _still_good(path, "server", set(names_of(_aggregator(run_id, aggregator), (name,))), now, authority, renews=False):
         raise ConfigError(
-            f"{path / 'server.pem'}: does not name aggregator {aggregator} at {name}, does not fit server.key, or has expired; "
-            f"{_EQUIP}"
+            f"{path / 'server.pem'}: does not name aggregator {aggregator} at {name}, does not fit server.key, has expired, or "
+            f"is not valid yet by this machine's clock; {_EQUIP}"
         )
 
 
@@ -354,10 +360,15 @@ def _own_key(path: Path) -> ec.EllipticCurvePrivateKey | None:
     return key
 
 
-def _still_good(path: Path, name: str, names: set[x509.GeneralName], now: float, *, latest: float) -> bool:
+def _still_good(
+    path: Path, name: str, names: set[x509.GeneralName], now: float, authority: Validity, *, renews: bool = True
+) -> bool:
     """Return whether a certificate of the folder bears these names, fits its key, and is valid and not due for renewal.
 
-    latest: one that ends no earlier is never due, for no other would end later.
+    Args:
+        authority: one that ends with it is never due, for no other would end later. While it is not valid yet itself, the clock
+            is behind, and nobody would take another one either.
+        renews: False: whether it is due does not matter.
     """
     key = _own_key(path / f"{name}.key")
     try:
@@ -367,7 +378,9 @@ def _still_good(path: Path, name: str, names: set[x509.GeneralName], now: float,
         return False
     validity = Validity.of(certificate)
     fits = key is not None and key.public_key() == certificate.public_key() and set(present) == names
-    return fits and now < validity.ends and not (validity.ends < latest and validity.renewal_due(now))
+    begun = validity.begins <= now or now < authority.begins
+    due = renews and validity.ends < authority.ends - _ROUNDED_S and validity.renewal_due(now)
+    return fits and begun and now < validity.ends and not due
 
 
 def load_issuer(path: Path) -> Issuer:
@@ -381,8 +394,14 @@ def load_issuer(path: Path) -> Issuer:
         ) from error
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: ca.key or ca.pem is damaged; restore both from a copy") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise ConfigError(f"{path / 'ca.key'}: is not a P-256 key, as an authority's must be")
+    if key.public_key() != certificate.public_key():
         raise ConfigError(f"{path}: ca.key and ca.pem do not belong together; restore both from a copy")
+    try:
+        certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+    except (x509.ExtensionNotFound, ValueError) as error:
+        raise ConfigError(f"{path / 'ca.pem'}: has no subject key identifier, as an authority's must ({error})") from error
     return Issuer(key, certificate)
 
 

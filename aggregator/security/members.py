@@ -36,6 +36,14 @@ class MemberRecord:
     key: str = ""  # SHA-256 of its public key; empty: not seen since members.json had format 2
     expires: float = 0.0  # when its newest certificate ends, in unix seconds; 0: as for `key`
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for values that members.json cannot have: it may have been edited."""
+        texts = self.peer_id, self.role, self.serial, self.key, self.evicted or ""
+        numbers = self.issued, self.expires
+        if not (all(isinstance(one, str) for one in texts) and all(type(one) in (int, float) for one in numbers)):
+            raise ValueError(f"a value of {self.peer_id!r:.80} is of the wrong type")
+        int(self.serial or "0", 16)
+
     @property
     def order(self) -> tuple[float, int]:
         """By which a later certificate is told from an earlier one, also of the same second."""
@@ -57,11 +65,13 @@ class Members:
         self._path, self._enrols = path, enrols
         self._keys: Mapping[str, str] = {}  # see `pin`
         self._closed = False  # likewise
+        self.keys: Mapping[str, str] = {}  # for which key each name counts, as far as known; replaced as a whole, never changed
         self._authority: x509.Certificate | None = None  # see `trust`
         if new and not path.exists():
             self._save({})
         try:
             self._records = {row["peer_id"]: MemberRecord(**row) for row in _read_rows(path)}
+            self._note_keys()
         except FileNotFoundError:
             without = "" if enrols else f'; if nobody was evicted, write {{"format": {MEMBERS_FORMAT}, "members": []}} into it'
             raise StorageError(
@@ -134,7 +144,10 @@ class Members:
 
         closed: everybody was enrolled who is a peer or an observer, and a certificate alone makes nobody one.
         """
-        self._keys, self._closed = keys, closed
+        self._closed = closed
+        if keys != self._keys:
+            self._keys = keys
+            self._note_keys()
 
     def trust(self, authority: x509.Certificate) -> None:
         """Say which authority makes operators and observers now, where one can be replaced: one before it makes none any more.
@@ -158,13 +171,16 @@ class Members:
         return self._keys.get(peer_id, key := public_hash(certificate)) != key
 
     def valid_until(self, peer_id: str, certificate: x509.Certificate) -> float:
-        """Return until when a connection counts that was opened with this certificate, in unix seconds.
+        """Return until when a connection counts that was opened with this certificate, in unix seconds; 0: the name has another
+        key since, and it counts no more.
 
         The handshake proved that the caller has the key. So a renewed certificate for the same key is as good on the
         connection as the one that opened it, and nothing need be connected anew.
         """
         own, record = certificate.not_valid_after_utc.timestamp(), self._records.get(peer_id)
-        return max(own, record.expires) if record is not None and _is_for(record, certificate) else own
+        if self.superseded(peer_id, certificate) or (record is not None and not _is_for(record, certificate)):
+            return 0.0
+        return max(own, record.expires) if record is not None else own
 
     def evicted(self, peer_id: str) -> bool:
         """Return whether the operator shut this member out."""
@@ -199,6 +215,10 @@ class Members:
         rows = [dataclasses.asdict(records[peer_id]) for peer_id in sorted(records)]
         write_json(self._path, {"members": rows}, version=MEMBERS_FORMAT, mode=0o600)
         self._records = records
+        self._note_keys()
+
+    def _note_keys(self) -> None:
+        self.keys = {**{peer_id: record.key for peer_id, record in self._records.items() if record.key}, **self._keys}
 
 
 def _is_for(record: MemberRecord, certificate: x509.Certificate) -> bool:

@@ -1,4 +1,6 @@
-"""Who may call: the certificate of the connection decides, never a field of a message. An eviction ends the calls under way."""
+"""Who may call: the certificate of the connection decides, never a field of a message. An eviction, or another key,
+ends the calls under way.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cryptography import x509
 
 from aggregator.open_call import OpenCall
-from aggregator.run_feed import OrderGiven, RunEvent
+from aggregator.run_feed import MachineReplaced, OrderGiven, RunEvent
 from aggregator.security.members import Members
 from edit.errors import EvictedError, RefusedError
 from editpb.identity import Identity, admitted
@@ -27,7 +29,7 @@ _PARSED_CERTIFICATES = 1024  # kept, so that a peer's certificate is parsed once
 
 
 class Authorizer:
-    """Decides who may call one run, and ends the calls of a member that is evicted.
+    """Decides who may call one run, and ends the calls of a member that is evicted, or of the machine that was a member before.
 
     Subscribe `on_event` to the run's feed.
 
@@ -38,7 +40,7 @@ class Authorizer:
 
     def __init__(self, run_id: str, members: Members, unix: Callable[[], float], only: str = "") -> None:
         self._run_id, self._members, self._unix, self._only = run_id, members, unix, only
-        self._calls: dict[str, set[OpenCall]] = {}  # under way, by peer_id
+        self._calls: dict[str, dict[OpenCall, x509.Certificate]] = {}  # under way, by peer_id
         self._parse = lru_cache(_PARSED_CERTIFICATES)(x509.load_pem_x509_certificate)
 
     def authorize(self, context: Context, *roles: str) -> Identity:
@@ -69,26 +71,31 @@ class Authorizer:
 
     @contextlib.contextmanager
     def admit(self, context: Context, *roles: str) -> Iterator[Identity]:
-        """Authorize a call that receives, and keep hold of it: an eviction raises EvictedError inside at once.
+        """Authorize a call that receives, and keep hold of it: an eviction raises EvictedError inside at once, another key of
+        the member RefusedError.
 
         A call that sends authorizes again before each chunk instead: while gRPC sends one, no status can be sent.
         Raises as `authorize`.
         """
         identity = self.authorize(context, *roles)
         call = OpenCall()
-        self._calls.setdefault(identity.peer_id, set()).add(call)
+        self._calls.setdefault(identity.peer_id, {})[call] = self.certificate(context)
         try:
             with call:
                 yield identity
         finally:
             calls = self._calls[identity.peer_id]
-            calls.discard(call)
+            del calls[call]
             if not calls:
                 del self._calls[identity.peer_id]
 
     def on_event(self, event: RunEvent, unix: float) -> None:
-        """End the calls of a member that was evicted."""
+        """End the calls of a member that was evicted, or whose certificate counts no more."""
         match event:
             case OrderGiven("evicted", peer_id, reason):
                 for call in self._calls.get(peer_id, ()):
                     call.end(EvictedError(reason))
+            case MachineReplaced(peer_id, reason):
+                for call, certificate in self._calls.get(peer_id, {}).items():
+                    if self._members.valid_until(peer_id, certificate) == 0.0:
+                        call.end(RefusedError(reason))

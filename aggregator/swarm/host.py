@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import torch
+from cryptography import x509
 
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
@@ -33,6 +34,7 @@ from aggregator.data.round_runner import Source
 from aggregator.resources import Clock
 from aggregator.run_feed import Subscriber
 from aggregator.security.authority import Authority
+from aggregator.security.certificates import public_hash
 from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
@@ -54,7 +56,7 @@ from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
 from aggregator.swarm.gossip.member import GossipMember
 from aggregator.swarm.host_folder import Settings
-from aggregator.swarm.links import Addresses, Links
+from aggregator.swarm.links import Addresses, Links, Stream
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.offers import Offer
 from aggregator.swarm.owner_entries import OwnerEntries
@@ -175,6 +177,7 @@ MISSED_S = 60.0  # between two lines of one that hears no leader
 CERTIFICATE_LOOK_S = 3600.0
 CERTIFICATE_AGAIN_S = 60.0  # while it is due, and cannot be renewed
 CERTIFICATE_ANSWER_S = 15.0
+STREAMS_LOOK_S = 10.0  # between two looks for streams whose certificates are over
 REPLACED_S = 15.0  # after another authority is trusted here; by then the peers beside all hosts trust it, too
 LEAVE_S = 3.0  # how long a member that leaves waits to be voted out
 _MAX_CALLS = 4096
@@ -303,6 +306,8 @@ class Host:
         self._seeds: Addresses = seeds or {}
         self._discovery, self._limit, self._relayed = discovery, limit, relayed
         self._found: Addresses = {}  # by it
+        self._enrolled: dict[str, str] = {}  # for which key each name was enrolled when it was heard of first
+        self._moved = set[str]()  # who was enrolled for another since: only the record says where the new machine is
         self._settings, self._authority, self._certificate, self._signer = settings, authority, certificate, signer
         if config.audit.enabled and signer is None:
             raise LocalProtocolError("a member of a run with an audit log needs the key of its certificate")
@@ -393,6 +398,7 @@ class Host:
             self._background.spawn(self._until_let_in(Waiting(WAITING_S)))
         self._background.spawn(self._say_who_is_missed())
         self._background.spawn(silent.keep_few(self._files, {port: _MAX_CONNECTIONS // 8}))
+        self._background.spawn(self._end_streams())
         if self._certificate is not None:
             self._background.spawn(self._keep_certificate(self._certificate))
         if self._relayed is not None:
@@ -692,7 +698,7 @@ class Host:
 
     # -- the council -------------------------------------------------------------------------------------------------------
 
-    async def heard(self, sender: str, word: ev.Message | Told) -> None:
+    async def heard(self, sender: str, word: ev.Message | Told, key: str = "") -> None:
         """See `Listener`."""
         match word:
             case Offering(update):
@@ -707,7 +713,27 @@ class Host:
             case StateDigest():
                 return
         await self._room.acquire()
-        self._events.put_nowait((ev.Received(sender, word), True))
+        self._events.put_nowait((ev.Received(sender, word, key), True))
+
+    def key_of(self, peer_id: str) -> str:
+        """See `Listener`."""
+        record = self._newest_record()
+        enrolled = record.enrolled.get(peer_id) if record is not None else None
+        return enrolled.key if enrolled is not None else ""
+
+    def _why_over(self, stream: Stream) -> EditError | None:
+        """Return why a stream counts no more: its certificate is over, or its peer has another key.
+
+        A voter with another key is heard until it is voted out, which may need it.
+        """
+        if stream.certificate is not None and (text := self._expired(stream.peer_id, stream.certificate)):
+            return RefusedError(text)
+        record = self.council.committed
+        if record is None or stream.name in record.electors:
+            return None
+        if stream.key and (enrolled := record.enrolled.get(stream.peer_id)) is not None and enrolled.key != stream.key:
+            return RefusedError(_moved(stream.peer_id))
+        return None
 
     def connected(self, peer_id: str) -> None:
         """See `Listener`."""
@@ -721,7 +747,12 @@ class Host:
             part.asking.pop(peer_id, None)
 
     def refused(self, peer_id: str, error: EditError) -> None:
-        """See `Listener`. More than half of the other voters must say that this member was evicted: one may lie."""
+        """See `Listener`. More than half of the other voters must say that this member was evicted: one may lie.
+
+        Where the record has another key for its name, one word is enough: another machine is this member now.
+        """
+        if isinstance(error, RefusedError) and self._is_replaced:
+            self._end(RefusedError(_moved(self.peer_id)))
         if not isinstance(error, EvictedError):
             return
         self._shut_out[peer_id] = str(error)
@@ -729,6 +760,11 @@ class Host:
         others = {*map(peer_of, record.voters)} - {self.peer_id} if record is not None else set()
         if 2 * len(self._shut_out.keys() & others) > len(others):
             self._end(error)
+
+    @property
+    def _is_replaced(self) -> bool:
+        own = public_hash(self._certificate.present) if self._certificate is not None else ""
+        return own != "" and self.key_of(self.peer_id) not in ("", own)
 
     def failed(self, error: BaseException) -> None:
         """See `Listener`."""
@@ -814,8 +850,12 @@ class Host:
     def _reach(self, record: Record | None) -> None:
         members = record.members if record is not None else {}
         known = {peer_id: member.addresses for peer_id, member in members.items() if member.reachable}
-        sources = known, self._found, self._seeds
-        peers = {*known, *self._found, *self._seeds} - (_shut_out(record) if record is not None else set())
+        for peer_id, enrolled in record.enrolled.items() if record is not None else ():
+            if self._enrolled.setdefault(peer_id, enrolled.key) != enrolled.key:
+                self._moved.add(peer_id)
+        found, seeds = ({p: at for p, at in each.items() if p not in self._moved} for each in (self._found, self._seeds))
+        sources = known, found, seeds
+        peers = {*known, *found, *seeds} - (_shut_out(record) if record is not None else set())
         self.links.reach({p: tuple(dict.fromkeys(each for source in sources for each in source.get(p, ()))) for p in peers})
         if self._discovery is not None:
             self._discovery.tell(record, self._member.addresses, self.council.leader)
@@ -855,6 +895,9 @@ class Host:
                 for engine in engines:
                     engine.run.evict(peer_id, reason)
         self._members.pin({peer_id: enrolled.key for peer_id, enrolled in record.enrolled.items()}, closed=bool(record.roots))
+        for engine in engines:
+            engine.run.end_replaced()
+        self.links.end_over(self._why_over)
         self._follow_roots(record)
         for peer_id in _shut_out(record):
             self.links.drop(peer_id, EvictedError(record.evicted[peer_id]))
@@ -1324,9 +1367,22 @@ class Host:
                     self._discovery.renew(own.pem, self._trust.pem)
                 self._member = replace(self._member, authority=self._certified_by())
                 self.tell(ev.Here(self._member))
+                self._background.spawn(self._show_certificate())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CERTIFICATE_AGAIN_S if own.failing else CERTIFICATE_LOOK_S):
                     await self._look.wait()
+
+    async def _show_certificate(self) -> None:
+        """Call the hosts that it is connected to once, over new connections: they learn until when its streams count now."""
+        for peer_id in sorted(self.links.connected & self.links.addresses.keys()):
+            with contextlib.suppress(EditError, grpc.aio.AioRpcError):
+                await self.links.stub(peer_id).Describe(pb.DescribeRequest(), timeout=CERTIFICATE_ANSWER_S)
+
+    async def _end_streams(self) -> None:
+        """End the streams whose certificates are over."""
+        while True:
+            await asyncio.sleep(STREAMS_LOOK_S)
+            self.links.end_over(self._why_over)
 
     def _certified_by(self) -> str:
         """Return whose certificate this member has, as the record names it; '': it is not said."""
@@ -1363,10 +1419,17 @@ class Host:
         self.check_evicted(identity.peer_id)
         self._check_enrolled(identity.peer_id)
         self._check_machine(identity.peer_id, context)
-        self._members.add_caller(
-            identity, certificate_of(context)
-        )  # of a renewed one, what trains beside it has an older one for a while
+        certificate = certificate_of(context)
+        self._members.add_caller(identity, certificate)  # of a renewed one, what trains beside it has an older one for a while
+        if text := self._expired(identity.peer_id, certificate):
+            raise RefusedError(text)
         return identity.peer_id
+
+    def _expired(self, peer_id: str, certificate: x509.Certificate) -> str:
+        """Return that a connection counts no more that a peer opened with this certificate, or ''. A renewal moves the end."""
+        validity, now = Validity.of(certificate), self._clock.unix()
+        ends = self._members.valid_until(peer_id, certificate) or validity.ends  # 0: whose key counts, the record says
+        return f"the certificate of {peer_id} {validity.text(now)}; invite the member again" if ends <= now else ""
 
     def limit_of(self, context: Context) -> SendLimit:
         """Return what bounds the bytes that a caller is sent; nothing does where that is this member, on this machine."""
@@ -1401,19 +1464,17 @@ class Host:
         Who is no member may show an invitation: Enrol looks at it.
         """
         try:
-            identity = from_auth_context(context.auth_context())
+            from_auth_context(context.auth_context())
         except RefusedError:
             yield
             return
         self.inquirer(context)
-        if identity.role == "peer":
-            self._check_machine(identity.peer_id, context)
         yield
 
     def _check_machine(self, peer_id: str, context: Context) -> None:
         """Raise RefusedError for a machine whose name was enrolled again."""
         if self._members.superseded(peer_id, certificate_of(context)):
-            raise RefusedError(f"{peer_id} was enrolled again, with another key: it is on another machine now")
+            raise RefusedError(_moved(peer_id))
 
     def inquirer(self, context: Context) -> None:
         """Check that the caller may know how things stand. Raises RefusedError, EvictedError.
@@ -1422,13 +1483,14 @@ class Host:
         states, and so know as much. One that has left, or is of an earlier lineage, asks before it comes back.
         """
         identity = admitted(context.auth_context(), self.run_id, ("operator", "observer", "peer"))
-        if identity.role != "operator":
-            self.check_evicted(identity.peer_id)
-        if identity.role != "peer":
-            self.check_authority(context, identity.role)
-        if identity.role != "operator":
-            self._check_enrolled(identity.peer_id)
+        if identity.role == "peer":
+            self.caller(context)
+            return
         if identity.role == "observer":
+            self.check_evicted(identity.peer_id)
+        self.check_authority(context, identity.role)
+        if identity.role == "observer":
+            self._check_enrolled(identity.peer_id)
             self._check_machine(identity.peer_id, context)
 
     def caller_or_observer(self, context: Context) -> Identity:
@@ -1719,7 +1781,8 @@ class _CouncilService:
     async def Meet(self, messages: AsyncIterator[pb.CouncilMessage], context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            await self._host.links.serve(self._host.caller(context), messages, context.write)
+            caller = self._host.caller(context)
+            await self._host.links.serve(caller, messages, context.write, certificate_of(context))
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.SwarmDescription:
         """See the service."""
@@ -1918,6 +1981,10 @@ def part_store(folder: MemberFolder, part: int, config: RunConfig, run_id: str) 
 def merging(config: RunConfig) -> RunConfig:
     """Return how the parts are merged: with gossip by settlings only."""
     return settling(config) if config.outer.algorithm == "gossip" else config
+
+
+def _moved(peer_id: str) -> str:
+    return f"{peer_id} was enrolled again, with another key: it is on another machine now"
 
 
 def _shut_out(record: Record) -> frozenset[str]:

@@ -18,7 +18,9 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import grpc
+from cryptography import x509
 
+from aggregator.security.certificates import public_hash
 from edit.council.events import Message
 from edit.council.record import name_of
 from edit.errors import EditError, RefusedError, RemoteProtocolError, StaleError, TransportError
@@ -30,7 +32,7 @@ from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc, swarm_refusal
 
-__all__ = ["Links", "Listener"]
+__all__ = ["Links", "Listener", "Stream"]
 
 _log = logging.getLogger(__name__)
 MOST_WAITING = 64  # messages to one member
@@ -46,8 +48,12 @@ Write = Callable[[pb.CouncilMessage], Awaitable[None]]
 class Listener(Protocol):
     """Who takes what comes. Its methods are called on the loop; a stream waits for `heard`."""
 
-    async def heard(self, sender: str, word: Message | Told) -> None:
-        """Take a message. sender: `name_of` a peer."""
+    async def heard(self, sender: str, word: Message | Told, key: str = "") -> None:
+        """Take a message. sender: `name_of` a peer. key: see `Stream`."""
+        ...
+
+    def key_of(self, peer_id: str) -> str:
+        """Return for which key a name is enrolled, as far as known here; '': it is not."""
         ...
 
     def connected(self, peer_id: str) -> None:
@@ -67,11 +73,18 @@ class Listener(Protocol):
         ...
 
 
-class _Stream:
-    """One stream, from either side."""
+class Stream:
+    """One stream, from either side.
 
-    def __init__(self, peer_id: str, name: str) -> None:
-        self.peer_id, self.name = peer_id, name
+    Args:
+        name: `name_of` the peer.
+        key: SHA-256 of the public key that the peer has shown. Where this side has dialled, gRPC does not tell it: then the one
+            for which the peer was enrolled at that time; '': that was not known.
+        certificate: of a peer that has dialled.
+    """
+
+    def __init__(self, peer_id: str, name: str, key: str, certificate: x509.Certificate | None) -> None:
+        self.peer_id, self.name, self.key, self.certificate = peer_id, name, key, certificate
         self.over: asyncio.Future[EditError] = asyncio.get_running_loop().create_future()  # why
         self._waiting: deque[Word] = deque(maxlen=MOST_WAITING)
         self._news = asyncio.Event()
@@ -111,7 +124,7 @@ class Links:
     ) -> None:
         self._run_id, self._peer_id, self._credentials, self._listener = run_id, peer_id, credentials, listener
         self._introduction = Introduction(run_id, incarnation)
-        self._streams: dict[str, list[_Stream]] = {}  # by peer_id, the newest last
+        self._streams: dict[str, list[Stream]] = {}  # by peer_id, the newest last
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._data: dict[str, tuple[str, grpc.aio.Channel]] = {}  # to whom bytes were fetched from, and its address
         self._retired: set[asyncio.Task[None]] = set()  # connections that an earlier certificate opened, while they end
@@ -160,6 +173,13 @@ class Links:
         for stream in self._streams.get(peer_id, ()):
             stream.end(reason)
 
+    def end_over(self, why_over: Callable[[Stream], EditError | None]) -> None:
+        """End the streams that count no more. why_over: returns why one does not."""
+        for stream in [each for streams in self._streams.values() for each in streams]:
+            stream.key = stream.key or self._listener.key_of(stream.peer_id)
+            if (reason := why_over(stream)) is not None:
+                stream.end(reason)
+
     def stub(self, peer_id: str) -> Any:
         """Return what fetches bytes from a peer, over a connection of its own. Raises TransportError when it has no address."""
         return council_stub(self.channel(peer_id))
@@ -202,11 +222,17 @@ class Links:
 
     # -- a stream ----------------------------------------------------------------------------------------------------------
 
-    async def serve(self, peer_id: str, messages: AsyncIterator[pb.CouncilMessage], write: Write) -> None:
-        """Take a stream that a peer opened. Raises EditError: why it ended."""
+    async def serve(
+        self,
+        peer_id: str,
+        messages: AsyncIterator[pb.CouncilMessage],
+        write: Write,
+        certificate: x509.Certificate | None = None,
+    ) -> None:
+        """Take a stream that a peer opened. Raises EditError: why it ended. certificate: that the peer has shown."""
         async with _introducing(peer_id):
             first = await anext(messages, None)
-        stream = self._introduced(peer_id, first)
+        stream = self._introduced(peer_id, first, certificate)
         await write(message_to_pb(self._introduction))
         await self._converse(stream, messages, write)
 
@@ -253,7 +279,7 @@ class Links:
             call.cancel()
             await channel.close()
 
-    def _introduced(self, peer_id: str, first: pb.CouncilMessage | None) -> _Stream:
+    def _introduced(self, peer_id: str, first: pb.CouncilMessage | None, certificate: x509.Certificate | None = None) -> Stream:
         word = message_from_pb(first) if first is not None else None
         if not isinstance(word, Introduction):
             raise RemoteProtocolError("a stream begins with an introduction")
@@ -261,9 +287,10 @@ class Links:
             raise RemoteProtocolError(f"{peer_id} speaks protocol {word.protocol}, this host {PROTOCOL}; update the older one")
         if word.run_id != self._run_id:
             raise RefusedError(f"this is run {self._run_id}, not another")
-        return _Stream(peer_id, name_of(peer_id, word.incarnation))
+        key = public_hash(certificate) if certificate is not None else self._listener.key_of(peer_id)
+        return Stream(peer_id, name_of(peer_id, word.incarnation), key, certificate)
 
-    async def _converse(self, stream: _Stream, messages: AsyncIterator[pb.CouncilMessage], write: Write) -> None:
+    async def _converse(self, stream: Stream, messages: AsyncIterator[pb.CouncilMessage], write: Write) -> None:
         """Send and take messages until the stream ends; raise why."""
         loop = asyncio.get_running_loop()
         with self._joined(stream):
@@ -281,7 +308,7 @@ class Links:
         raise stream.over.result()
 
     @contextmanager
-    def _joined(self, stream: _Stream) -> Iterator[None]:
+    def _joined(self, stream: Stream) -> Iterator[None]:
         """Count a stream among the peer's. It ends the older ones, but for one of the same life: both sides may open one."""
         streams = self._streams.setdefault(stream.peer_id, [])
         for other in streams[:-1] if streams and streams[-1].name == stream.name else streams:
@@ -300,13 +327,13 @@ class Links:
                 self._since[stream.peer_id] = asyncio.get_running_loop().time()
                 self._listener.disconnected(stream.peer_id)
 
-    async def _listen(self, stream: _Stream, messages: AsyncIterator[pb.CouncilMessage]) -> None:
+    async def _listen(self, stream: Stream, messages: AsyncIterator[pb.CouncilMessage]) -> None:
         try:
             async for message in messages:
                 word = message_from_pb(message)
                 if isinstance(word, Introduction):
                     raise RemoteProtocolError("a host introduces itself once")
-                await self._listener.heard(stream.name, word)
+                await self._listener.heard(stream.name, word, stream.key)
             stream.end(TransportError("the connection broke"))
         except grpc.aio.AioRpcError as error:
             stream.end(from_rpc(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import math
 import types
@@ -189,6 +190,8 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is datetime.date and isinstance(value, datetime.datetime):  # which is a date to Python
+        raise ConfigError(f"{name} = {value}: must be a day such as 2027-01-01, without a time")
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{name}: must be {hint.__name__}, not {type(value).__name__} ({value!r})")
     return value

@@ -222,10 +222,12 @@ class Received:
 
     sender: the peer of its certificate, in the life that it said when the connection began (`name_of`); never what the message
     says.
+    key: SHA-256 of the public key that the sender has shown, or was reached with; "": the shell does not say.
     """
 
     sender: str
     message: Message
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

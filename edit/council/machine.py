@@ -18,7 +18,8 @@ Rules
 
 Who counts
  1. A message counts when its sender is a member of the newest record here, in that life, or one of its voters. The shell says
-    who the sender is. Everybody else gets nothing; but a Hello lets a peer in (rule 9) unless it was evicted. A member that
+    who the sender is. Everybody else gets nothing; but a Hello lets a peer in (rule 9) unless it was evicted, or comes from a
+    machine that has another key than the one for which the name is enrolled. A member that
     has no record takes the first that it gets, and only ever one of its own run. What another lineage says does not count.
     A term may be FAR ahead of the one here, not more: a member that lies cannot use up the numbers.
  2. A quorum is more than half of the voters, or exactly half with the oldest among them; while the voters change, of both
@@ -81,8 +82,8 @@ Who comes in
 16. The record has the holders of the authority's key. Where one of them redeems an invitation it says Claim, until a committed
     record has for which key the name was enrolled last, and with which invitation. The first claim of an invitation counts, and
     of two invitations for one name the later. So whoever has the key may redeem any, at the same time, and each is used once.
-    Only who is enrolled is let in. A name that is enrolled with another key is another machine: whatever its clock says, its
-    incarnation is later than that of the one before.
+    Only who is enrolled is let in. With a later invitation for a member its life is over, and nobody connects to where it was:
+    whatever the clocks say, the incarnation of who comes next, with the key of that invitation, is later.
 17. Supersede puts another authority in the place of the present one. Its key has one member, the only holder then. The one
     before stays in the record until all members say that they have a certificate of the new one.
 
@@ -442,8 +443,8 @@ class Council:
         """Take one event; return what to do, in this order. Raises LocalProtocolError for answers that nobody asked for."""
         self._note_time(now)
         match event:
-            case Received(sender, message):
-                self._receive(sender, message)
+            case Received(sender, message, key):
+                self._receive(sender, message, key)
             case Connected(peer_id):
                 self._connected.add(peer_id)
                 self._hello_at = self._now
@@ -485,11 +486,11 @@ class Council:
         self._effects.clear()
         return effects
 
-    def _receive(self, sender: str, message: Message) -> None:
+    def _receive(self, sender: str, message: Message, key: str = "") -> None:
         """Rule 1."""
         record = self.record
         if isinstance(message, Hello):
-            self._hello(sender, message)
+            self._hello(sender, message, key)
         elif record is None:
             if isinstance(message, (Append, News)):
                 self._take_first(sender, message)
@@ -961,15 +962,19 @@ class Council:
             enrolled = {**record.enrolled, claim.peer_id: claim.enrolled}
             self._draft = replace(record.settled(claim.peer_id), enrolled=enrolled)
             earlier = record.members.get(claim.peer_id)
-            if before is not None and before.key != claim.enrolled.key and earlier is not None:
-                self._draft = replace(self._draft, members={**record.members, claim.peer_id: replace(earlier, incarnation=0)})
+            if before is not None and earlier is not None:
+                over = replace(earlier, incarnation=0, addresses=(), maddr="", reachable=False, relayed=False)
+                self._draft = replace(self._draft, members={**record.members, claim.peer_id: over})
 
-    def _hello(self, sender: str, hello: Hello) -> None:
-        """Rules 1, 5 and 9."""
+    def _hello(self, sender: str, hello: Hello, key: str = "") -> None:
+        """Rules 1, 5, 9 and 16."""
         record, peer_id = self._draft or self.record, peer_of(sender)
         if record is None or peer_id in record.evicted or hello.member.incarnation != incarnation_of(sender):
             return
         if not record.may_enter(peer_id):
+            return
+        enrolled = record.enrolled.get(peer_id)
+        if key and enrolled is not None and enrolled.key != key:
             return
         if hello.stamp.lineage > record.lineage:
             self._notice_recovery(peer_id, hello.stamp.lineage)

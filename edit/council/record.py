@@ -81,8 +81,8 @@ def recoveries(grant: int) -> int:
     return grant // _RECOVERED
 
 
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}#[0-9]{1,19}")
+_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,64}")
+_NAME = re.compile(r"(?!\.{1,2}#)[A-Za-z0-9._-]{1,64}#[0-9]{1,19}")
 _INVITATION = re.compile(r"[0-9a-f]{32}")
 _BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

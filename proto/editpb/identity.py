@@ -50,7 +50,7 @@ class Identity:
     def __post_init__(self) -> None:
         for field, value in (("run_id", self.run_id), ("peer_id", self.peer_id)):
             if not is_id(value):
-                raise ConfigError(f"{field} {value[:80]!r}: must be 1 to 64 of A-Z a-z 0-9 . _ -")
+                raise ConfigError(f"{field} {value[:80]!r}: must be 1 to 64 of A-Z a-z 0-9 . _ -, and not . or ..")
         if self.role not in ROLES:
             raise ConfigError(f"role {self.role[:80]!r}: must be one of {', '.join(ROLES)}")
 

@@ -104,7 +104,7 @@ MAX_UNIX = 253_402_300_799.0  # seconds since 1970: the end of the year 9999, as
 MAX_SECONDS = 1e30  # until something that a status foretells
 MAX_SHOWN = 1e100  # of a curve: no float32 goes as far, and sums and squares of such numbers are finite
 
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,64}")  # "." and ".." are folders, and ids name folders
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CODEC = re.compile(r"(?:entry:[A-Za-z_][A-Za-z0-9_]*|[a-z0-9]+)(:[a-z]+=[0-9.]+(,[a-z]+=[0-9.]+)*)?")
 
@@ -115,7 +115,7 @@ def fail(reason: str) -> NoReturn:
 
 
 def is_id(text: str) -> bool:
-    """Return whether `text` may be a run_id, peer_id or role: 1 to 64 of letters, digits, '.', '_', '-'."""
+    """Return whether `text` may be a run_id, peer_id or role: 1 to 64 of letters, digits, '.', '_', '-'; not '.' or '..'."""
     return _ID.fullmatch(text) is not None
 
 
@@ -127,7 +127,7 @@ def one_line(text: str, limit: int = MAX_TEXT_CHARS) -> str:
 def check_id(field: str, text: str) -> str:
     """Return `text` when it is an identifier (see `is_id`)."""
     if not is_id(text):
-        fail(f"{field} {_short(text)} is not 1 to 64 of letters, digits, '.', '_', '-'")
+        fail(f"{field} {_short(text)} is not 1 to 64 of letters, digits, '.', '_', '-', or is '.' or '..'")
     return text
 
 

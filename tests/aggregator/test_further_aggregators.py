@@ -81,12 +81,19 @@ def test_the_folder_can_serve_its_address_and_enrol_nobody(coordinator: StateFol
 def test_made_again_it_takes_over_the_present_settings(coordinator: StateFolder) -> None:
     folder = further(coordinator, 1)
     coordinator.run_toml.write_text(TOML.replace("127.0.0.1:7711", "host-b:7711"))
-    with pytest.raises(ConfigError, match=r"does not name aggregator 1 at host-b, does not fit server\.key, or has expired"):
+    with pytest.raises(ConfigError, match=r"does not name aggregator 1 at host-b, does not fit server\.key, has expired"):
         check_equipped(folder.path, folder.run_id, 1, "host-b", now=time.time())
     assert further(coordinator, 1).config().server.advertise == ("host-b",)
     check_equipped(folder.path, folder.run_id, 1, "host-b", now=time.time())
     with pytest.raises(ConfigError, match="expired"):
         check_equipped(folder.path, folder.run_id, 1, "host-b", now=time.time() + 11 * 365 * 86400)
+    check_equipped(
+        folder.path, folder.run_id, 1, "host-b", now=time.time() - 10 * 86400
+    )  # all are ahead of a clock that is behind
+    ahead = time.time() + 100 * 86400
+    Authority.load(coordinator.path, coordinator.run_id).equip(folder.path, 1, "host-b", now=ahead)
+    with pytest.raises(ConfigError, match="not valid yet by this machine's clock"):
+        check_equipped(folder.path, folder.run_id, 1, "host-b", now=time.time())
     (folder.path / "server.key").unlink()
     with pytest.raises(ConfigError, match=r"server\.key: is missing; make it with `edit-coordinator new-aggregator`"):
         check_equipped(folder.path, folder.run_id, 1, "host-b", now=time.time())

@@ -22,6 +22,7 @@ from aggregator.run_feed import (
     ContributionRefused,
     EventLog,
     FragmentMerged,
+    MachineReplaced,
     MemberChanged,
     MemberEnrolled,
     OrderGiven,
@@ -67,6 +68,7 @@ BEAT = Heartbeat(state=PeerState.TRAINING, outer_step=3, digest="d" * 64, step_s
 LINES: list[tuple[RunEvent, str]] = [
     (MemberEnrolled("a", "peer"), "INFO a enrolled as peer"),
     (CertificateRenewed("a"), "INFO a: its certificate is renewed"),
+    (MachineReplaced("a", "replaced"), "INFO a: enrolled for another key; the machine before is shut out"),
     (MemberChanged("a", "lost", "no heartbeat for 9 s", live=False), "INFO a: lost (no heartbeat for 9 s)"),
     (MemberChanged("a", "training", "heartbeat", live=True), ""),
     (Consented("a", ""), "INFO a: its site consents to the configuration"),

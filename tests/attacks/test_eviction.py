@@ -1,4 +1,4 @@
-"""An eviction ends what is under way and drops what is not merged; a certificate that is over counts no more."""
+"""An eviction, or another key, ends calls under way and drops what is not merged; a certificate that is over counts no more."""
 
 from __future__ import annotations
 
@@ -10,18 +10,34 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
+from aggregator.run_feed import MemberEnrolled
+from aggregator.security.certificates import new_key
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.rounds import events
 from editpb import data_pb2
 from editpb.data_messages import contribution_header_to_pb, found_header_to_pb, snapshot_request_to_pb
-from editpb.messages import FoundHeader, SnapshotRequest
+from editpb.messages import Expel, FoundHeader, SnapshotRequest
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunks import make_chunks
 from tests.support.encoded import encode
 from tests.support.loops import on_a_loop, until
-from tests.support.served import LIFETIME_S, SCHEMA, TOML, WAIT_S, BarePeer, found_run, held_clock, new_folder, served, theta
+from tests.support.served import (
+    LIFETIME_S,
+    SCHEMA,
+    TOML,
+    WAIT_S,
+    BarePeer,
+    Served,
+    found_run,
+    held_clock,
+    new_folder,
+    served,
+    theta,
+)
 
 LARGE = Schema((FragmentSpec(fragment_id=0, name="w", tensors=(TensorSpec(name="w", shape=(1 << 23,)),)),))  # 32 MiB
 
@@ -167,6 +183,55 @@ def test_an_eviction_ends_a_contribution_under_way(tmp_path: Path) -> None:
             assert await ended(call) == (grpc.StatusCode.PERMISSION_DENIED, "evicted: bad manners")
 
     asyncio.run(scenario())
+
+
+def invite_again(run: Served, peer_id: str) -> None:
+    """Enrol another machine under the name of a member."""
+    authority = run.coordinator.authority
+    assert authority is not None
+    invitation = authority.invite(peer_id, role="peer", enrol=["127.0.0.1:1"], lifetime_s=3600.0, now=time.time())
+    subject = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    request = subject.sign(new_key(), hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+    authority.redeem(invitation.token, request, now=time.time())
+    run.coordinator.run.feed.publish(MemberEnrolled(peer_id, "peer"))
+
+
+@on_a_loop
+async def test_a_machine_whose_member_has_another_key_is_shut_out_with_all_that_it_had_open(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
+        round_id = await begin(a, b)
+        await send(b, round_id, 0, EVIL[0])
+        data = bytes(encode("fp32", EVIL[1]).data)
+        call = b.data.Contribute()
+        header = contribution_header_to_pb(b.header(round_id, 0, 1, len(data)))
+        await call.write(data_pb2.ContributePart(header=header))
+        await call.write(data_pb2.ContributePart(chunk=next(iter(make_chunks(data, 512)))))
+        await until(lambda: run.coordinator.run.rounds.upload("b")[0] > len(encode("fp32", EVIL[0]).data))
+        invite_again(run, "a")
+        invite_again(run, "b")
+        reason = "the certificate of b was replaced by a newer one"
+        assert await ended(call) == (grpc.StatusCode.PERMISSION_DENIED, reason)
+        assert run.coordinator.run.rounds.upload("b") == (0, 0)
+        for peer in (a, b):
+            expel = await peer.receive(Expel)
+            assert isinstance(expel, Expel) and "replaced by a newer one" in expel.reason and not expel.evicted
+        await until(lambda: run.coordinator.run.attendances.members() == [])
+        async with run.peer("b") as again:
+            run.coordinator.run.end_replaced()
+            await again.attend()
+            assert (await again.view()).outer_step == 0, "the member itself may come back"
+
+
+@on_a_loop
+async def test_who_redeems_again_with_the_same_key_goes_on(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+        round_id = (await found_run(a)).round_id
+        await send(a, round_id, 0, OWN[0])
+        run.coordinator.run.feed.publish(MemberEnrolled("a", "peer"))
+        run.coordinator.run.members.pin({"a": run.coordinator.run.members.keys["a"]})
+        run.coordinator.run.end_replaced()
+        await send(a, round_id, 1, OWN[1])
+        assert (await a.view(lambda view: view.outer_step == 1)).last_committed
 
 
 def test_an_eviction_ends_a_founding_under_way(tmp_path: Path) -> None:

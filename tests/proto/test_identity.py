@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from edit.errors import ConfigError, RefusedError
 from editpb.identity import ROLES, Identity, from_auth_context, from_uri
 
-_IDS = st.text("abcXYZ019._-", min_size=1, max_size=64)
+_IDS = st.text("abcXYZ019._-", min_size=1, max_size=64).filter(lambda text: text not in (".", ".."))
 SAN = "x509_subject_alternative_name"
 
 
@@ -57,7 +57,10 @@ def test_a_connection_without_a_certificate_is_refused() -> None:
         from_auth_context({"transport_security_type": [b"ssl"], "x509_common_name": [b"alice"]})
 
 
-@pytest.mark.parametrize(("run_id", "role", "peer_id"), [("", "peer", "a"), ("r", "Peer", "a"), ("r", "peer", "a b")])
+@pytest.mark.parametrize(
+    ("run_id", "role", "peer_id"),
+    [("", "peer", "a"), ("r", "Peer", "a"), ("r", "peer", "a b"), ("r", "peer", ".."), (".", "peer", "a")],
+)
 def test_an_identity_that_could_not_stand_in_a_certificate_is_an_error(run_id: str, role: str, peer_id: str) -> None:
     with pytest.raises(ConfigError, match="must be"):
         Identity(run_id, role, peer_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 import aggregator.security.authority as authority_module
 import aggregator.security.members as members_module
 from aggregator.security.authority import Authority
+from aggregator.security.certificates import key_pem
 from aggregator.security.members import Members
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, StorageError
 from editpb.identity import Identity, from_certificate
@@ -319,7 +321,21 @@ def test_who_was_never_enrolled_is_refused_and_cannot_be_evicted(authority: Auth
     assert authority.members.why_refused(Identity(RUN, "operator", "operator")) is None
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "[{}]", '[{"peer_id": "a"}]', "7"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        "[{}]",
+        '[{"peer_id": "a"}]',
+        "7",
+        '[{"peer_id": "a", "role": "peer", "serial": "1f", "issued": "soon"}]',
+        '[{"peer_id": "a", "role": "peer", "serial": "1f", "issued": 1, "expires": true}]',
+        '[{"peer_id": "a", "role": "peer", "serial": "zz", "issued": 1}]',
+        '[{"peer_id": 3, "role": "peer", "serial": "1f", "issued": 1}]',
+        '[{"peer_id": "a", "role": "peer", "serial": "1f", "issued": 1, "evicted": 3}]',
+    ],
+)
 def test_a_damaged_list_of_members_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "members.json").write_text(text)
     with pytest.raises(StorageError, match=r"members\.json: is damaged"):
@@ -344,4 +360,30 @@ def test_a_key_of_another_authority_is_noticed(authority: Authority, tmp_path: P
     Authority.create(tmp_path / "other", "other-1", ("localhost",), now=NOW)
     (tmp_path / "other" / "ca.key").replace(tmp_path / "ca.key")
     with pytest.raises(ConfigError, match="do not belong together"):
+        Authority.load(tmp_path, RUN)
+
+
+@pytest.mark.parametrize(
+    ("key", "identified", "reason"),
+    [
+        (rsa.generate_private_key(65537, 2048), True, r"ca\.key: is not a P-256 key"),
+        (ed25519.Ed25519PrivateKey.generate(), True, r"ca\.key: is not a P-256 key"),
+        (ec.generate_private_key(ec.SECP384R1()), True, r"ca\.key: is not a P-256 key"),
+        (new_key(), False, r"ca\.pem: has no subject key identifier"),
+    ],
+)
+def test_an_authority_of_ones_own_that_cannot_sign_members_is_refused_with_the_reason(
+    authority: Authority, tmp_path: Path, key: ec.EllipticCurvePrivateKey, identified: bool, reason: str
+) -> None:
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "corp CA")])
+    begins, ends = (datetime.datetime.fromtimestamp(NOW + days * 86400, datetime.UTC) for days in (-1, 3000))
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+    builder = builder.not_valid_before(begins).not_valid_after(ends)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    if identified:
+        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    own = builder.sign(key, None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256())
+    (tmp_path / "ca.pem").write_bytes(own.public_bytes(serialization.Encoding.PEM))
+    (tmp_path / "ca.key").write_bytes(key_pem(key))
+    with pytest.raises(ConfigError, match=reason):
         Authority.load(tmp_path, RUN)

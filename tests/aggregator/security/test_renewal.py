@@ -69,7 +69,7 @@ def test_a_new_machine_shuts_out_all_certificates_of_the_key_before(authority: A
     third = enrol(authority, new_key(), DUE + 1)
     for certificate in (first, second):
         assert "replaced by a newer one" in (authority.members.why_refused(ALICE, certificate) or "")
-        assert authority.members.valid_until("alice", certificate) == Validity.of(certificate).ends
+        assert authority.members.valid_until("alice", certificate) == 0.0
     assert authority.members.why_refused(ALICE, third) is None
 
 
@@ -155,6 +155,14 @@ def test_the_servers_is_renewed_after_two_thirds_of_its_year_and_keeps_its_key(t
     second = pem(tmp_path / "server.pem")
     assert second.public_key() == first.public_key() and (tmp_path / "server.key").read_bytes() == key
     assert Validity.of(second).ends == pytest.approx(DUE + 365 * DAY_S)
+
+
+def test_one_that_is_not_valid_yet_is_renewed_unless_the_authority_is_not_either(tmp_path: Path, authority: Authority) -> None:
+    assert authority.renew_own(NAMES, now=DUE) == ("server.pem",), "the clock was ahead once"
+    assert authority.renew_own(NAMES, now=NOW - 10 * DAY_S) == (), "and is behind"
+    assert authority.renew_own(NAMES, now=NOW) == ("server.pem",)
+    assert Validity.of(pem(tmp_path / "server.pem")).begins < NOW
+    assert authority.renew_own(NAMES, now=NOW) == ()
 
 
 def test_a_missing_key_is_made_anew_with_a_certificate_that_fits(tmp_path: Path, authority: Authority) -> None:

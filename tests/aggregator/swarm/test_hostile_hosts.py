@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from aggregator.swarm.host import MOST_ORDERS, ORDER_S
+from aggregator.swarm.host import MOST_ORDERS, ORDER_S, STREAMS_LOOK_S
 from aggregator.swarm.links import STALL_S
 from aggregator.swarm.standing import Standing
 from edit.council import events as ev
@@ -293,6 +293,34 @@ def test_an_operators_certificate_that_has_expired_gives_no_orders_over_an_old_c
             error = await refused(stub.Resume(cpb.ResumeRequest()))
             assert isinstance(error, RefusedError) and "expired" in str(error)
         assert swarm.record.phase is Phase.PAUSED
+
+    scenario(tmp_path, body, "a")
+
+
+def test_a_members_certificate_that_is_over_ends_its_streams_and_opens_no_more(
+    tmp_path: Path,
+) -> None:
+    async def body(swarm: Hosts) -> None:
+        a = swarm.running["a"]
+        async with swarm.channel("a", "b") as channel:
+            stub = council_stub(channel)
+            await stub.Describe(pb.DescribeRequest())
+            owners, meeting = stub.WatchOwners(pb.OwnersRequest()), stub.Meet()
+            await owners.read()
+            await meeting.write(message_to_pb(Introduction(swarm.run_id, 7)))
+            await meeting.read()
+            clock, unix = a._clock, a._clock.unix
+            a._clock = replace(a._clock, unix=lambda: unix() + 2 * LIFETIME_S)
+            for call in (stub.Describe(pb.DescribeRequest()), stub.Standing(pb.StandingRequest())):
+                error = await refused(call)
+                assert isinstance(error, RefusedError) and "the certificate of b expired on" in str(error)
+            pass_time(STREAMS_LOOK_S)
+            for call in (owners, meeting):
+                with pytest.raises(grpc.aio.AioRpcError, match="the certificate of b expired on"):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+            assert "b" not in a.links.connected
+            a._clock = clock
 
     scenario(tmp_path, body, "a")
 

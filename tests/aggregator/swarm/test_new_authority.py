@@ -115,6 +115,24 @@ def test_who_is_not_enrolled_is_not_let_in_whoever_signed_its_certificate(tmp_pa
     scenario(tmp_path, body)
 
 
+def test_a_member_that_is_invited_again_for_another_key_is_that_machine_alone(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        await step(swarm, 1)
+        old = swarm.running.pop("c")
+        assert isinstance(await redeemed(at(swarm, made(swarm.path / "a", "c"), "a"), tmp_path / "new"), Identity)
+        others = [swarm.running[each] for each in "ab"]
+        await swarm.until(lambda: not any("c" in each.links.connected for each in others), passes=1.0)
+        await swarm.until(lambda: isinstance(old._ended, RefusedError), passes=1.0)
+        assert "c was enrolled again, with another key" in str(old._ended)
+        assert not swarm.record.members["c"].addresses and swarm.record.voters == tuple(
+            f"{each.peer_id}#{each.incarnation}" for each in others
+        )
+        await old.close()
+        await step(swarm, 2)
+
+    scenario(tmp_path, body)
+
+
 def test_a_stolen_key_is_of_no_use_once_there_is_a_new_authority(tmp_path: Path) -> None:
     async def body(swarm: Hosts) -> None:
         await in_thread(operate.share_authority, swarm.path / "a", "b")

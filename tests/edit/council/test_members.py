@@ -501,6 +501,40 @@ def test_of_two_invitations_for_one_name_the_later_counts() -> None:
     assert table.record.enrolled == {"new": claim(3, "bb").enrolled}
 
 
+@pytest.mark.parametrize("key", ["bb", "aa"], ids=["another key", "the same key"])
+def test_a_later_invitation_for_a_member_ends_its_life_and_lets_an_earlier_clock_in(key: str) -> None:
+    """The same key: a folder that was made again, after its clock had been ahead."""
+    where = {p: Member(incarnation=1, addresses=(f"{p}:1",)) for p in "abc"}
+    table = Table("abc", holders=("a",), members=where, enrolled={p: claim(1).enrolled for p in "abc"})
+    table.elect("a")
+    table.kill("c")
+    table.handle("a", claim(2, key, "c"))
+    table.run(LEASE_S)
+    over = table.record.members["c"]
+    assert table.record.voters == ("a#1", "b#1") and not over.reachable and not over.addresses
+
+    def hello(incarnation: int, shown: str) -> None:
+        message = ev.Hello(Stamp(0, 0, 0), Member(incarnation=incarnation))
+        table.handle("a", ev.Received(f"c#{incarnation}", message, shown))
+        table.run(LEASE_S)
+
+    hello(9, "cc" * 32)
+    assert table.record.members["c"] == over, "a machine with another key"
+    hello(1, key * 32)
+    assert table.record.members["c"] == Member(incarnation=1)
+
+
+def test_an_earlier_machine_does_not_come_back_while_the_claim_is_on_its_way() -> None:
+    table = Table("abc", holders=("a",), enrolled={p: claim(1).enrolled for p in "abc"})
+    table.elect("a")
+    table.run(LEASE_S)
+    table.cut = {"c"}
+    table.handle("a", claim(2, "bb", "c"))
+    table.handle("a", ev.Received("c#1", ev.Hello(Stamp(0, 0, 0), Member(incarnation=1)), "aa" * 32))
+    table.run(LEASE_S)
+    assert table.record.members["c"].incarnation == 0 and "c#1" not in table.record.names
+
+
 def test_who_is_no_holder_lets_nobody_in_and_nobody_lets_in_who_was_evicted() -> None:
     table = Table("abc", holders=("a",), evicted={"old": "it lied"})
     table.elect("a")

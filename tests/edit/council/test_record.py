@@ -113,6 +113,8 @@ def test_json_and_back() -> None:
         {"config_hash": "zz"},
         {"holders": ("a", "a")},
         {"holders": ("../x",)},
+        {"holders": ("..",)},
+        {"voters": (".#1",)},
         {"holders": tuple(f"m{i}" for i in range(MOST_HOLDERS + 1))},
         {"disputes": {"../x": ("a",)}},
         {"disputes": {"a": ("../x",)}},

@@ -120,6 +120,11 @@ def test_what_it_allows_passes(tmp_path: Path) -> None:
         ("[require]\nepsilon_max = 8.0", "require.epsilon_max = 8.0: has no effect without require.privacy"),
         ('[require]\nprivacy = "organization"', 'require.privacy = \'organization\': must be "example" or "organisation"'),
         ('[limits]\nuntil = "2026"', "limits.until: must be date, not str"),
+        (
+            "[limits]\nuntil = 2027-01-01T00:00:00Z",
+            "limits.until = 2027-01-01 00:00:00+00:00: must be a day such as 2027-01-01",
+        ),
+        ("[limits]\nuntil = 2027-01-01 12:00:00", "limits.until = 2027-01-01 12:00:00: must be a day such as 2027-01-01"),
         ("[limits]\nmax_parameters = -1", "limits.max_parameters = -1: must not be negative"),
         ('[accept]\nruns = ["abc"]', "accept.runs = 'abc': must be sha256: and 64 hexadecimal digits"),
         ("[limits]\nmax_gb_per_day = -1.0", "limits.max_gb_per_day = -1.0: must be a number, and not negative"),

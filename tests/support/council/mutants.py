@@ -54,12 +54,12 @@ class NoTrial(Council):
 class VotesBlank(Council):
     """Votes although it has no record: its disk was lost, and with it what it voted for and accepted."""
 
-    def _receive(self, sender: str, message: ev.Message) -> None:
+    def _receive(self, sender: str, message: ev.Message, key: str = "") -> None:
         if self.record is None and isinstance(message, ev.Ask):
             vote = ev.Vote(message.term, True, message.trial, message.sent)
             self._effects.append(ev.Send(sender.partition("#")[0], vote))
         else:
-            super()._receive(sender, message)
+            super()._receive(sender, message, key)
 
 
 class HastyVotesTwice(NoTrial, VotesTwice):
@@ -168,18 +168,18 @@ class TrustsStrangers(Council):
 class LetsEvictedIn(Council):
     """Makes everybody a member who says hello."""
 
-    def _hello(self, sender: str, hello: ev.Hello) -> None:
+    def _hello(self, sender: str, hello: ev.Hello, key: str = "") -> None:
         record = self._saved.record
         if record is not None and record.evicted:
             self._draft = replace(record, members={**record.members, sender.partition("#")[0]: hello.member}, evicted={})
         else:
-            super()._hello(sender, hello)
+            super()._hello(sender, hello, key)
 
 
 class TakesOldLives(Council):
     """Takes a smaller incarnation for a newer life."""
 
-    def _hello(self, sender: str, hello: ev.Hello) -> None:
+    def _hello(self, sender: str, hello: ev.Hello, key: str = "") -> None:
         record, peer_id = self._saved.record, sender.partition("#")[0]
         if record is not None and self.role is Role.LEADER and record.members.get(peer_id) != hello.member:
             self._draft = replace(record, members={**record.members, peer_id: hello.member})
