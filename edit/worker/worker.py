@@ -66,8 +66,9 @@ class EditWorker:
     A context manager: entering joins the run and loads its outer parameters into the model (they replace the model's own,
     unless this peer founds the run, or `load_state_dict` came before); leaving waits for the last outcome and removes every
     hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. Frozen parameters
-    are not exchanged, buffers as the configuration says; to unfreeze one after entering is a ConfigError at the next
-    contribution. A compiled model takes the outcome before its next optimizer step.
+    are not exchanged, buffers as the configuration says; to unfreeze or replace one after entering (a new head,
+    `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced one also on leaving. A compiled model
+    takes the outcome before its next optimizer step.
 
     A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
     was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
@@ -128,7 +129,7 @@ class EditWorker:
         self._swapped = False
         self._speed, self._stopwatch = Speed(), Stopwatch(self._clock)
         self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
-        self._ended = False  # whether the run had finished and the outer parameters were loaded
+        self._ended = False  # whether the run had finished and the model was given what `leave` says
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
         # By id, of optimizers whose step is not the end of an inner step; None: the one whose step is has been stepped.
         self._other_steps: dict[int, int] | None = {}
@@ -174,6 +175,8 @@ class EditWorker:
         try:
             if kind is None:
                 with _outside_autograd():
+                    if not self._ended:
+                        self._exchanges[0].replica.refuse_replaced()
                     for each in self._exchanges:
                         each.leave()
                     if self._leaves_outer:
@@ -563,15 +566,18 @@ class EditWorker:
 
     def _contribute_if_due(self) -> None:
         if not self.finished:
-            self._exchanges[0].replica.refuse_unfrozen()
+            self._exchanges[0].replica.refuse_changes()
         contributed = [each.run(each.exchange.contribute_if_due()) for each in self._exchanges]
         if any(contributed):
             self._reset_finished()
 
     def _end(self) -> None:
         """Training in this run is over: the model holds what `leave` says, whatever follows until `with` is left."""
-        if self._leaves_outer and not self._ended:
-            self._ended = True
+        if self._ended:
+            return
+        self._ended = True
+        if self._leaves_outer:
+            self._exchanges[0].replica.refuse_replaced()
             self._load_outer()
 
     def _load_outer(self) -> None:
