@@ -268,9 +268,20 @@ class TestASecondOptimizer:
         p = entered(every=10)
         critic = torch.optim.SGD(p.model.parameters(), lr=0.1)
         p.optimizer.step()
-        p.optimizer.step()
-        for _ in range(100):
-            critic.step()
+        for _ in range(3):
+            p.optimizer.step()
+            for _ in range(100):
+                critic.step()
+
+    def test_one_that_takes_the_place_of_the_one_that_was_given_is_named(self) -> None:
+        p = entered(every=10)
+        p.step()
+        anew = torch.optim.SGD(p.model.parameters(), lr=0.1)
+        for _ in range(200):
+            anew.step()
+        words = r"^optimizer: the AdamW that was given is no longer stepped, but another SGD trains its parameters: change"
+        with pytest.raises(ConfigError, match=words):
+            anew.step()
 
     def test_one_that_trains_on_after_the_end_of_the_run_is_not(self) -> None:
         p = entered()
