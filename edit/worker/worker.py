@@ -70,7 +70,9 @@ class EditWorker:
     hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. Frozen parameters
     are not exchanged, buffers as the configuration says; to unfreeze or replace one after entering (a new head,
     `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced one also on leaving. A compiled model
-    takes the outcome before its next optimizer step.
+    takes the outcome before its next optimizer step. A compiled `optimizer.step` breaks its graph at the exchange.
+    Call `synchronize()` before other weights are swapped in for a validation (an average): else its forward takes the outcome,
+    and the weights that come back are without it and count twice.
 
     A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
     was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
@@ -164,10 +166,12 @@ class EditWorker:
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
+        # A compiled step breaks its graph here: an exchange cannot be traced.
+        eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
         self._hooks = [
-            register_optimizer_step_pre_hook(Hook(self._before_any_step)),
-            *(optimizer.register_step_pre_hook(Hook(self._before_step)) for optimizer in self._optimizers),
-            self._optimizers[-1].register_step_post_hook(Hook(self._after_step)),
+            register_optimizer_step_pre_hook(Hook(eager(self._before_any_step))),
+            *(optimizer.register_step_pre_hook(Hook(eager(self._before_step))) for optimizer in self._optimizers),
+            self._optimizers[-1].register_step_post_hook(Hook(eager(self._after_step))),
             *(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True) for module in modules),
         ]
         self._tell()  # a peer that is where the run is, is waited for
@@ -392,6 +396,8 @@ class EditWorker:
 
     def synchronize(self, *, block: bool = True) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off.
+
+        Call it before other weights are swapped in for a while (`EMAModel.store`, `copy_to`, `restore`).
 
         block: False applies what is known and does not wait; an outcome that is still open is asked for after later steps.
         """
