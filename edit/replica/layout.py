@@ -75,7 +75,8 @@ class Layout:
 
     held: by fragment, what this rank holds; owned: what of that it contributes. Every element has one owner: of copies (on a
     replicated mesh dimension, on meshes side by side, of a plain tensor) the lowest rank. All ranks construct it together.
-    part: (number, of how many): only the fragments of that aggregator, see `edit.fragments.assignment`.
+    part: (number, of how many): only the fragments of that aggregator, see `edit.fragments.assignment`. named: what all of them
+    exchange, by clean name.
     Raises ConfigError, at every rank, when shards do not partition a tensor, one cannot be written, or ranks have different
     models.
     """
@@ -83,6 +84,7 @@ class Layout:
     def __init__(self, model: nn.Module, ranks: Ranks, buffers: str = "local", part: tuple[int, int] = (0, 1)) -> None:
         self.ranks = ranks
         whole, named = exchanged(model, buffers)
+        self.named = {spec.name: named[spec.name] for fragment in whole.fragments for spec in fragment.tensors}
         self.schema = whole.subset(assign(whole, part[1])[part[0]])
         ranks.same("the model", self.schema.schema_hash)
         self.tensors = tuple(tuple(named[spec.name] for spec in fragment.tensors) for fragment in self.schema.fragments)

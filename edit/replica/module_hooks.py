@@ -6,7 +6,7 @@ must be in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -32,6 +32,7 @@ class ParameterModules:
     def before_write(self, fragment_id: int) -> None:
         """Drop gathered copies of the fragment's parameters, which FSDP would otherwise go on using after a write."""
         for module in self._sharding[fragment_id]:
+            _finish_unshard(module)
             module.reshard()
 
     def update_points(self) -> dict[nn.Module, tuple[int, ...]]:
@@ -58,11 +59,29 @@ class ParameterModules:
     def refuse_unfrozen(self) -> None:
         """Raise ConfigError when a parameter is trainable that was frozen, or not there, before."""
         if unfrozen := [name for name in _trainable(self._root) if name not in self._trainable]:
-            more = f" and {len(unfrozen) - 3} more" if len(unfrozen) > 3 else ""
             raise ConfigError(
-                f"trainable, but frozen when the EditWorker was entered, so not exchanged: {', '.join(unfrozen[:3])}{more}; "
+                f"trainable, but frozen when the EditWorker was entered, so not exchanged: {_first(unfrozen)}; "
                 "unfreeze parameters before entering, or leave and enter again"
             )
+
+    def refuse_replaced(self, named: Mapping[str, Tensor]) -> None:
+        """Raise ConfigError when the model has another object, or none, under the name of one of these tensors."""
+        if not self._replaced(named):
+            return
+        reshard(self._root)  # a gathered copy has the name of its shard
+        if replaced := self._replaced(named):
+            raise ConfigError(
+                f"replaced or removed since the EditWorker was entered, so no longer exchanged: {_first(replaced)}; change the "
+                "model before entering, and load a state_dict without assign=True"
+            )
+
+    def _replaced(self, named: Mapping[str, Tensor]) -> list[str]:
+        found = {
+            clean_name(name): tensor
+            for tensors in (self._root.named_parameters, self._root.named_buffers)
+            for name, tensor in tensors(remove_duplicate=False)
+        }
+        return [name for name, tensor in named.items() if found.get(name) is not tensor]
 
     def _modules_of(self, names: Sequence[str]) -> Iterator[nn.Module]:
         free = []
@@ -99,6 +118,21 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _finish_unshard(module: FSDPModule) -> None:
+    """Wait for an `unshard(async_op=True)`, if there is one: a `reshard` before its end does nothing, and the next forward uses
+    what it gathered."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.13 has one
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is not None:
+            group.wait_for_unshard()
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _trainable(model: nn.Module) -> dict[str, None]:

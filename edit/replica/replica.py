@@ -183,9 +183,18 @@ class Replica:
 
     # Checking.
 
-    def refuse_unfrozen(self) -> None:
-        """Raise ConfigError, at every rank, for a parameter that became trainable after this was made."""
-        self.layout.ranks.together(self.modules.refuse_unfrozen)
+    def refuse_changes(self) -> None:
+        """Raise ConfigError, at every rank, for a parameter that became trainable, or was replaced, after this was made."""
+
+        def look() -> None:
+            self.modules.refuse_unfrozen()
+            self.refuse_replaced()
+
+        self.layout.ranks.together(look)
+
+    def refuse_replaced(self) -> None:
+        """Raise ConfigError, at this rank, when the model no longer has what is exchanged (see `ParameterModules`)."""
+        self.modules.refuse_replaced(self.layout.named)
 
     def verified(self, snapshot: Snapshot) -> Outer:
         """Return the snapshot, as it is, if it fits this model and its digest. Raises RemoteProtocolError, at every rank."""

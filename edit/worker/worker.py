@@ -57,7 +57,9 @@ from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replica
 __all__ = ["EditWorker", "WorkerConfig"]
 
 _Batch = TypeVar("_Batch")
-_STEPS_OF_OTHERS = 20  # of one optimizer, before the one whose step counts; or, if more, those of two contributions
+# Of one optimizer, before the first and between two steps of the one whose step counts; if more, those of two contributions.
+_STEPS_BEFORE, _STEPS_BETWEEN = 20, 200
+_IDLE_BATCHES = 1000  # without a step that counts: then `until_finished` looks whether the run has ended
 
 
 class EditWorker:
@@ -66,13 +68,16 @@ class EditWorker:
     A context manager: entering joins the run and loads its outer parameters into the model (they replace the model's own,
     unless this peer founds the run, or `load_state_dict` came before); leaving waits for the last outcome and removes every
     hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. Frozen parameters
-    are not exchanged, buffers as the configuration says; to unfreeze one after entering is a ConfigError at the next
-    contribution. A compiled model takes the outcome before its next optimizer step.
+    are not exchanged, buffers as the configuration says; to unfreeze or replace one after entering (a new head,
+    `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced one also on leaving. A compiled model
+    takes the outcome before its next optimizer step. A compiled `optimizer.step` breaks its graph at the exchange.
+    Call `synchronize()` before other weights are swapped in for a validation (an average): else its forward takes the outcome,
+    and the weights that come back are without it and count twice.
 
     A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
     was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
-    contribution. If it takes the steps of two contributions before the given one takes any (the optimizer inside SAM), that is
-    a ConfigError.
+    contribution. If it takes the steps of two contributions, and at least 20, before the given one takes any (the optimizer
+    inside SAM), or at least 200 between two of them (an optimizer made anew in the loop), that is a ConfigError.
 
     A model sharded over the ranks of a torchrun job (`fully_shard`, `parallelize_module`; call them before) is one peer: every
     rank makes the same calls.
@@ -128,10 +133,10 @@ class EditWorker:
         self._swapped = False
         self._speed, self._stopwatch = Speed(), Stopwatch(self._clock)
         self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
-        self._ended = False  # whether the run had finished and the outer parameters were loaded
+        self._ended = False  # whether the run had finished and the model was given what `leave` says
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
-        # By id, of optimizers whose step is not the end of an inner step; None: the one whose step is has been stepped.
-        self._other_steps: dict[int, int] | None = {}
+        self._stepped = False  # whether the optimizer whose step ends an inner step ever was
+        self._other_steps: dict[int, int] = {}  # since then, of the other optimizers, by id
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -161,10 +166,12 @@ class EditWorker:
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
+        # A compiled step breaks its graph here: an exchange cannot be traced.
+        eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
         self._hooks = [
-            register_optimizer_step_pre_hook(Hook(self._before_any_step)),
-            *(optimizer.register_step_pre_hook(Hook(self._before_step)) for optimizer in self._optimizers),
-            self._optimizers[-1].register_step_post_hook(Hook(self._after_step)),
+            register_optimizer_step_pre_hook(Hook(eager(self._before_any_step))),
+            *(optimizer.register_step_pre_hook(Hook(eager(self._before_step))) for optimizer in self._optimizers),
+            self._optimizers[-1].register_step_post_hook(Hook(eager(self._after_step))),
             *(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True) for module in modules),
         ]
         self._tell()  # a peer that is where the run is, is waited for
@@ -174,6 +181,8 @@ class EditWorker:
         try:
             if kind is None:
                 with _outside_autograd():
+                    if not self._ended:
+                        self._exchanges[0].replica.refuse_replaced()
                     for each in self._exchanges:
                         each.leave()
                     if self._leaves_outer:
@@ -289,12 +298,17 @@ class EditWorker:
         """Yield the batches of `data` until the run has finished; take its last outcome before another batch is trained on.
 
         After the loop the model holds what `leave` says. In a replica of several ranks all of them end after the same step.
+        After each 1000 batches without a step of the given optimizer it looks whether the run has ended meanwhile.
 
         data: begun again after its last batch (a DataLoader, a list; `set_epoch` of it or of its sampler is called), unless it
             is an iterator: the loop then ends with it. Raises ConfigError when it has no batch, EvictedError.
         """
+        steps, idle = -1, 0
         for batch in agreed(epochs(data), self._ranks, one_pass=isinstance(data, Iterator)):
             self._take_awaited()
+            steps, idle = self.inner_steps, idle + 1 if steps == self.inner_steps else 0
+            if idle and idle % _IDLE_BATCHES == 0 and not self._over:
+                self._look_on()
             if self._over:
                 break
             yield batch
@@ -322,6 +336,11 @@ class EditWorker:
                     each.synchronize()
                 elif sync.mode == "blocking":
                     each.run(each.exchange.take())
+
+    def _look_on(self) -> None:
+        """Learn what the run has done while nothing here led to a contribution."""
+        self._exchanges[0].replica.refuse_changes()
+        self.synchronize(block=False)
 
     @property
     def _over(self) -> bool:
@@ -377,6 +396,8 @@ class EditWorker:
 
     def synchronize(self, *, block: bool = True) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off.
+
+        Call it before other weights are swapped in for a while (`EMAModel.store`, `copy_to`, `restore`).
 
         block: False applies what is known and does not wait; an outcome that is still open is asked for after later steps.
         """
@@ -511,13 +532,17 @@ class EditWorker:
 
     def _refuse_uncounted(self, optimizer: Optimizer) -> None:
         """Raise ConfigError when this one trains, but the one whose step ends an inner step does not: nothing would be sent."""
-        if self._other_steps is None or optimizer is self._optimizers[-1]:
+        if optimizer is self._optimizers[-1]:
             return
         steps = self._other_steps[id(optimizer)] = self._other_steps.get(id(optimizer), 0) + 1
-        allowed = max(_STEPS_OF_OTHERS, 2 * max(each.exchange.schedule.every for each in self._exchanges))
+        allowed = max(
+            _STEPS_BETWEEN if self._stepped else _STEPS_BEFORE,
+            2 * max(each.exchange.schedule.every for each in self._exchanges),
+        )
         if steps > allowed and not self.finished:
             given = any(optimizer is own for own in self._optimizers)
-            raise ConfigError((_last_not_stepped if given else _not_stepped)(self._optimizers[-1], optimizer))
+            words = _last_not_stepped if given else _no_longer_stepped if self._stepped else _not_stepped
+            raise ConfigError(words(self._optimizers[-1], optimizer))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
@@ -527,7 +552,8 @@ class EditWorker:
                 each.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._other_steps = None
+        self._stepped = True
+        self._other_steps.clear()
         self._speed.add_step(self._stopwatch.lap())
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._exchanges:
@@ -563,15 +589,18 @@ class EditWorker:
 
     def _contribute_if_due(self) -> None:
         if not self.finished:
-            self._exchanges[0].replica.refuse_unfrozen()
+            self._exchanges[0].replica.refuse_changes()
         contributed = [each.run(each.exchange.contribute_if_due()) for each in self._exchanges]
         if any(contributed):
             self._reset_finished()
 
     def _end(self) -> None:
         """Training in this run is over: the model holds what `leave` says, whatever follows until `with` is left."""
-        if self._leaves_outer and not self._ended:
-            self._ended = True
+        if self._ended:
+            return
+        self._ended = True
+        if self._leaves_outer:
+            self._exchanges[0].replica.refuse_replaced()
             self._load_outer()
 
     def _load_outer(self) -> None:
@@ -623,6 +652,13 @@ def _not_stepped(given: Optimizer, stepped: Optimizer) -> str:
     return (
         f"optimizer: the {type(given).__name__} that was given is not stepped, but {type(stepped).__name__}{name} trains its "
         "parameters: give that one"
+    )
+
+
+def _no_longer_stepped(given: Optimizer, stepped: Optimizer) -> str:
+    return (
+        f"optimizer: the {type(given).__name__} that was given is no longer stepped, but another {type(stepped).__name__} "
+        "trains its parameters: change its settings in place, or leave and enter an EditWorker with the new one"
     )
 
 

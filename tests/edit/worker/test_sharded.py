@@ -187,6 +187,7 @@ def all_settings() -> dict[str, Any]:
     seen["prefetch"] = refused_prefetch()
     seen["disagree"] = refused_configuration()
     seen["unsent"] = unsent()
+    seen["gathered"] = gathered()
     return seen
 
 
@@ -249,6 +250,23 @@ def unsent() -> list[tuple[bool, Tensor, Tensor]]:
     return seen
 
 
+def gathered() -> tuple[Tensor, Tensor]:
+    """What the model answers after an exchange before which all was gathered early, and a model with the outer parameters."""
+    model, optimizer, oracle, worker = peer(True, every=1)
+    model.set_reshard_after_backward(False)  # so at the contribution the model has the gathered parameters
+    with worker:
+        train_step(model, optimizer, batches(0))
+        for module in (model, *model.blocks):
+            module.unshard(async_op=True)
+        with torch.no_grad():
+            answer = model(batches(99)[0])
+        assert worker.outer_step == 1
+    plain = TinyTransformer()
+    for i, theta in enumerate(oracle.theta):
+        Replica(plain).load_local(i, theta)
+    return answer, plain(batches(99)[0]).detach()
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return at_every_rank(all_settings, 2, tmp_path_factory.mktemp("ranks"))
@@ -289,6 +307,11 @@ def test_every_rank_keeps_what_the_owner_of_a_parameter_did_not_send(two_ranks: 
         for _, local, expected in seen["unsent"]:
             torch.testing.assert_close(local, expected, rtol=1e-6, atol=1e-7)
     assert not all(owns for seen in two_ranks for owns, _, _ in seen["unsent"]), "some fragment has one owner"
+
+
+def test_parameters_gathered_before_an_outcome_are_not_used_after_it(two_ranks: list[dict[str, Any]]) -> None:
+    for seen in two_ranks:
+        torch.testing.assert_close(*seen["gathered"])
 
 
 def test_explicit_forward_prefetch_and_ranks_that_disagree_are_refused(two_ranks: list[dict[str, Any]]) -> None:

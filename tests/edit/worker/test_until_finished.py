@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from edit import ConfigError, EditWorker, LocalRun, OuterConfig, RunConfig, WorkerConfig
 from edit.config.run import PenaltyConfig, SyncConfig
+from edit.records import Finished
 from edit.replica.ranks import ALONE
 from edit.replica.replica import Replica
 from tests.support.lone_peer import EVERY, parameters, run_of, same, theta
@@ -111,6 +112,17 @@ class TestTheRunsEnd:
             mine = parameters(model)
             assert not same(mine, theta(run))
         assert same(parameters(model), mine)
+
+    @pytest.mark.parametrize("steps", [1, EVERY], ids=["nothing is pending", "a contribution is pending"])
+    def test_a_loop_whose_steps_no_longer_count_ends_too(self, steps: int) -> None:
+        model, theirs, batches = small_mlp(), ScriptedCollective(), regression_batches(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with EditWorker(model, optimizer, theirs, worker_config(every=EVERY, mode="delayed", delay=2)) as worker:
+            for _ in range(steps):
+                train_step(model, optimizer, next(batches))
+            assert worker.pending is (steps == EVERY)
+            theirs.answers[0].append(Finished(0))
+            assert sum(1 for _ in worker.until_finished(iter([0] * 1500))) == 1000
 
     def test_an_evicted_peer_hears_of_it(self) -> None:
         from edit import EvictedError

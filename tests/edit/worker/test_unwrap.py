@@ -72,6 +72,24 @@ def test_a_compiled_model() -> None:
     contributes(compiled, torch.optim.AdamW(compiled.parameters(), lr=0.02), model)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+@pytest.mark.parametrize("form", ["the method", "a function"])
+def test_a_compiled_step(form: str) -> None:
+    model, run = small_mlp(), run_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.step()
+
+    compiled = torch.compile(optimizer.step if form == "the method" else step, backend="eager")
+    with EditWorker(model, optimizer, run.collective("me"), worker_config(every=EVERY, codec="fp32")) as worker:
+        for _ in range(2 * EVERY):
+            model(torch.ones(1, 4)).square().mean().backward()
+            compiled()
+        assert worker.inner_steps == 2 * EVERY
+    assert run.state.outer_step == 2 and same(parameters(model), theta(run))
+
+
 def replicated(compiled: bool) -> tuple[list[str], bool, int]:
     model = small_mlp()
     wrapped: Any = DistributedDataParallel(model)

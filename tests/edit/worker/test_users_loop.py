@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,72 @@ class TestUnfreezing:
         assert len(p.collective.rounds()) == 1
 
 
+def a_new_head(model: nn.Module) -> None:
+    model[2] = nn.Linear(6, 5)  # type: ignore[operator]
+
+
+def no_head(model: nn.Module) -> None:
+    del model[2]  # type: ignore[attr-defined]
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict({"0.weight": torch.zeros(6, 4)}, strict=False, assign=True)
+
+
+def tied(model: nn.Module) -> None:
+    model[2].bias = model[0].bias  # type: ignore[index]
+
+
+class TestReplacing:
+    @pytest.mark.parametrize(
+        ("replace", "names"),
+        [
+            (a_new_head, r"2\.weight, 2\.bias;"),
+            (no_head, r"2\.weight, 2\.bias;"),
+            (assigned, r"0\.weight;"),
+            (tied, r"2\.bias;"),
+        ],
+    )
+    def test_a_parameter_replaced_after_entering_is_an_error(self, replace: Callable[[nn.Module], None], names: str) -> None:
+        p = entered(every=2)
+        p.step()
+        replace(p.model)
+        with pytest.raises(ConfigError, match=rf"^replaced or removed .*: {names} .*assign=True$"):
+            p.optimizer.step()
+        assert not p.worker.pending and not p.collective.contributed
+
+    def test_on_leaving_too(self) -> None:
+        p = entered(every=2)
+        assigned(p.model)
+        with pytest.raises(ConfigError, match=r"0\.weight;"):
+            p.worker.__exit__(None, None, None)
+        assert not p.model._forward_pre_hooks
+
+    def test_what_is_replaced_after_the_end_of_the_run_is_the_users(self) -> None:
+        p = entered()
+        p.collective.answers[0].append(Finished(0))
+        p.step()
+        list(p.worker.until_finished(p.batches))
+        assert p.worker.finished
+        a_new_head(p.model)
+        p.worker.__exit__(None, None, None)
+
+    def test_an_averaged_buffer_counts(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        EditWorker(model, optimizer, Locked(), worker_config(every=1, codec="fp32", buffers="average")).__enter__()
+        model[1].running_mean = torch.zeros(2)
+        with pytest.raises(ConfigError, match=r"1\.running_mean;"):
+            optimizer.step()
+
+    def test_a_moved_model_and_a_loaded_state_dict_have_the_same_parameters(self) -> None:
+        p = entered()
+        p.model.load_state_dict(copy.deepcopy(p.model.state_dict()))
+        p.model.to(torch.bfloat16).to(torch.float32)
+        p.step()
+        assert len(p.collective.rounds()) == 1
+
+
 class TestASecondOptimizer:
     @pytest.mark.parametrize("mode", ["blocking", "forward"])
     def test_what_it_does_after_the_contribution_is_not_lost(self, mode: str) -> None:
@@ -201,8 +268,20 @@ class TestASecondOptimizer:
         p = entered(every=10)
         critic = torch.optim.SGD(p.model.parameters(), lr=0.1)
         p.optimizer.step()
-        for _ in range(100):
-            critic.step()
+        for _ in range(3):
+            p.optimizer.step()
+            for _ in range(100):
+                critic.step()
+
+    def test_one_that_takes_the_place_of_the_one_that_was_given_is_named(self) -> None:
+        p = entered(every=10)
+        p.step()
+        anew = torch.optim.SGD(p.model.parameters(), lr=0.1)
+        for _ in range(200):
+            anew.step()
+        words = r"^optimizer: the AdamW that was given is no longer stepped, but another SGD trains its parameters: change"
+        with pytest.raises(ConfigError, match=words):
+            anew.step()
 
     def test_one_that_trains_on_after_the_end_of_the_run_is_not(self) -> None:
         p = entered()
