@@ -57,7 +57,8 @@ from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replica
 __all__ = ["EditWorker", "WorkerConfig"]
 
 _Batch = TypeVar("_Batch")
-_STEPS_OF_OTHERS = 20  # of one optimizer, before the one whose step counts; or, if more, those of two contributions
+# Of one optimizer, before the one whose step counts; or, if more, those of two contributions. A WGAN's critic takes 100.
+_STEPS_OF_OTHERS = 200
 
 
 class EditWorker:
