@@ -579,6 +579,11 @@ def _check_fit(upper: RunConfig, lower: RunConfig) -> None:
         )
     if upper.privacy.of_examples:
         _check_bound(upper.privacy, lower.privacy)
+        if lower.model.context != upper.model.context:  # shorter examples are protected less, and others lie in several
+            raise ConfigError(
+                f"model.context: the run above protects examples of {upper.model.context} tokens, the run below of "
+                f"{lower.model.context}; set {upper.model.context} there"
+            )
     for which, run in (("above", upper), ("below", lower)):
         if run.sync.milestones:
             raise ConfigError(

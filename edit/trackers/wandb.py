@@ -60,7 +60,11 @@ class _Wandb:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        try:
+            self._run.finish()
+        except Exception:  # the package's own process is gone, and wandb.init would go on asking that one
+            wandb.teardown(1)
+            raise
 
 
 def _logged_in() -> bool:

@@ -58,7 +58,7 @@ __all__ = ["EditWorker", "WorkerConfig"]
 
 _Batch = TypeVar("_Batch")
 # Of one optimizer, before the first and between two steps of the one whose step counts; if more, those of two contributions.
-_STEPS_BEFORE, _STEPS_BETWEEN = 20, 200
+_STEPS_OF_OTHERS = 200  # a WGAN's critic takes 100
 _IDLE_BATCHES = 1000  # without a step that counts: then `until_finished` looks whether the run has ended
 
 
@@ -76,8 +76,8 @@ class EditWorker:
 
     A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
     was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
-    contribution. If it takes the steps of two contributions, and at least 20, before the given one takes any (the optimizer
-    inside SAM), or at least 200 between two of them (an optimizer made anew in the loop), that is a ConfigError.
+    contribution. If it takes the steps of two contributions, and at least 200, before the given one takes any (the optimizer
+    inside SAM), or between two of them (an optimizer made anew in the loop), that is a ConfigError.
 
     A model sharded over the ranks of a torchrun job (`fully_shard`, `parallelize_module`; call them before) is one peer: every
     rank makes the same calls.
@@ -535,10 +535,7 @@ class EditWorker:
         if optimizer is self._optimizers[-1]:
             return
         steps = self._other_steps[id(optimizer)] = self._other_steps.get(id(optimizer), 0) + 1
-        allowed = max(
-            _STEPS_BETWEEN if self._stepped else _STEPS_BEFORE,
-            2 * max(each.exchange.schedule.every for each in self._exchanges),
-        )
+        allowed = max(_STEPS_OF_OTHERS, 2 * max(each.exchange.schedule.every for each in self._exchanges))
         if steps > allowed and not self.finished:
             given = any(optimizer is own for own in self._optimizers)
             words = _last_not_stepped if given else _no_longer_stepped if self._stepped else _not_stepped

@@ -834,6 +834,18 @@ def test_the_peers_below_keep_to_the_bound_of_the_run_above(changes: dict[str, o
         _check_fit(upper, lower)
 
 
+@pytest.mark.parametrize("context", [64, 192, 256])
+def test_the_peers_below_protect_examples_of_the_length_above(context: int) -> None:
+    """Shorter ones are protected less; of longer ones, what is one example above may lie in two."""
+    upper = RunConfig(privacy=PrivacyConfig(level="example", delta=1e-6, epsilon_max=8.0, noise_multiplier=1.0))
+    lower = dataclasses.replace(upper, model=dataclasses.replace(upper.model, context=context))
+    assert upper.model.context == 128
+    words = rf"^model.context: the run above protects examples of 128 tokens, the run below of {context}; set 128 there$"
+    with pytest.raises(ConfigError, match=words):
+        _check_fit(upper, lower)
+    _check_fit(dataclasses.replace(upper, privacy=PrivacyConfig()), lower)  # there is nothing to protect above
+
+
 def test_a_run_below_follows_one_run_above_for_ever() -> None:
     upper, east, west = two_sites()
     turns((east, west), 2)

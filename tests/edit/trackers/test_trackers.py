@@ -339,6 +339,24 @@ def test_wandb_never_asks_who_one_is(
     assert "ConfigError: wandb.mode=online, but nobody is logged in: run `wandb login`" in warning and "not tried" in warning
 
 
+def test_wandb_begins_with_a_process_of_its_own_after_the_last_one_has_died(
+    tmp_path: Path, calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package keeps its connection to that one, and each later run fails with it, unless it is told to forget it."""
+    dead: list[str] = ["wandb-core"]
+
+    def refuse(*_: object, **__: object) -> None:
+        if dead:
+            raise ConnectionResetError("Connection lost")
+
+    monkeypatch.setattr(FakeRun, "finish", refuse)
+    monkeypatch.setattr(sys.modules["wandb"], "teardown", lambda exit_code: dead.clear(), raising=False)
+    run = TrackedRun(run_id="run-1", run_name="n", member="a", folder=tmp_path, first_step=0)
+    with pytest.raises(ConnectionResetError):
+        importlib.import_module("edit.trackers.wandb").make(run).close()
+    assert not dead
+
+
 def test_trackio_goes_on_with_the_run_of_the_same_name(tmp_path: Path, calls: list[tuple[str, Any]]) -> None:
     trackers = opened(TrackerChoice.of(["trackio"], [], frozenset()), tmp_path)
     trackers.log(10, {"loss": 1.0})

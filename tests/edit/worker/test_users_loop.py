@@ -232,7 +232,7 @@ class TestASecondOptimizer:
         for part, moved, theta in zip(p.collective.rounds()[1], change, after.fragments, strict=True):
             assert torch.equal(-decode(part.payload), (theta + moved) - theta)
 
-    @pytest.mark.parametrize(("every", "steps"), [(1, 20), (15, 30)])
+    @pytest.mark.parametrize(("every", "steps"), [(1, 200), (150, 300)])
     def test_one_that_trains_alone_is_named(self, every: int, steps: int) -> None:
         p = entered(every=every)
         inside = torch.optim.SGD(p.model.parameters(), lr=0.5)
@@ -249,14 +249,14 @@ class TestASecondOptimizer:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         stepped, last = torch.optim.SGD(model[0].parameters(), lr=0.5), torch.optim.AdamW(model[1].parameters())
         EditWorker(model, [stepped, last], Locked(), worker_config(every=1, codec="fp32", mode="blocking")).__enter__()
-        for _ in range(20):
+        for _ in range(200):
             stepped.step()
         words = r"^optimizer: the last of those that were given, AdamW, ends an inner step, but is not stepped, while SGD is"
         with pytest.raises(ConfigError, match=words):
             stepped.step()
 
     def test_one_for_each_parameter_within_the_backward_is_not(self) -> None:
-        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))  # 24 parameters, more than steps that are allowed
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(110)))  # 220 parameters, more than steps that are allowed
         p = entered(model, every=10)
         inside = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
         for _ in range(3):
@@ -283,6 +283,16 @@ class TestASecondOptimizer:
         with pytest.raises(ConfigError, match=words):
             anew.step()
 
+    def test_the_critic_of_a_wgan_may_take_100_steps_before_the_first_of_the_generator(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        critic, generator = (torch.optim.RMSprop(part.parameters()) for part in model)
+        collective = Locked()
+        EditWorker(model, [critic, generator], collective, worker_config(every=1, codec="fp32", mode="blocking")).__enter__()
+        for _ in range(100):
+            critic.step()
+        generator.step()
+        assert collective.contributed
+
     def test_one_that_trains_on_after_the_end_of_the_run_is_not(self) -> None:
         p = entered()
         p.collective.answers[0].append(Finished(0))
@@ -290,7 +300,7 @@ class TestASecondOptimizer:
         p.forward()
         assert p.worker.finished
         second = torch.optim.SGD(p.model.parameters(), lr=0.5)
-        for _ in range(50):
+        for _ in range(250):
             second.step()
 
     def test_one_of_another_model_costs_nothing(self) -> None:
