@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ import torch
 from aggregator.control.farewell import Farewell
 from aggregator.control.run import Run
 from aggregator.control.schemas import check_founded
-from aggregator.file_limit import raise_file_limit
+from aggregator.file_limit import files_for_connections, raise_file_limit
 from aggregator.metrics import MetricsLog
 from aggregator.past import PAST_BYTES, Past
 from aggregator.resources import Clock, Resources
@@ -87,7 +86,6 @@ _ENROLMENT_BYTES = 64 << 10  # the largest request there: a token, and a certifi
 _STRANGER_S = 30.0  # after which a connection there takes no more calls
 _STRANGER_GRACE_S = 15.0  # and after that it is closed
 _SILENT_OF_SOURCE = 1024  # members' connections before their first call: what all ranks of a replica make when they start
-_RESERVED_FILES = 256  # descriptors for the store, the logs and the libraries
 
 
 @dataclass(slots=True)
@@ -372,10 +370,7 @@ def _members_seen(folder: StateFolder) -> Members:
 
 def _connections() -> tuple[int, int]:
     """Return how many connections members and strangers may have, so that descriptors are left for the disk."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        files = 1 << 20
-    free = max(2, files - _RESERVED_FILES if files > 2 * _RESERVED_FILES else files // 2)
+    free = files_for_connections()
     strangers = min(_MAX_STRANGERS, free // 4 or 1)
     return min(free - strangers, 1 << 20), strangers
 

@@ -63,7 +63,8 @@ class SilentConnections:
         while True:
             await asyncio.sleep(max(SWEEP_S, 20 * took_s))
             began = loop.time()
-            await loop.run_in_executor(files, self.cut, most)
+            with suppress(OSError):  # no descriptor is free at present
+                await loop.run_in_executor(files, self.cut, most)
             took_s = loop.time() - began
 
     def cut(self, most: Mapping[int, int]) -> None:

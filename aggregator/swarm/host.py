@@ -31,6 +31,7 @@ from cryptography import x509
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from aggregator.data.round_runner import Source
+from aggregator.file_limit import files_for_connections
 from aggregator.resources import Clock
 from aggregator.run_feed import Subscriber
 from aggregator.security.authority import Authority
@@ -359,10 +360,10 @@ class Host:
 
     async def start(self) -> None:
         """Bind the port, and take part. Raises ConfigError (a port in use), StorageError."""
-        silent = SilentConnections()
+        silent, connections = SilentConnections(), min(_MAX_CONNECTIONS, files_for_connections())
         self._server = grpc.aio.server(
             interceptors=[CallLimit(_MAX_CALLS, self._ranks, self.admit, silent.spoke)],
-            options=server_options(max_connections=_MAX_CONNECTIONS),
+            options=server_options(max_connections=connections),
             maximum_concurrent_rpcs=_MAX_CALLS + _MAX_ENDING,
         )
         add_council_servicer(_CouncilService(self), self._server)
@@ -397,7 +398,7 @@ class Host:
         if saved.record is None:
             self._background.spawn(self._until_let_in(Waiting(WAITING_S)))
         self._background.spawn(self._say_who_is_missed())
-        self._background.spawn(silent.keep_few(self._files, {port: _MAX_CONNECTIONS // 8}))
+        self._background.spawn(silent.keep_few(self._files, {port: connections // 8 or 1}))
         self._background.spawn(self._end_streams())
         if self._certificate is not None:
             self._background.spawn(self._keep_certificate(self._certificate))

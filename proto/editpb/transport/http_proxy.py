@@ -76,11 +76,11 @@ def _is_direct(host: str, entries: str) -> bool:
 
 
 def _fits(host: str, entry: str) -> bool:
-    if entry == "*":
-        return True
     place, _, port = entry.rpartition(":")
     if port.isdecimal() and (":" not in place or place.endswith("]")):  # else these are the last digits of an IPv6 address
         entry = place
+    if entry == "*":
+        return True
     try:
         return ipaddress.ip_address(host) in ipaddress.ip_network(entry.strip("[]"), strict=False)
     except ValueError:  # one of them is a name

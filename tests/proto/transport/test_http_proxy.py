@@ -53,6 +53,7 @@ def test_this_machine_is_reached_directly(address: str) -> None:
         ("[2001:db8::1]:7", "[2001:db8::1]:7", True),
         ("[2001:db8::1]:7", "2001:db8::1", True),
         ("a.example:7", "*.example", True),
+        ("a.example:7", "*:7", True),
         ("badexample:7", "*.example", False),
         ("a.example.:7", "a.example", True),
         ("a.example:7", "a.example.", True),
