@@ -8,7 +8,7 @@ fi
 for name in $PEERS; do
     if [ ! -s "$INVITATIONS/$name" ]; then
         invitation=$(edit-coordinator invite --state "$STATE" "$name")
-        (umask 077 && echo "$invitation" | head -n 1 > "$INVITATIONS/.$name")
+        (umask 077 && printf '%s\n' "$invitation" | head -n 1 > "$INVITATIONS/.$name")
         mv "$INVITATIONS/.$name" "$INVITATIONS/$name"
     fi
 done

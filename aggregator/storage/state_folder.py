@@ -64,7 +64,8 @@ def refuse_swarm(config: RunConfig, run_toml: Path) -> None:
     """Raise ConfigError for the settings of a swarm: a coordinator would do nothing of what they ask for."""
     if config.swarm is not None:
         raise ConfigError(
-            f"{run_toml}: [swarm] is of a run without a coordinator; begin it with: edit-peer swarm start {run_toml}"
+            f"{run_toml}: [swarm] is of a run without a coordinator; remove it, or begin such a run with: "
+            f"edit-peer swarm start {run_toml}"
         )
 
 

@@ -113,10 +113,8 @@ def test_the_settings_of_a_swarm_are_refused_and_nothing_is_written(tmp_path: Pa
     config = tmp_path / "swarm.toml"
     config.write_text("[swarm]\nverify = 1\n")
     said = init(tmp_path / "run", "--config", str(config))
-    assert (
-        str(said.exception)
-        == f"{config}: [swarm] is of a run without a coordinator; begin it with: edit-peer swarm start {config}"
-    )
+    says = "[swarm] is of a run without a coordinator; remove it, or begin such a run with: edit-peer swarm start"
+    assert str(said.exception) == f"{config}: {says} {config}"
     assert not (tmp_path / "run").exists()
 
 
