@@ -310,6 +310,8 @@ class Run:
         if self._rounds is not None and schema.schema_hash != self._rounds.outer.schema.schema_hash:
             raise RefusedError("another model: its schema_hash differs")  # the run was founded while the schema was learned
         self.end_replaced()  # at a further aggregator this call may be the first with another key
+        if expires() == 0.0:  # it was authorized before that, and took its time to say Hello
+            raise RefusedError(_replaced(peer_id))
         attendance = self.attendances.open(peer_id, schema, rank, ranks, expires)
         if rank == 0 and self._rounds is None and self.may_take_part(peer_id):
             self.founding.attended(peer_id)
@@ -527,7 +529,7 @@ class Run:
         if self._keys is before:
             return
         for peer_id in [each for each, key in before.items() if self._keys.get(each, key) != key]:
-            reason = f"the certificate of {peer_id} was replaced by a newer one"
+            reason = _replaced(peer_id)
             if self._rounds is not None:
                 self._rounds.withdraw(peer_id, "has another key", reason)
             self.consents.pop(peer_id, None)
@@ -638,6 +640,10 @@ class Run:
         """Raise RefusedError for another run."""
         if run_id != self.run_id:
             raise RefusedError(f"this is run {self.run_id}, not {run_id}")
+
+
+def _replaced(peer_id: str) -> str:
+    return f"the certificate of {peer_id} was replaced by a newer one"
 
 
 def _ahead(outer_step: int, own: int) -> str:

@@ -119,7 +119,7 @@ class Members:
         """Learn from a caller what was not known here; call it before `why_refused`.
 
         The certificate is known to be signed by the run's authority. Where nobody is enrolled (`enrols` is False), one that was
-        issued later replaces an earlier one. Elsewhere only the key and the end of the newest one may be missing.
+        issued later replaces an earlier one. Also the key and the end of the newest one may be missing.
         """
         record, issued = self._records.get(identity.peer_id), certificate.not_valid_before_utc.timestamp()
         shut_out = (record is not None and record.evicted is not None) or self.superseded(identity.peer_id, certificate)
@@ -129,10 +129,9 @@ class Members:
             or (identity.role in _ENROLLED and self.unenrolled(identity.peer_id))
         ):
             return
-        if self._enrols:
-            if record is not None and not record.key and _is_for(record, certificate):
-                self.add(identity, certificate, record.issued)
-        elif (
+        if record is not None and not record.key and _is_for(record, certificate):
+            self.add(identity, certificate, record.issued)
+        elif not self._enrols and (
             record is None
             or record.order < (issued, certificate.serial_number)
             or (self._keys.get(identity.peer_id) == public_hash(certificate) != record.key)

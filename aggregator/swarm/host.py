@@ -854,7 +854,8 @@ class Host:
         for peer_id, enrolled in record.enrolled.items() if record is not None else ():
             if self._enrolled.setdefault(peer_id, enrolled.key) != enrolled.key:
                 self._moved.add(peer_id)
-        found, seeds = ({p: at for p, at in each.items() if p not in self._moved} for each in (self._found, self._seeds))
+        moved = {*self._moved, *(peer_id for peer_id, member in members.items() if member.incarnation == 0)}  # its life is over
+        found, seeds = ({p: at for p, at in each.items() if p not in moved} for each in (self._found, self._seeds))
         sources = known, found, seeds
         peers = {*known, *found, *seeds} - (_shut_out(record) if record is not None else set())
         self.links.reach({p: tuple(dict.fromkeys(each for source in sources for each in source.get(p, ()))) for p in peers})

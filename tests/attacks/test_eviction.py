@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from aggregator.run_feed import MemberEnrolled
 from aggregator.security.certificates import new_key
+from edit.errors import RefusedError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.rounds import events
@@ -220,6 +221,16 @@ async def test_a_machine_whose_member_has_another_key_is_shut_out_with_all_that_
             run.coordinator.run.end_replaced()
             await again.attend()
             assert (await again.view()).outer_step == 0, "the member itself may come back"
+
+
+@on_a_loop
+async def test_a_machine_before_that_says_hello_late_does_not_take_the_place_of_the_new_one(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as new:
+        await new.attend()
+        before = run.coordinator.run.attendances.get("a")
+        with pytest.raises(RefusedError, match="the certificate of a was replaced by a newer one"):
+            run.coordinator.run.attend("a", SCHEMA, 0, 1, lambda: 0.0)
+        assert run.coordinator.run.attendances.get("a") is before and before is not None and before.expelled is None
 
 
 @on_a_loop

@@ -130,12 +130,13 @@ def _redeemed(authority: Authority, now: float) -> bytes:
     return authority.redeem(token, request(new_key()), now=now)[0]
 
 
-def test_members_of_format_2_are_read_and_what_they_lack_is_learned(tmp_path: Path, authority: Authority) -> None:
+@pytest.mark.parametrize("enrols", [True, False])
+def test_members_of_format_2_are_read_and_what_they_lack_is_learned(tmp_path: Path, authority: Authority, enrols: bool) -> None:
     first = enrol(authority, new_key())
     rows = [{"peer_id": "alice", "role": "peer", "serial": f"{first.serial_number:x}", "issued": NOW, "evicted": None}]
     (tmp_path / "members.json").write_text(json.dumps({"format": 2, "members": rows}))
-    members = Members(tmp_path / "members.json")
-    other = authority.issuer.issue(ALICE, new_key().public_key(), lifetime_s=60, now=NOW + 1)
+    members = Members(tmp_path / "members.json", enrols=enrols)
+    other = authority.issuer.issue(ALICE, new_key().public_key(), lifetime_s=60, now=NOW - 1)
     assert members.why_refused(ALICE, first) is None and members.why_refused(ALICE, other) is not None
     for certificate in (other, first):
         members.add_caller(ALICE, certificate)

@@ -133,6 +133,22 @@ def test_a_member_that_is_invited_again_for_another_key_is_that_machine_alone(tm
     scenario(tmp_path, body)
 
 
+def test_who_starts_later_does_not_dial_the_machine_before_either(tmp_path: Path) -> None:
+    """It would be taken for the new one: who dials does not see the key."""
+
+    async def body(swarm: Hosts) -> None:
+        seeds: dict[str, tuple[str, ...]] = {each: (swarm.running[each].listen,) for each in "ac"}
+        await swarm.stop("c")
+        assert isinstance(await redeemed(at(swarm, made(swarm.path / "a", "c"), "a"), tmp_path / "new"), Identity)
+        await swarm.until(lambda: swarm.record.members["c"].incarnation == 0 and swarm.settled("ab"), passes=1.0)
+        await swarm.stop("b")
+        b = await swarm.start("b", seeds=seeds)
+        await swarm.until(lambda: swarm.settled("ab"), passes=1.0)
+        assert {*b.links.addresses} == {*"ab"}
+
+    scenario(tmp_path, body)
+
+
 def test_a_stolen_key_is_of_no_use_once_there_is_a_new_authority(tmp_path: Path) -> None:
     async def body(swarm: Hosts) -> None:
         await in_thread(operate.share_authority, swarm.path / "a", "b")
