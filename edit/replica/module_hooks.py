@@ -77,10 +77,12 @@ class ParameterModules:
 
     def _replaced(self, named: Mapping[str, Tensor]) -> list[str]:
         found = {
-            clean_name(name): tensor
-            for tensors in (self._root.named_parameters, self._root.named_buffers)
-            for name, tensor in tensors(remove_duplicate=False)
+            clean_name(f"{prefix}.{name}" if prefix else name): tensor
+            for prefix, module in self._root.named_modules(remove_duplicate=False)
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]
         }
+        # Of a model with a `named_parameters` of its own; not every such takes `remove_duplicate`.
+        found |= {clean_name(name): parameter for name, parameter in self._root.named_parameters()}
         return [name for name, tensor in named.items() if found.get(name) is not tensor]
 
     def _modules_of(self, names: Sequence[str]) -> Iterator[nn.Module]:

@@ -188,13 +188,13 @@ class Replica:
 
         def look() -> None:
             self.modules.refuse_unfrozen()
-            self.refuse_replaced()
+            self.modules.refuse_replaced(self.layout.named)
 
         self.layout.ranks.together(look)
 
     def refuse_replaced(self) -> None:
-        """Raise ConfigError, at this rank, when the model no longer has what is exchanged (see `ParameterModules`)."""
-        self.modules.refuse_replaced(self.layout.named)
+        """Raise ConfigError, at every rank, when the model no longer has what is exchanged (see `ParameterModules`)."""
+        self.layout.ranks.together(lambda: self.modules.refuse_replaced(self.layout.named))
 
     def verified(self, snapshot: Snapshot) -> Outer:
         """Return the snapshot, as it is, if it fits this model and its digest. Raises RemoteProtocolError, at every rank."""

@@ -181,7 +181,7 @@ class EditWorker:
         try:
             if kind is None:
                 with _outside_autograd():
-                    if not self._ended:
+                    if not self._ended and (self._leaves_outer or not self.finished):
                         self._exchanges[0].replica.refuse_replaced()
                     for each in self._exchanges:
                         each.leave()

@@ -188,6 +188,7 @@ def all_settings() -> dict[str, Any]:
     seen["disagree"] = refused_configuration()
     seen["unsent"] = unsent()
     seen["gathered"] = gathered()
+    seen["replaced"] = replaced_at_one_rank()
     return seen
 
 
@@ -267,6 +268,19 @@ def gathered() -> tuple[Tensor, Tensor]:
     return answer, plain(batches(99)[0]).detach()
 
 
+def replaced_at_one_rank() -> str:
+    """What a rank hears on leaving, with a contribution pending, when only rank 0 replaced a parameter."""
+    model, optimizer, _, worker = peer(True, every=1)
+    try:
+        with worker:
+            train_step(model, optimizer, batches(0))
+            if dist.get_rank() == 0:
+                model.get_submodule("embed").weight = nn.Parameter(torch.zeros(2, 2))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return at_every_rank(all_settings, 2, tmp_path_factory.mktemp("ranks"))
@@ -312,6 +326,11 @@ def test_every_rank_keeps_what_the_owner_of_a_parameter_did_not_send(two_ranks: 
 def test_parameters_gathered_before_an_outcome_are_not_used_after_it(two_ranks: list[dict[str, Any]]) -> None:
     for seen in two_ranks:
         torch.testing.assert_close(*seen["gathered"])
+
+
+def test_a_parameter_replaced_at_one_rank_is_an_error_at_every_rank_on_leaving(two_ranks: list[dict[str, Any]]) -> None:
+    for seen in two_ranks:
+        assert seen["replaced"].startswith("replaced or removed") and "embed.weight" in seen["replaced"]
 
 
 def test_explicit_forward_prefetch_and_ranks_that_disagree_are_refused(two_ranks: list[dict[str, Any]]) -> None:

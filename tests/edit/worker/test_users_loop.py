@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -183,6 +183,27 @@ class TestReplacing:
         assert p.worker.finished
         a_new_head(p.model)
         p.worker.__exit__(None, None, None)
+
+    def test_nor_has_a_run_that_is_over_a_claim_to_what_leave_local_keeps(self) -> None:
+        model = small_mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        collective = Locked()
+        config = worker_config(every=1, codec="fp32")
+        with EditWorker(model, optimizer, collective, config, leave="local") as worker:
+            train_step(model, optimizer, next(regression_batches(0)))
+            collective.answers[0].append(Finished(0))
+            worker.synchronize()
+            assert worker.finished
+            a_new_head(model)
+
+    def test_a_model_whose_named_parameters_is_its_own_is_not_refused(self) -> None:
+        class Old(nn.Sequential):
+            def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+                return super().named_parameters(prefix, recurse)
+
+        p = entered(Old(*small_mlp()))
+        p.step()
+        assert len(p.collective.rounds()) == 1
 
     def test_an_averaged_buffer_counts(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
