@@ -59,7 +59,7 @@ __all__ = ["EditWorker", "WorkerConfig"]
 _Batch = TypeVar("_Batch")
 # Of one optimizer, before the first and between two steps of the one whose step counts; if more, those of two contributions.
 _STEPS_OF_OTHERS = 200  # a WGAN's critic takes 100
-_IDLE_BATCHES = 1000  # without a step that counts: then `until_finished` looks whether the run has ended
+_IDLE_BATCHES = 10_000  # without a step that counts, more than any accumulates: `until_finished` looks if the run has ended
 
 
 class EditWorker:
@@ -298,7 +298,8 @@ class EditWorker:
         """Yield the batches of `data` until the run has finished; take its last outcome before another batch is trained on.
 
         After the loop the model holds what `leave` says. In a replica of several ranks all of them end after the same step.
-        After each 1000 batches without a step of the given optimizer it looks whether the run has ended meanwhile.
+        After each 10,000 batches without a step of the given optimizer it looks whether the run has ended meanwhile, and
+        applies what is known.
 
         data: begun again after its last batch (a DataLoader, a list; `set_epoch` of it or of its sampler is called), unless it
             is an iterator: the loop then ends with it. Raises ConfigError when it has no batch, EvictedError.

@@ -122,7 +122,7 @@ class TestTheRunsEnd:
                 train_step(model, optimizer, next(batches))
             assert worker.pending is (steps == EVERY)
             theirs.answers[0].append(Finished(0))
-            assert sum(1 for _ in worker.until_finished(iter([0] * 1500))) == 1000
+            assert sum(1 for _ in worker.until_finished(iter([0] * 15_000))) == 10_000
 
     def test_an_evicted_peer_hears_of_it(self) -> None:
         from edit import EvictedError
