@@ -71,7 +71,7 @@ def test_who_was_evicted_or_has_another_key_now_gets_none(tmp_path: Path) -> Non
         async with served(new_folder(tmp_path / "run")) as run:
             evicted, replaced, fresh = due(run, "a"), due(run, "b"), run.certificate("c", lifetime_s=YEAR_S)
             run.coordinator.run.evict("a", "bad manners")
-            run.certificate("b")
+            run.certificate("b", anew=True)
             assert await refusal(run, evicted) == (grpc.StatusCode.PERMISSION_DENIED, "evicted: bad manners")
             assert await refusal(run, replaced) == (
                 grpc.StatusCode.PERMISSION_DENIED,

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import torch
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
 from aggregator.resources import Clock
@@ -144,6 +145,7 @@ class Served:
     coordinator: Coordinator
     folder: StateFolder
     disk: FillableDisk
+    keys: dict[tuple[str, str], ec.EllipticCurvePrivateKey] = field(default_factory=dict)
 
     def credentials(self, peer_id: str, role: str = "peer", authority: Authority | None = None) -> grpc.ChannelCredentials:
         """A certificate without the detour over an invitation; authority: another one, for an impostor."""
@@ -161,10 +163,16 @@ class Served:
         *,
         lifetime_s: float = LIFETIME_S,
         age_s: float = 0.0,
+        anew: bool = False,
     ) -> tuple[bytes, bytes]:
-        """(key, certificate) in PEM, issued `age_s` ago. Each one replaces the member's last."""
+        """(key, certificate) in PEM, issued `age_s` ago. Each one replaces the member's last, for the same key (a renewal) or
+        `anew` (another machine)."""
         own = self.coordinator.authority
         identity, key = Identity(self.folder.run_id, role, peer_id), new_key()
+        if authority is None:
+            key = self.keys.setdefault((role, peer_id), key)
+            if anew:
+                key = self.keys[role, peer_id] = new_key()
         issued = time.time() - age_s
         certificate = (authority or own).issuer.issue(identity, key.public_key(), lifetime_s=lifetime_s, now=issued)
         if authority is None:

@@ -75,10 +75,12 @@ async def silent_calls(attacker: Attacker) -> None:
         async with _stranger(attacker) as channel:
             begin = channel.stream_unary(_ENROL)
             calls = [begin() for _ in range(32)]
+
+            async def ended(call: grpc.aio.Call) -> None:
+                attacker.tally[f"call {(await call.code()).name}"] += 1
+
             try:
-                await asyncio.wait([asyncio.ensure_future(call.code()) for call in calls])
-                for call in calls:
-                    attacker.tally[f"call {(await call.code()).name}"] += 1
+                await asyncio.gather(*map(ended, calls))
             finally:
                 for call in calls:
                     call.cancel()

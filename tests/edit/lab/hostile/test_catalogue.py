@@ -18,6 +18,7 @@ from edit.lab.hostile.home import HostileHome
 from edit.lab.hostile.member import Attacker
 from edit.lab.hostile.process import drawn
 from edit.lab.observer import open_observer
+from editpb.transport import guarded_calls
 from tests.support.loops import on_a_loop, until
 from tests.support.served import TOML, BarePeer, Served, found_run, new_folder, served, theta
 
@@ -38,7 +39,7 @@ ANSWERS = {
     "not-finite": "done",
     "silent-connections": "done",
     "handshakes": "done",
-    "silent-calls": "call RESOURCE_EXHAUSTED",
+    "silent-calls": "call UNAVAILABLE",
     "enrolments": "PERMISSION_DENIED",
 }
 
@@ -103,6 +104,7 @@ async def test_a_real_coordinator_meets_it_and_commits_what_an_honest_peer_contr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(strangers, "CONNECTIONS", 400)  # still more than a coordinator takes
+    monkeypatch.setattr(guarded_calls, "REQUEST_S", 3.0)
     toml = TOML.replace("floor_s = 1000.0\nceiling_s = 1000.0", "floor_s = 0.2\nceiling_s = 0.5")
     toml = toml.replace("outer_steps = 100", "outer_steps = 1_000_000") + "[membership]\nlease_s = 600.0\n"
     async with served(new_folder(tmp_path / "run", toml=toml), Clock()) as run, run.peer("honest") as honest:
