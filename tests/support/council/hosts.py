@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
 from aggregator.resources import Clock
@@ -80,6 +81,7 @@ class Hosts:
     renews: bool = False  # whether members have their certificates in their folders, and renew them
     closed: bool = False  # whether only who is enrolled is a member, as in every real swarm
     keys: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # of members, as their folders keep them
+    others: dict[Identity, ec.EllipticCurvePrivateKey] = field(default_factory=dict)  # see `certificate`
     subscribers: Callable[[int], Sequence[Subscriber]] = lambda part: ()  # to the rounds of members, from their next start on
     taken: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # digests that members came to, by part and step
     touched: float = field(default_factory=time.monotonic)  # outside: when members were last heard in time
@@ -104,15 +106,18 @@ class Hosts:
         return (self.path / "run" / "ca.pem").read_bytes()
 
     def certificate(self, peer_id: str, role: str = "peer", run_id: str = "") -> tuple[bytes, bytes]:
-        """(key, certificate) in PEM."""
-        identity, key = Identity(run_id or self.run_id, role, peer_id), new_key()
+        """(key, certificate) in PEM, of a machine that is not the member's own; for the same key each time."""
+        identity = Identity(run_id or self.run_id, role, peer_id)
+        return self._issued(identity, self.others.setdefault(identity, new_key()))
+
+    def _issued(self, identity: Identity, key: ec.EllipticCurvePrivateKey) -> tuple[bytes, bytes]:
         certificate = self.authority.issuer.issue(identity, key.public_key(), lifetime_s=LIFETIME_S, now=time.time())
         return key_pem(key), certificate.public_bytes(serialization.Encoding.PEM)
 
     def own(self, peer_id: str) -> tuple[bytes, bytes]:
         """(key, certificate) of a member: what serves has what trains beside it has, and the same after a restart."""
         if peer_id not in self.keys:
-            self.keys[peer_id] = self.certificate(peer_id)
+            self.keys[peer_id] = self._issued(Identity(self.run_id, "peer", peer_id), new_key())
         return self.keys[peer_id]
 
     def folder(self, peer_id: str) -> MemberFolder:
