@@ -404,11 +404,13 @@ def test_a_certificate_of_another_authority_opens_nothing(tmp_path: Path) -> Non
 
 def test_a_new_certificate_of_an_identity_shuts_the_old_one_out(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as old, run.peer("a") as new:
-            await old.open_stream()
-            expel = await old.receive(Expel)
-            assert "replaced by a newer one" in expel.reason
-            await found_run(new)
+        async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as old:
+            run.keys.clear()  # the next one is of another machine
+            async with run.peer("a") as new:
+                await old.open_stream()
+                expel = await old.receive(Expel)
+                assert "replaced by a newer one" in expel.reason
+                await found_run(new)
 
     asyncio.run(scenario())
 
