@@ -514,9 +514,8 @@ class Run:
         """Shut this identity out for good, with all its ranks. Raises RefusedError for an unknown one, StorageError."""
         self.members.evict(peer_id, reason)
         if self._rounds is not None:
-            self._rounds.withdraw(
-                peer_id, "was evicted", f"evicted: {reason}"
-            )  # first: its loss alone could close the round with what it delivered
+            # First: its loss alone could close the round with what it delivered.
+            self._rounds.withdraw(peer_id, "was evicted", f"evicted: {reason}")
         self.attendances.evict(peer_id, reason)
         self.feed.publish(OrderGiven("evicted", peer_id, reason))
 

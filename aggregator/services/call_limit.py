@@ -11,7 +11,7 @@ import grpc
 
 from edit.errors import BusyError, EditError, RefusedError
 from editpb.identity import from_auth_context
-from editpb.transport.guarded_calls import Context, Guard, guarded, placed
+from editpb.transport.guarded_calls import Context, Guard, counted, guarded, placed
 
 __all__ = ["CALLS_OF_GUEST", "CALLS_OF_MEMBER", "CALLS_OF_RANK", "MAX_GUESTS", "RESERVED", "CallLimit"]
 
@@ -51,7 +51,7 @@ class CallLimit(grpc.aio.ServerInterceptor):
             raise BusyError(f"{peer_id} has {most} calls under way here already; end one of them, or try again later")
         if role != "operator" and self._under_way.total() >= self._most - RESERVED:
             raise BusyError("too many calls are under way here; try again later")
-        with _counted(self._under_way, peer_id):
+        with counted(self._under_way, peer_id):
             yield
 
     async def intercept_service(
@@ -89,16 +89,5 @@ class CallLimit(grpc.aio.ServerInterceptor):
     def _place_of_guest(self, certificate: bytes) -> Iterator[None]:
         if self._guests[certificate] >= CALLS_OF_GUEST or self._guests.total() >= MAX_GUESTS:
             raise BusyError("too many calls of who is no member are under way here; try again later")
-        with _counted(self._guests, certificate):
+        with counted(self._guests, certificate):
             yield
-
-
-@contextlib.contextmanager
-def _counted(counts: Counter[Any], key: object) -> Iterator[None]:
-    counts[key] += 1
-    try:
-        yield
-    finally:
-        counts[key] -= 1
-        if not counts[key]:
-            del counts[key]

@@ -38,7 +38,7 @@ from editpb.snapshot_cache import SnapshotCache
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunks import make_chunks
-from editpb.transport.guarded_calls import guarded
+from editpb.transport.guarded_calls import counted, guarded
 from editpb.transport.send_limit import UNLIMITED, SendLimit, size_of
 from peers.carriers.run_connection import Traffic
 
@@ -159,11 +159,8 @@ class SnapshotServer:
         member = from_auth_context(context.auth_context()).peer_id
         if self._calls[member] >= MAX_CALLS // 2 or self._calls.total() >= MAX_CALLS:
             raise BusyError("too many calls are under way here; ask another")
-        self._calls[member] += 1
-        try:
+        with counted(self._calls, member):
             yield
-        finally:
-            self._calls -= Counter((member,))  # drops what is 0
 
     async def _fetch(self, request: data_pb2.SnapshotRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         async with abort_on_error(context):

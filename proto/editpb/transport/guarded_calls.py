@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,7 +20,7 @@ import grpc
 from edit.errors import RemoteProtocolError, TransportError
 from editpb.transport.abort_on_error import abort_on_error
 
-__all__ = ["REQUEST_S", "Context", "Guard", "guarded", "in_time", "placed"]
+__all__ = ["REQUEST_S", "Context", "Guard", "counted", "guarded", "in_time", "placed"]
 
 REQUEST_S = 30.0  # how long a request may take to arrive; over a slow link it shares that with megabytes of a contribution
 
@@ -61,6 +62,18 @@ def placed(handler: Handler, place: Guard) -> Handler:
                 yield requests
 
     return _made(handler, requests_of)
+
+
+@contextlib.contextmanager
+def counted(calls: Counter[_T], caller: _T) -> Iterator[None]:
+    """Count a call of this caller until the block ends; who has none is not kept."""
+    calls[caller] += 1
+    try:
+        yield
+    finally:
+        calls[caller] -= 1
+        if not calls[caller]:
+            del calls[caller]
 
 
 async def in_time(awaitable: Awaitable[_T], what: str) -> _T:
