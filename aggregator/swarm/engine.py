@@ -54,7 +54,7 @@ class Engine:
         gone: the members that there is no connection to: the first round does not wait for them.
         files: the host's file thread.
         limit_of: returns what bounds the bytes that a caller is sent.
-        ended: is told when the last outer step is taken.
+        ended: is told when the last outer step is taken, or was before.
         fail: is told of a bug, after which the host must end.
         only: the one peer that may attend; '': all of the run.
         subscribers: are told what happens in its rounds.
@@ -123,6 +123,8 @@ class Engine:
         """Open rounds."""
         await self._background.in_worker(torch.set_num_threads, torch.get_num_threads())
         await self.run.start()
+        if self.run.finished:  # the owner before may have gone before all agreed that it had ended
+            self._ended()
 
     def follow(self, phase: Phase) -> None:
         """Pause, resume or drain the run, as the record says."""

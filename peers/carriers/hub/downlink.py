@@ -50,6 +50,11 @@ class _Download:
         self._error: EditError | None = None
 
     @property
+    def is_there(self) -> bool:
+        """Whether the update is known to be committed; then somebody may wait for it."""
+        return self._there
+
+    @property
     def broke_ahead(self) -> bool:
         """Whether the transfer ended before the manifest came, and may go on: its round was not given up."""
         ended = self._task is not None and self._task.done()
@@ -200,6 +205,8 @@ class Downlink:
     def fetch_ahead(self, outer_step: int, round_id: int) -> None:
         """Begin to fetch the update to `outer_step` that this open round may come to, as far as it is known."""
         known = self._downloads.get(outer_step)
+        if known is not None and known.is_there:
+            return  # whoever serves the run now may be cut off, or not say yet that this update is committed
         if known is not None and known.assembly.round_id != round_id and known.assembly.manifest is None:
             known.cancel()
             del self._downloads[outer_step]

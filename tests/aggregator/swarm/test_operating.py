@@ -22,6 +22,7 @@ from aggregator.swarm.commands import print_report
 from aggregator.swarm.host_folder import HostFolder
 from aggregator.swarm.standing import PartStanding, PeerStanding, Report, Standing, report
 from edit.command_line import run_command
+from edit.config.run import RunConfig
 from edit.council.record import Member, Part, Phase, Record
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
@@ -353,6 +354,29 @@ def test_who_gets_a_part_of_a_run_that_was_drained_tells_peers_that_it_has_finis
         assert swarm.record.phase is Phase.FINISHED
 
     scenario(tmp_path, body)
+
+
+def test_who_gets_a_part_after_its_last_outer_step_says_that_it_has_ended(tmp_path: Path) -> None:
+    """Its owner has gone before the run had finished. Else all members would wait for ever for that part's end."""
+
+    async def body() -> None:
+        config = RunConfig.from_text(TOML.format(start=1, quorum=1).encode(), "run.toml")
+        config = replace(config, sync=replace(config.sync, outer_steps=1))
+        async with hosts(tmp_path, parts=2, config=config) as swarm:
+            await swarm.grow(*"abc")
+            await swarm.until(lambda: len({part.owner for part in swarm.record.parts}) == 2, passes=3.0)
+            await swarm.contribute(0, ONES)
+            await swarm.until(lambda: swarm.record.parts[0].outer_step == 1)
+            first = swarm.owner()
+            assert first is not None
+            await swarm.stop(first.peer_id)
+            await swarm.until(lambda: swarm.owner() not in (None, first), passes=1.0)
+            assert swarm.record.phase is Phase.RUNNING
+            await swarm.contribute(1, ONES)
+            await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
+            assert all(host.failure is None for host in swarm.running.values())
+
+    run_held(body())
 
 
 def test_a_finished_run_is_not_left_and_a_member_waits_for_peers_that_still_take_the_last_step(tmp_path: Path) -> None:

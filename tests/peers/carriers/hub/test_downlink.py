@@ -11,14 +11,18 @@ import grpc
 import pytest
 
 from edit.codecs import decode
+from edit.config.codec import CodecChoice, CodecSpec
+from edit.config.run import SyncConfig
 from edit.errors import GoneError, RemoteProtocolError, TransportError
 from edit.fragments.digest import digest
+from edit.fragments.shards import Shard
 from edit.records import Committed
 from peers.carriers.hub import data_calls, pace
-from peers.carriers.hub.downlink import Arrival, _Download
+from peers.carriers.hub.assemblies import UpdateAssembly
+from peers.carriers.hub.downlink import Arrival, Downlink, _Download
 from peers.carriers.run_connection import Interrupted
 from tests.support.fake_coordinator import FakeCoordinator
-from tests.support.fake_run import Peer, run_of, vectors
+from tests.support.fake_run import Peer, run_of, schema_of, vectors
 from tests.support.loops import on_a_loop
 
 SIZES = (24, 40, 600_000)
@@ -172,3 +176,38 @@ async def test_an_update_that_is_gone_is_asked_for_only_once_more() -> None:
     with pytest.raises(GoneError):
         await taken
     assert answers.requests == 2
+
+
+class Requests:
+    """Fetches updates, none of which ever comes."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []  # that the requests named; 0: none
+        self.ended: list[int] = []  # likewise, of those that were given up
+
+    async def update(self, assembly: UpdateAssembly, *_: object) -> None:
+        self.rounds.append(assembly.round_id)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended.append(assembly.round_id)
+
+
+@on_a_loop
+async def test_an_update_that_is_known_to_be_there_is_fetched_on_whatever_round_is_open() -> None:
+    """In a swarm the next owner of a part may not be heard yet: then nothing is known of the commit, and only of the round."""
+    data, io, schema = Requests(), SimpleNamespace(start=asyncio.ensure_future), schema_of(SIZES)
+    shards = [Shard(fragment) for fragment in schema.fragments]
+    known: Any = (io, data, None, schema, shards, SyncConfig(), CodecChoice(CodecSpec("fp32")))
+    downlink = Downlink(*known, wanted=lambda: True, attending=lambda: True)
+    downlink.fetch_ahead(1, 7)
+    await asyncio.sleep(0)
+    downlink.fetch_ahead(1, 8)
+    await asyncio.sleep(0)
+    assert (data.rounds, data.ended) == ([7, 8], [7]), "the first round came to nothing"
+    downlink.foresee(2)
+    await asyncio.sleep(0)
+    downlink.fetch_ahead(2, 9)
+    await asyncio.sleep(0)
+    assert (data.rounds, data.ended) == ([7, 8, 0], [7])
+    downlink.forget(taken=False)
