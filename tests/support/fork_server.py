@@ -117,6 +117,12 @@ def use(connection: socket.socket) -> None:
     _given.append(connection)
 
 
+def compile_kernels() -> None:
+    """Have the user's cache folder hold the kernels, which every process reads that loads them. Here they are not loaded."""
+    kernels = importlib.import_module("edit.kernels")
+    kernels._compile(importlib.import_module("numba"), kernels._cache_folder()[0])
+
+
 def servers(count: int) -> list[socket.socket]:
     """Start so many servers, which import once; the connections to them. Each ends with its connection."""
     pairs = [socket.socketpair() for _ in range(count)]
@@ -375,7 +381,7 @@ if __name__ == "__main__":
     for name in IMPORTED:
         if "._" not in name or importlib.util.find_spec(name) is not None:  # another version may lack what is private
             importlib.import_module(name)
-    sys.modules["numba"].njit("void(f4[::1])")(lambda x: None)  # what its first use loads, and half a second
+    compile_kernels()
     gc.freeze()  # what is imported stays: a daemon that looked through it for garbage would copy all of it, too
     gc.enable()
     sys.argv[:] = _serve(_own([socket.socket(fileno=int(number)) for number in sys.argv[1:]]))

@@ -57,6 +57,8 @@ def fork_workers(config: pytest.Config, count: int) -> None:
     connections = fork_server.servers(count)  # they import what they do meanwhile
     gc.disable()
     _import(config.rootpath, config.args)
+    with contextlib.suppress(ImportError):
+        fork_server.compile_kernels()  # the servers have, most likely
     gc.freeze()  # what is imported stays
     gc.enable()
     ready: list[tuple[int, int, int]] = []

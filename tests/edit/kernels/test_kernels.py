@@ -53,9 +53,9 @@ def as_python() -> Any:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def compiled() -> Any:
     numba = pytest.importorskip("numba")
-    return SimpleNamespace(**kernels._compile(numba, None))
+    return SimpleNamespace(**kernels._compile(numba, kernels._cache_folder()[0]))  # a run of all tests has compiled them
 
 
 @pytest.fixture(params=["python", "numba"])
