@@ -7,6 +7,7 @@ figure errs upwards only. Source: Koskela et al. 2020 (arXiv 1906.03049) for the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -39,27 +40,37 @@ class Accountant:
 
     def __init__(self, delta: float) -> None:
         try:
-            from dp_accounting import dp_event
-            from dp_accounting.pld import PLDAccountant
+            import dp_accounting.pld.privacy_loss_distribution as privacy_loss_distribution
         except ImportError as error:
             needs = f"needs dp-accounting ({error}): pip install 'edit-localsgd[dp]'"
             raise ConfigError(f'privacy.level = "example" {needs}') from None
         self.delta = delta
-        self._event: Any = dp_event
-        self._pld: Callable[..., Any] = PLDAccountant
+        self._pld: Any = privacy_loss_distribution
+        self._steps: dict[tuple[float, float], Any] = {}  # the loss of one step, by rate and noise
 
     def epsilon(self, spent: Collection[Spent]) -> float:
         """Return epsilon of all of it together; 0 of nothing, infinity where it is above what can be computed."""
-        accountant = self._pld(value_discretization_interval=_INTERVAL)
-        event = self._event
-        for each in spent:
-            if each.count == 0:
-                continue
-            once = event.GaussianDpEvent(each.noise_multiplier)
-            if each.sampling == "poisson":
-                once = event.PoissonSampledDpEvent(each.rate, once)
-            accountant.compose(once, each.count)
-        return float(accountant.get_epsilon(self.delta)) if any(each.count for each in spent) else 0.0
+        counted = [each for each in spent if each.count]
+        if not counted:
+            return 0.0
+        if any(each.noise_multiplier == 0 for each in counted):
+            return math.inf
+        loss = self._pld.identity(value_discretization_interval=_INTERVAL)
+        for each in counted:
+            loss = loss.compose(self._loss(each))
+        return float(loss.get_epsilon_for_delta(self.delta))
+
+    def _loss(self, spent: Spent) -> Any:
+        """Return the privacy loss of all `count` together."""
+        if spent.sampling != "poisson":
+            return self._gaussian(spent.noise_multiplier / math.sqrt(spent.count))
+        kind = spent.rate, spent.noise_multiplier
+        if kind not in self._steps:
+            self._steps[kind] = self._gaussian(spent.noise_multiplier, sampling_prob=spent.rate)
+        return self._steps[kind].self_compose(spent.count)
+
+    def _gaussian(self, noise_multiplier: float, **sampling: float) -> Any:
+        return self._pld.from_gaussian_mechanism(noise_multiplier, value_discretization_interval=_INTERVAL, **sampling)
 
 
 def most_steps(epsilon: Callable[[int], float], most: float, planned: int) -> int:
