@@ -9,7 +9,6 @@ import base64
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from aggregator.security.authority import Authority, load_key, made_at
 from aggregator.security.certificates import public_der, public_key_of
 from aggregator.security.members import Members
 from aggregator.services.enrolment import Refusals, source_of
+from aggregator.swarm.callers import Callers, certificate_of
 from aggregator.swarm.host_folder import (
     AUTHORITY_FORMAT,
     HostFolder,
@@ -67,7 +67,6 @@ __all__ = [
     "Trust",
     "Waiting",
     "addresses_of",
-    "certificate_of",
     "invite",
     "keep_authority",
     "open_authority",
@@ -234,6 +233,7 @@ class Gate(Protocol):
     """What Enrolment needs of a host."""
 
     run_id: str
+    callers: Callers
 
     @property
     def authority(self) -> Authority | None:
@@ -252,10 +252,6 @@ class Gate(Protocol):
 
     def unix(self) -> float:
         """Return the time in seconds since 1970."""
-        ...
-
-    def caller_or_observer(self, context: Any) -> Identity:
-        """Return which peer or observer of the run calls. Raises EditError."""
         ...
 
     def is_member(self, peer_id: str) -> bool:
@@ -327,7 +323,7 @@ class SwarmRenewal:
     async def Renew(self, request: epb.RenewRequest, context: Any) -> epb.RenewReply:
         """Return a new certificate for the caller's identity and key."""
         async with abort_on_error(context):
-            identity, now = self._gate.caller_or_observer(context), self._gate.unix()
+            identity, now = self._gate.callers.peer_or_observer(context), self._gate.unix()
             if self._gate.authority is None:
                 raise StaleError("this member has no copy of the authority's key")
             present = certificate_of(context)
@@ -444,16 +440,6 @@ class OwnCertificate:
         _log.log(level, "%s", text)
         if level == logging.WARNING:
             warn(text)
-
-
-def certificate_of(context: Any) -> x509.Certificate:
-    """Return the certificate of the caller's connection."""
-    return _parsed(next(iter(context.auth_context()["x509_pem_cert"])))
-
-
-@lru_cache(1024)
-def _parsed(pem: bytes) -> x509.Certificate:
-    return x509.load_pem_x509_certificate(pem)
 
 
 class Waiting:

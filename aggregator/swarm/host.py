@@ -19,14 +19,13 @@ import math
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import torch
-from cryptography import x509
 
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
@@ -49,10 +48,10 @@ from aggregator.swarm.admission import (
     Trust,
     Waiting,
     addresses_of,
-    certificate_of,
     keep_authority,
     root_of,
 )
+from aggregator.swarm.callers import Callers, certificate_of, moved, shut_out
 from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
 from aggregator.swarm.gossip.member import GossipMember
@@ -142,7 +141,7 @@ from editpb.council_messages import (
     owners_to_pb,
     waiting_from_pb,
 )
-from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
+from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, endpoint_of
 from editpb.limits import CHUNK_BYTES, check_digest, check_id, one_line, within
 from editpb.messages import LoggedEntry
@@ -153,7 +152,6 @@ from editpb.transport.chunk_frames import add_council_servicer, fetch_update_han
 from editpb.transport.parts import asks_taken, metadata_of_owner, part_of
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from editpb.transport.status import from_rpc
-from editpb.validity import Notice, Validity
 
 if TYPE_CHECKING:
     from aggregator.swarm.discovery import Discovery, Found
@@ -193,7 +191,6 @@ CONFIRM_S = 15.0  # and what it sent is confirmed within so long
 VERIFY_TRIES = 5  # to fetch what an update was merged from, before its owner is disputed
 _FETCH_UPDATE = "/editpb.Data/FetchUpdate"
 _MISSED = "; if the run has ended there, start one of them again: this member takes its end from it"
-_HERE = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")  # as gRPC names callers on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +313,9 @@ class Host:
         self._trust = Trust(folder.path) if certificate is not None else None
         if self._trust is not None:
             members.trust(self._trust.present)
+        trust = self._trust
+        present = (lambda: trust.present) if trust is not None else None
+        self.callers = Callers(run_id, peer_id, members, present, self._newest_record, self.unix)
         self._roots: tuple[Root, ...] = ()  # of the record, when they were looked at
         self._replaced_at = -math.inf  # when another authority was trusted
         self._renewers: tuple[str, ...] = ()  # who was known to renew certificates when it was looked at
@@ -362,7 +362,7 @@ class Host:
         """Bind the port, and take part. Raises ConfigError (a port in use), StorageError."""
         silent, connections = SilentConnections(), min(_MAX_CONNECTIONS, files_for_connections())
         self._server = grpc.aio.server(
-            interceptors=[CallLimit(_MAX_CALLS, self._ranks, self.admit, silent.spoke)],
+            interceptors=[CallLimit(_MAX_CALLS, self._ranks, self.callers.anybody, silent.spoke)],
             options=server_options(max_connections=connections),
             maximum_concurrent_rpcs=_MAX_CALLS + _MAX_ENDING,
         )
@@ -727,13 +727,13 @@ class Host:
 
         A voter with another key is heard until it is voted out, which may need it.
         """
-        if stream.certificate is not None and (text := self._expired(stream.peer_id, stream.certificate)):
+        if stream.certificate is not None and (text := self.callers.why_over(stream.peer_id, stream.certificate)):
             return RefusedError(text)
         record = self.council.committed
         if record is None or stream.name in record.electors:
             return None
         if stream.key and (enrolled := record.enrolled.get(stream.peer_id)) is not None and enrolled.key != stream.key:
-            return RefusedError(_moved(stream.peer_id))
+            return RefusedError(moved(stream.peer_id))
         return None
 
     def connected(self, peer_id: str) -> None:
@@ -753,7 +753,7 @@ class Host:
         Where the record has another key for its name, one word is enough: another machine is this member now.
         """
         if isinstance(error, RefusedError) and self._is_replaced:
-            self._end(RefusedError(_moved(self.peer_id)))
+            self._end(RefusedError(moved(self.peer_id)))
         if not isinstance(error, EvictedError):
             return
         self._shut_out[peer_id] = str(error)
@@ -857,7 +857,7 @@ class Host:
         moved = {*self._moved, *(peer_id for peer_id, member in members.items() if member.incarnation == 0)}  # its life is over
         found, seeds = ({p: at for p, at in each.items() if p not in moved} for each in (self._found, self._seeds))
         sources = known, found, seeds
-        peers = {*known, *found, *seeds} - (_shut_out(record) if record is not None else set())
+        peers = {*known, *found, *seeds} - (shut_out(record) if record is not None else set())
         self.links.reach({p: tuple(dict.fromkeys(each for source in sources for each in source.get(p, ()))) for p in peers})
         if self._discovery is not None:
             self._discovery.tell(record, self._member.addresses, self.council.leader)
@@ -901,7 +901,7 @@ class Host:
             engine.run.end_replaced()
         self.links.end_over(self._why_over)
         self._follow_roots(record)
-        for peer_id in _shut_out(record):
+        for peer_id in shut_out(record):
             self.links.drop(peer_id, EvictedError(record.evicted[peer_id]))
         if self.peer_id in record.evicted and name_of(self.peer_id, self.incarnation) not in record.voters:
             self._end(EvictedError(record.evicted[self.peer_id]))
@@ -1415,94 +1415,9 @@ class Host:
 
     # -- what others ask ---------------------------------------------------------------------------------------------------
 
-    def caller(self, context: Context) -> str:
-        """Return which peer of the run calls. Raises RefusedError, EvictedError."""
-        identity = admitted(context.auth_context(), self.run_id, ("peer",))
-        self.check_evicted(identity.peer_id)
-        self._check_enrolled(identity.peer_id)
-        self._check_machine(identity.peer_id, context)
-        certificate = certificate_of(context)
-        self._members.add_caller(identity, certificate)  # of a renewed one, what trains beside it has an older one for a while
-        if text := self._expired(identity.peer_id, certificate):
-            raise RefusedError(text)
-        return identity.peer_id
-
-    def _expired(self, peer_id: str, certificate: x509.Certificate) -> str:
-        """Return that a connection counts no more that a peer opened with this certificate, or ''. A renewal moves the end."""
-        validity, now = Validity.of(certificate), self._clock.unix()
-        ends = self._members.valid_until(peer_id, certificate) or validity.ends  # 0: whose key counts, the record says
-        return f"the certificate of {peer_id} {validity.text(now)}; invite the member again" if ends <= now else ""
-
     def limit_of(self, context: Context) -> SendLimit:
         """Return what bounds the bytes that a caller is sent; nothing does where that is this member, on this machine."""
-        here = context.peer().startswith(_HERE) and from_auth_context(context.auth_context()).peer_id == self.peer_id
-        return UNLIMITED if here else self._limit
-
-    def check_evicted(self, peer_id: str) -> None:
-        """Raise EvictedError for a peer that was evicted. A voter still counts until it is voted out, which may need it."""
-        record = self.council.record
-        if record is not None and peer_id in _shut_out(record):
-            raise EvictedError(record.evicted[peer_id])
-
-    def _check_enrolled(self, peer_id: str) -> None:
-        """Raise StaleError for a name that nobody was enrolled with, by what is known here: it may be known in a moment."""
-        record = self.council.record
-        if record is not None and not record.may_enter(peer_id):
-            raise StaleError(f"{peer_id} is not enrolled, whoever signed its certificate")
-
-    def check_authority(self, context: Context, *roles: str) -> None:
-        """Check that somebody calls whom the run's authority made its operator, or an observer. Raises RefusedError."""
-        identity, certificate = admitted(context.auth_context(), self.run_id, roles), certificate_of(context)
-        if self._trust is not None and not is_signed_by(certificate, self._trust.present):
-            raise RefusedError("the authority was replaced, and this copy of its key gives no orders any more")
-        validity = Validity.of(certificate)
-        if validity.notice(now := self._clock.unix()) in (Notice.EXPIRED, Notice.NOT_YET):
-            raise RefusedError(f"the certificate of {identity.peer_id} {validity.text(now)}")
-
-    @contextmanager
-    def admit(self, context: Context) -> Iterator[None]:
-        """Refuse a caller that no service here would answer. Raises RefusedError, EvictedError, StaleError.
-
-        Who is no member may show an invitation: Enrol looks at it.
-        """
-        try:
-            from_auth_context(context.auth_context())
-        except RefusedError:
-            yield
-            return
-        self.inquirer(context)
-        yield
-
-    def _check_machine(self, peer_id: str, context: Context) -> None:
-        """Raise RefusedError for a machine whose name was enrolled again."""
-        if self._members.superseded(peer_id, certificate_of(context)):
-            raise RefusedError(_moved(peer_id))
-
-    def inquirer(self, context: Context) -> None:
-        """Check that the caller may know how things stand. Raises RefusedError, EvictedError.
-
-        The run's operator and observers, as at a coordinator; and its peers: each may be a member, own parts and fetch all
-        states, and so know as much. One that has left, or is of an earlier lineage, asks before it comes back.
-        """
-        identity = admitted(context.auth_context(), self.run_id, ("operator", "observer", "peer"))
-        if identity.role == "peer":
-            self.caller(context)
-            return
-        if identity.role == "observer":
-            self.check_evicted(identity.peer_id)
-        self.check_authority(context, identity.role)
-        if identity.role == "observer":
-            self._check_enrolled(identity.peer_id)
-            self._check_machine(identity.peer_id, context)
-
-    def caller_or_observer(self, context: Context) -> Identity:
-        """See `Gate`."""
-        identity = admitted(context.auth_context(), self.run_id, ("observer", "peer"))
-        if identity.role == "peer":
-            self.caller(context)
-        else:
-            self.inquirer(context)
-        return identity
+        return UNLIMITED if self.callers.is_here(context) else self._limit
 
     def is_member(self, peer_id: str) -> bool:
         """See `Gate`."""
@@ -1511,7 +1426,7 @@ class Host:
 
     async def give(self, context: Context, order: Order) -> None:
         """Take an operator's order, as `order`, from a call. Raises RefusedError for anybody else."""
-        self.check_authority(context, "operator")
+        self.callers.operator(context)
         _log.info("the operator's order, from %s: %s", context.peer(), _order_words(order))
         await self.order(order)
 
@@ -1597,7 +1512,7 @@ class Host:
 
     async def replace_authority(self, context: Context, request: pb.ReplaceAuthorityRequest) -> None:
         """Have all agree on another authority. Raises RefusedError unless the present one has endorsed it."""
-        self.check_authority(context, "operator")
+        self.callers.operator(context)
         try:
             root = Root(*(base64.b64encode(each).decode() for each in (request.certificate, request.endorsement)))
         except ValueError as error:
@@ -1605,13 +1520,6 @@ class Host:
         if self._trust is not None:
             self._trust.check(root)
         await self.give(context, ev.Supersede(root, check_id("peer_id", request.peer_id)))
-
-    def member(self, context: Context) -> str:
-        """Return which member calls. Raises RefusedError, EvictedError."""
-        peer_id, record = self.caller(context), self.council.record
-        if record is None or not (peer_id in record.members or peer_id in map(peer_of, record.electors)):
-            raise RefusedError(f"{peer_id} is no member of the swarm")
-        return peer_id
 
     def describe(self, *, settings: bool) -> SwarmDescription:
         """Return what a peer of the run may know. Raises StaleError before this member was let in."""
@@ -1645,12 +1553,12 @@ class Host:
         part = self.parts[number]
         if part.own is not None and part.own[0].update.id == update_id:
             async for message in offer_parts(part.own[0], chunk_bytes):
-                self.check_evicted(reader)
+                self.callers.check_evicted(reader)
                 yield message
             return
         async with self._kept.place(reader):
             async for message in offer_parts(await part.do(part.replica.kept, outer_step, update_id), chunk_bytes):
-                self.check_evicted(reader)
+                self.callers.check_evicted(reader)
                 yield message
 
     async def contributions(
@@ -1664,14 +1572,14 @@ class Host:
             raise GoneError(f"part {number}: this update is not offered here")
         async with self._kept.place(reader):
             async for message in contribution_parts(part.sources, chunk_bytes):
-                self.check_evicted(reader)
+                self.callers.check_evicted(reader)
                 yield message
 
     async def state(self, reader: str, number: int, chunk_bytes: int = CHUNK_BYTES) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring a part's state. Raises GoneError."""
         async with self._states.place(reader):
             async for message in state_parts(await self.parts[number].do(self.parts[number].replica.snapshot), chunk_bytes):
-                self.check_evicted(reader)
+                self.callers.check_evicted(reader)
                 yield message
 
     def settles(self, reader: str, settling: int) -> bool:
@@ -1688,7 +1596,7 @@ class Host:
         """
         async with (self._settlings if self.settles(reader, settling) else self._states).place(reader):
             async for message in gossip.phi(settling, chunk_bytes):
-                self.check_evicted(reader)
+                self.callers.check_evicted(reader)
                 yield message
 
     async def owners(self) -> AsyncGenerator[pb.Owners, None]:
@@ -1783,20 +1691,20 @@ class _CouncilService:
     async def Meet(self, messages: AsyncIterator[pb.CouncilMessage], context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            caller = self._host.caller(context)
+            caller = self._host.callers.peer(context)
             await self._host.links.serve(caller, messages, context.write, certificate_of(context))
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.SwarmDescription:
         """See the service."""
         async with abort_on_error(context):
-            self._host.caller_or_observer(context)
+            self._host.callers.peer_or_observer(context)
             return description_to_pb(self._host.describe(settings=request.settings))
         raise AssertionError("unreachable: abort raises")
 
     async def FetchOffer(self, request: pb.OfferRequest, context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            reader = self._host.member(context)
+            reader = self._host.callers.member(context)
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             update_id = check_digest("id", request.id.hex())
             limit = self._host.limit_of(context)
@@ -1807,7 +1715,7 @@ class _CouncilService:
     async def FetchContributions(self, request: pb.OfferRequest, context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            reader = self._host.member(context)
+            reader = self._host.callers.member(context)
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             update_id = check_digest("id", request.id.hex())
             limit = self._host.limit_of(context)
@@ -1816,15 +1724,15 @@ class _CouncilService:
     async def WatchOwners(self, request: pb.OwnersRequest, context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            self._host.caller(context)
+            self._host.callers.peer(context)
             async for owners in self._host.owners():
-                self._host.caller(context)  # it may have been evicted
+                self._host.callers.peer(context)  # it may have been evicted
                 await context.write(owners)
 
     async def FetchState(self, request: pb.StateRequest, context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            reader = self._host.member(context)
+            reader = self._host.callers.member(context)
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             limit = self._host.limit_of(context)
             await context.send_initial_metadata(())
@@ -1833,7 +1741,7 @@ class _CouncilService:
     async def Swap(self, messages: AsyncIterator[Any], context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            member, gossip = self._host.member(context), self._host.gossip
+            member, gossip = self._host.callers.member(context), self._host.gossip
             if gossip is None:
                 raise RefusedError("this run has no swaps")
             await gossip.swaps.serve(member, messages, context.write)
@@ -1841,7 +1749,7 @@ class _CouncilService:
     async def FetchPhi(self, request: pb.PhiRequest, context: Context) -> None:
         """See the service."""
         async with abort_on_error(context):
-            reader, gossip = self._host.member(context), self._host.gossip
+            reader, gossip = self._host.callers.member(context), self._host.gossip
             if gossip is None:
                 raise RefusedError("this run has one model for all: FetchState")
             limit = self._host.limit_of(context)
@@ -1855,41 +1763,35 @@ class _CouncilService:
     async def Waiting(self, request: pb.WaitingRequest, context: Context) -> pb.WaitingReply:
         """See the service."""
         async with abort_on_error(context):
-            if self._host.caller(context) != self._host.peer_id:
-                raise RefusedError(f"only {self._host.peer_id} itself says here that it waits")
+            self._host.callers.itself(context, "says here that it waits")
             self._host.wanted(waiting_from_pb(request))
         return pb.WaitingReply()
 
     async def Logged(self, request: pb.LoggedRequest, context: Context) -> pb.LoggedReply:
         """See the service."""
         async with abort_on_error(context):
-            self._check_own_peer(context)
+            self._host.callers.itself(context, "may ask or say this here")
             return logged_to_pb(self._host.logged(*logged_request_from_pb(request)))
         raise AssertionError("unreachable: abort raises")
 
     async def Doubt(self, request: pb.LogDoubt, context: Context) -> pb.LogDoubtReply:
         """See the service."""
         async with abort_on_error(context):
-            self._check_own_peer(context)
+            self._host.callers.itself(context, "may ask or say this here")
             self._host.doubted(doubt_from_pb(request))
         return pb.LogDoubtReply()
 
     async def GoesOn(self, request: pb.GoesOnRequest, context: Context) -> pb.GoesOnReply:
         """See the service."""
         async with abort_on_error(context):
-            self._host.caller(context)
+            self._host.callers.peer(context)
             return pb.GoesOnReply(consistency=self._host.goes_on(*goes_on_request_from_pb(request)))
         raise AssertionError("unreachable: abort raises")
-
-    def _check_own_peer(self, context: Context) -> None:
-        """Raise RefusedError for another member than the one whose host this is."""
-        if self._host.caller(context) != self._host.peer_id:
-            raise RefusedError(f"only {self._host.peer_id} itself may ask or say this here")
 
     async def Standing(self, request: pb.StandingRequest, context: Context) -> pb.StandingReply:
         """See the service."""
         async with abort_on_error(context):
-            self._host.inquirer(context)
+            self._host.callers.inquirer(context)
             return pb.StandingReply(standing=self._host.standing().encode())
         raise AssertionError("unreachable: abort raises")
 
@@ -1902,7 +1804,7 @@ class _CouncilService:
     async def TakeAuthority(self, request: pb.TakeAuthorityRequest, context: Context) -> pb.TakeAuthorityReply:
         """See the service."""
         async with abort_on_error(context):
-            self._host.check_authority(context, "operator")
+            self._host.callers.operator(context)
             await self._host.take_authority(request.key)
         return pb.TakeAuthorityReply()
 
@@ -1915,8 +1817,7 @@ class _CouncilService:
     async def LeaveSwarm(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """See the service."""
         async with abort_on_error(context):
-            if self._host.caller(context) != self._host.peer_id:
-                raise RefusedError(f"only {self._host.peer_id} itself leaves here; an operator evicts")
+            self._host.callers.itself(context, "leaves here; an operator evicts")
             return pb.LeaveReply(outcome=await self._host.leave())
         raise AssertionError("unreachable: abort raises")
 
@@ -1983,15 +1884,6 @@ def part_store(folder: MemberFolder, part: int, config: RunConfig, run_id: str) 
 def merging(config: RunConfig) -> RunConfig:
     """Return how the parts are merged: with gossip by settlings only."""
     return settling(config) if config.outer.algorithm == "gossip" else config
-
-
-def _moved(peer_id: str) -> str:
-    return f"{peer_id} was enrolled again, with another key: it is on another machine now"
-
-
-def _shut_out(record: Record) -> frozenset[str]:
-    """Return the evicted whom nobody needs any more. A voter, also one that is being voted out, may be needed for a quorum."""
-    return frozenset(record.evicted.keys() - {peer_of(name) for name in record.electors})
 
 
 def _is_done(order: ev.Event, record: Record) -> bool:

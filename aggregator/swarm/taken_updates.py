@@ -28,6 +28,8 @@ from editpb.transport.send_limit import SendLimit
 if TYPE_CHECKING:
     import grpc
 
+    from aggregator.swarm.callers import Callers
+
     Context = grpc.aio.ServicerContext[Any, Any]
 
 __all__ = ["TakenUpdates"]
@@ -43,7 +45,7 @@ class Member(Protocol):
     run_id: str
     peer_id: str
 
-    def caller(self, context: Context) -> str: ...
+    callers: Callers
 
     def limit_of(self, context: Context) -> SendLimit: ...
 
@@ -85,7 +87,7 @@ class TakenUpdates:
     async def FetchUpdate(self, request: dpb.UpdateRequest, context: Context) -> None:
         """Send one commit, or what of it concerns a rank, or a range of that. Nothing is sent ahead of it."""
         async with abort_on_error(context):
-            if (caller := self._member.caller(context)) != self._member.peer_id:
+            if (caller := self._member.callers.peer(context)) != self._member.peer_id:
                 raise RefusedError(f"{caller} is not the peer beside this host: ask the part's owner")
             wanted = update_request_from_pb(request, self._schema)
             if wanted.run_id != self._member.run_id:
