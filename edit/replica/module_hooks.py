@@ -86,13 +86,14 @@ class ParameterModules:
         return [name for name, tensor in named.items() if found.get(name) is not tensor]
 
     def _modules_of(self, names: Sequence[str]) -> Iterator[nn.Module]:
+        units: list[str] = []
         free = []
         for name in names:
             if (unit := self._unit(name)) is None:
                 free.append(name)
             else:
-                yield from self._groups[id(unit._get_fsdp_state())]
-        for name in dict.fromkeys([*free, _common_prefix(free)] if free else []):
+                units += self._groups[id(unit._get_fsdp_state())]
+        for name in dict.fromkeys([*units, *free, *([_common_prefix(free)] if free else [])]):
             if (module := self._eager(name)) is not None:
                 yield module
 
@@ -141,12 +142,12 @@ def _trainable(model: nn.Module) -> dict[str, None]:
     return {clean_name(name): None for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _groups(modules: dict[str, nn.Module]) -> dict[int, list[nn.Module]]:
-    """Return the modules of each FSDP unit, by its state: one, unless `fully_shard` was given a list."""
-    groups: dict[int, list[nn.Module]] = {}
-    for module in dict.fromkeys(modules.values()):
+def _groups(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
+    """Return the names of each FSDP unit's modules, by its state: of one, unless `fully_shard` was given a list."""
+    groups: dict[int, list[str]] = {}
+    for name, module in modules.items():
         if isinstance(module, FSDPModule):
-            groups.setdefault(id(module._get_fsdp_state()), []).append(module)
+            groups.setdefault(id(module._get_fsdp_state()), []).append(name)
     return groups
 
 
