@@ -50,7 +50,7 @@ from edit.worker.apply import ShareExchange
 from edit.worker.batches import agreed, epochs
 from edit.worker.checkpoint import Checkpoint, kinds_needed, skeleton
 from edit.worker.config import WorkerConfig
-from edit.worker.hooks import Hook
+from edit.worker.hooks import Hook, after_backward, in_backward
 from edit.worker.speed import Speed, Stopwatch
 from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated
 
@@ -85,7 +85,8 @@ class EditWorker:
     Args:
         model: also as accelerate's `prepare`, Fabric's `setup`, DistributedDataParallel or torch.compile have wrapped it.
         optimizer: what trains it, wrapped or not. Several, as Muon for the matrices and AdamW for the rest: the last one's
-            `step()` ends an inner step.
+            `step()` ends an inner step. Within a backward (one for each parameter, which a hook steps as soon as its gradient
+            is there) the inner step ends with that backward.
         collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
         config: `WorkerConfig.of(run)`.
         ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else
@@ -527,6 +528,10 @@ class EditWorker:
             return
         self._require_local("optimizer.step()")
         self._refuse_uncounted(optimizer)
+        self._keep_local()
+
+    def _keep_local(self) -> None:
+        """A step is about to be taken that takes no outcome first."""
         with _outside_autograd():
             for each in self._exchanges:
                 each.keep_local()
@@ -545,11 +550,29 @@ class EditWorker:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
         self._refuse_uncounted(optimizer)
+        if in_backward():
+            self._keep_local()
+        else:
+            self._take_rest()
+
+    def _take_rest(self) -> None:
+        """Take what no forward has taken."""
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._exchanges:
                 each.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            after_backward(self._end_backward)
+        else:
+            self._end_inner_step()
+
+    def _end_backward(self) -> None:
+        """A backward in which an inner step ended is over: nothing reads the parameters of its forward any more."""
+        self._take_rest()
+        self._end_inner_step()
+
+    def _end_inner_step(self) -> None:
         self._stepped = True
         self._other_steps.clear()
         self._speed.add_step(self._stopwatch.lap())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from edit.codecs import decode
 from edit.errors import ConfigError, LocalProtocolError
@@ -345,3 +346,70 @@ class TestASecondOptimizer:
         p.step()
         with p.worker.outer_parameters(), pytest.raises(LocalProtocolError, match="inside outer_parameters"):
             second.step()
+
+
+def one_for_each_parameter(mode: str, *, within: bool) -> Peer:
+    """A peer with an optimizer for each parameter, in their order. within: a hook steps each within the backward."""
+    model = small_mlp()
+    own = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    if within:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+    collective = Locked()
+    settings = {"delay": 1} if mode in ("delayed", "eager") else {}
+    config = worker_config(every=2, codec="fp32", mode=mode, **settings)
+    worker = EditWorker(model, list(own.values()), collective, config)
+    worker.__enter__()
+    return Peer(model, next(iter(own.values())), collective, worker, regression_batches(0))
+
+
+class TestStepsWithinTheBackward:
+    @pytest.mark.parametrize("mode", ["blocking", "forward", "delayed", "eager"])
+    def test_they_train_as_steps_after_it_do(self, mode: str) -> None:
+        within, after = (one_for_each_parameter(mode, within=within) for within in (True, False))
+        for step in range(1, 9):
+            for p in (within, after):
+                if p.worker.pending:
+                    commit_next(p)
+                inputs, targets = next(p.batches)
+                torch.nn.functional.mse_loss(p.model(inputs), targets).backward()
+                if p is after:
+                    for optimizer in p.worker._optimizers:
+                        optimizer.step()
+                    p.model.zero_grad()
+            assert within.worker.inner_steps == after.worker.inner_steps == step
+            assert within.worker.pending == after.worker.pending and within.worker.digest == after.worker.digest
+            assert same(flat(within.model), flat(after.model))
+        assert within.worker.outer_step >= 3
+
+    def test_an_outcome_that_no_forward_took_is_taken_at_its_end_and_the_steps_are_kept(self) -> None:
+        p, plain = (one_for_each_parameter("blocking", within=within) for within in (True, False))
+        for each in (p, plain):
+            each.worker.count_steps(1)
+        for _ in range(2):
+            inputs, targets = next(p.batches)
+            hidden = inputs
+            for layer in p.model.children():  # no forward of the model itself
+                hidden = layer(hidden)
+            if p.worker.pending:
+                after, sent = commit_next(p), flat(p.model)
+                plain.model.load_state_dict(p.model.state_dict())
+                torch.nn.functional.mse_loss(plain.model(inputs), targets).backward()
+                for optimizer in plain.worker._optimizers:
+                    optimizer.step()
+            torch.nn.functional.mse_loss(hidden, targets).backward()
+        assert p.worker.outer_step == 1 and p.worker.inner_steps == 3
+        for found, theta, before, stepped in zip(flat(p.model), after.fragments, sent, flat(plain.model), strict=True):
+            assert torch.equal(found, theta + (stepped - before))
+
+    def test_of_a_reentrant_checkpoint_is_refused(self) -> None:
+        p = one_for_each_parameter("blocking", within=True)
+        inputs = next(p.batches)[0].requires_grad_()
+        answer = checkpoint(p.model, inputs, use_reentrant=True)
+        with pytest.raises(ConfigError, match=r"^optimizer.step\(\) in the backward of a reentrant .* use_reentrant=False, or"):
+            answer.sum().backward()
