@@ -96,8 +96,9 @@ class Attachment:
 
     def abandon(self, error: BaseException) -> None:
         """Leave the run as after `error`: remove the hooks, and wait for no outcome."""
-        self.hide_outer()
-        self._inside.__exit__(type(error), error, error.__traceback__)
+        self._showing = False
+        for entered in (self._shown, self._inside):
+            entered.__exit__(type(error), error, error.__traceback__)
 
     def _take_fresh_outcome(self) -> None:
         if self.worker.pending and self.worker.round_inner_steps == 0:

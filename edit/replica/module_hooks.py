@@ -1,7 +1,7 @@
-"""When the parameters of a model may be written, with FSDP2 or torch.compile around it.
+"""When the parameters of a model may be written, with FSDP2, torch.compile or adapters in it.
 
 Which modules hold a fragment's parameters, whether they must be resharded before a write, and before whose forward an update
-must be in.
+must be in; and whether an adapter is merged into its base, so that nothing may be written.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class ParameterModules:
         owners = _owners(self._modules)
         self._owners = [[name for tensor in fragment for name in owners.get(id(tensor), [])] for fragment in tensors]
         self._trainable = _trainable(model)
+        self._adapters = _adapters(self._modules)
         self._sharding = [list(dict.fromkeys(self._sharding_modules(names))) for names in self._owners]
 
     def before_write(self, fragment_id: int) -> None:
@@ -55,6 +56,13 @@ class ParameterModules:
                     f'mode = "forward": module {name or "(root)"} prefetches the parameters of later modules, which are not '
                     "updated yet; leave out set_modules_to_forward_prefetch, or choose another mode"
                 )
+
+    def merged(self) -> str | None:
+        """Return the name of an adapter layer that is merged into its base now, if there is one.
+
+        Its own parameters must not be written then: unmerging would take off the base something else than was added to it.
+        """
+        return next((name or "(root)" for name, module in self._adapters.items() if module.merged), None)
 
     def refuse_unfrozen(self) -> None:
         """Raise ConfigError when a parameter is trainable that was frozen, or not there, before."""
@@ -86,13 +94,14 @@ class ParameterModules:
         return [name for name, tensor in named.items() if found.get(name) is not tensor]
 
     def _modules_of(self, names: Sequence[str]) -> Iterator[nn.Module]:
+        units: list[str] = []
         free = []
         for name in names:
             if (unit := self._unit(name)) is None:
                 free.append(name)
             else:
-                yield from self._groups[id(unit._get_fsdp_state())]
-        for name in dict.fromkeys([*free, _common_prefix(free)] if free else []):
+                units += self._groups[id(unit._get_fsdp_state())]
+        for name in dict.fromkeys([*units, *free, *([_common_prefix(free)] if free else [])]):
             if (module := self._eager(name)) is not None:
                 yield module
 
@@ -141,12 +150,23 @@ def _trainable(model: nn.Module) -> dict[str, None]:
     return {clean_name(name): None for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _groups(modules: dict[str, nn.Module]) -> dict[int, list[nn.Module]]:
-    """Return the modules of each FSDP unit, by its state: one, unless `fully_shard` was given a list."""
-    groups: dict[int, list[nn.Module]] = {}
-    for module in dict.fromkeys(modules.values()):
+def _adapters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the layers, by name, that can add what they train to what they have frozen, and say whether they have: by an
+    attribute `merged`, as those of PEFT, loralib and torchtune do."""
+    return {
+        clean_name(name): module
+        for name, module in modules.items()
+        if isinstance(getattr(module, "merged", None), bool)
+        and {parameter.requires_grad for parameter in module.parameters()} == {True, False}
+    }
+
+
+def _groups(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
+    """Return the names of each FSDP unit's modules, by its state: of one, unless `fully_shard` was given a list."""
+    groups: dict[int, list[str]] = {}
+    for name, module in modules.items():
         if isinstance(module, FSDPModule):
-            groups.setdefault(id(module._get_fsdp_state()), []).append(module)
+            groups.setdefault(id(module._get_fsdp_state()), []).append(name)
     return groups
 
 

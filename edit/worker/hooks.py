@@ -1,11 +1,16 @@
-"""A hook that a copy of the model does not take along."""
+"""A hook that a copy of the model does not take along; and what is put off until a backward is over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Hook"]
+import torch
+from torch.autograd import Variable
+
+from edit.errors import ConfigError
+
+__all__ = ["Hook", "after_backward", "in_backward"]
 
 
 class Hook:
@@ -24,3 +29,25 @@ class Hook:
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward, also in what `after_backward` calls at its end."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call `call` at the end of the backward that this thread is in; what it raises comes out of `backward()`.
+
+    If that backward is part of another one, as of a reentrant checkpoint, a ConfigError comes out instead.
+    """
+
+    def at_end() -> None:
+        if torch._C._current_autograd_node() is not None:
+            raise ConfigError(
+                "optimizer.step() in the backward of a reentrant checkpoint, which is within another backward: checkpoint with "
+                "use_reentrant=False, or step after the backward"
+            )
+        call()
+
+    Variable._execution_engine.queue_callback(at_end)

@@ -50,7 +50,7 @@ from edit.worker.apply import ShareExchange
 from edit.worker.batches import agreed, epochs
 from edit.worker.checkpoint import Checkpoint, kinds_needed, skeleton
 from edit.worker.config import WorkerConfig
-from edit.worker.hooks import Hook
+from edit.worker.hooks import Hook, after_backward, in_backward
 from edit.worker.speed import Speed, Stopwatch
 from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated
 
@@ -72,7 +72,8 @@ class EditWorker:
     `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced one also on leaving. A compiled model
     takes the outcome before its next optimizer step. A compiled `optimizer.step` breaks its graph at the exchange.
     Call `synchronize()` before other weights are swapped in for a validation (an average): else its forward takes the outcome,
-    and the weights that come back are without it and count twice.
+    and the weights that come back are without it and count twice. While adapters are merged into their base for one (PEFT's
+    `merge_adapter`; whatever has an attribute `merged`), forwards take no outcome; a ConfigError says where to unmerge them.
 
     A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
     was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
@@ -85,7 +86,8 @@ class EditWorker:
     Args:
         model: also as accelerate's `prepare`, Fabric's `setup`, DistributedDataParallel or torch.compile have wrapped it.
         optimizer: what trains it, wrapped or not. Several, as Muon for the matrices and AdamW for the rest: the last one's
-            `step()` ends an inner step.
+            `step()` ends an inner step. Within a backward (one for each parameter, which a hook steps as soon as its gradient
+            is there) the inner step ends with that backward.
         collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
         config: `WorkerConfig.of(run)`.
         ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else
@@ -145,6 +147,7 @@ class EditWorker:
         kernels.load()
         with _outside_autograd():
             replicas = self._new_replicas()
+            _refuse_merged(replicas[0], "entering the EditWorker")
             if not self._checkpoints:  # whoever resumes takes the run's buffers where its own have diverged
                 self._refuse_bad_buffers(replicas)
             self._exchanges = tuple(
@@ -183,6 +186,7 @@ class EditWorker:
                 with _outside_autograd():
                     if not self._ended and (self._leaves_outer or not self.finished):
                         self._exchanges[0].replica.refuse_replaced()
+                        self._ranks.together(lambda: self._refuse_merged("leaving the EditWorker"))
                     for each in self._exchanges:
                         each.leave()
                     if self._leaves_outer:
@@ -323,6 +327,8 @@ class EditWorker:
         In mode `forward` its updates are still applied, and waited for, as the forward needs them.
         """
         self._require_local("take_awaited()")
+        if self.pending:
+            self._refuse_merged("take_awaited()")
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._entered:
                 each.run(each.exchange.take(lazily=self._config.sync.mode == "forward"))
@@ -330,6 +336,8 @@ class EditWorker:
     def _take_awaited(self) -> None:
         """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
         sync = self._config.sync
+        if self.pending:
+            self._refuse_merged("another batch of until_finished()")
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._entered:
                 pending = each.exchange.pending
@@ -403,6 +411,7 @@ class EditWorker:
         block: False applies what is known and does not wait; an outcome that is still open is asked for after later steps.
         """
         self._require_local("synchronize()")
+        self._refuse_merged("synchronize()")
         with _outside_autograd(), self._stopwatch.paused():
             known = [each.synchronize(block=block) for each in self._entered]
         return all(known)
@@ -420,16 +429,19 @@ class EditWorker:
     def outer_parameters(self) -> Iterator[nn.Module]:
         """The model with theta in it, for evaluating or saving; afterwards the local parameters are back to the bit.
 
-        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError. Of an outer step of which only a
-        part is applied (mode `forward`) the rest is first, at all ranks.
+        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError. Of an outer step of
+        which only a part is applied (mode `forward`) the rest is first, at all ranks. Adapters that are merged before or at its
+        end are a ConfigError; inside, merge and unmerge them.
         """
         self._require_local("outer_parameters()")
+        _refuse_merged(self._entered[0].replica, "outer_parameters()")
         self._apply_rest()
         with _outside_autograd():
             kept = [each.replica.load_outer() for each in self._entered]
         self._swapped = True
         try:
             yield self._model
+            _refuse_merged(self._entered[0].replica, "the end of outer_parameters()")
         finally:
             self._swapped = False
             with _outside_autograd():
@@ -447,7 +459,8 @@ class EditWorker:
             return {name: theta for each in self._entered for name, theta in each.replica.outer_state_dict().items()}
 
     def _apply_rest(self) -> None:
-        if not self._swapped:
+        if not self._swapped and any(each.exchange.applying for each in self._entered):
+            self._refuse_merged("the outer parameters of an outer step that is partly applied")
             with _outside_autograd(), self._stopwatch.paused():
                 for each in self._entered:
                     each.apply_rest()
@@ -511,7 +524,7 @@ class EditWorker:
     # The hooks.
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self._swapped or not self.pending:
+        if torch.compiler.is_compiling() or self._swapped or not self.pending or self._exchanges[0].replica.modules.merged():
             return
         with _outside_autograd(), self._stopwatch.paused():
             for each, update_points in zip(self._exchanges, self._update_points, strict=True):
@@ -527,6 +540,10 @@ class EditWorker:
             return
         self._require_local("optimizer.step()")
         self._refuse_uncounted(optimizer)
+        self._keep_local()
+
+    def _keep_local(self) -> None:
+        """A step is about to be taken that takes no outcome first."""
         with _outside_autograd():
             for each in self._exchanges:
                 each.keep_local()
@@ -545,11 +562,30 @@ class EditWorker:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
         self._refuse_uncounted(optimizer)
+        if in_backward():
+            self._keep_local()
+        else:
+            self._take_rest()
+
+    def _take_rest(self) -> None:
+        """Take what no forward has taken."""
+        self._refuse_merged("optimizer.step()")
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._exchanges:
                 each.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            after_backward(self._end_backward)
+        else:
+            self._end_inner_step()
+
+    def _end_backward(self) -> None:
+        """A backward in which an inner step ended is over: nothing reads the parameters of its forward any more."""
+        self._take_rest()
+        self._end_inner_step()
+
+    def _end_inner_step(self) -> None:
         self._stepped = True
         self._other_steps.clear()
         self._speed.add_step(self._stopwatch.lap())
@@ -596,10 +632,17 @@ class EditWorker:
         """Training in this run is over: the model holds what `leave` says, whatever follows until `with` is left."""
         if self._ended:
             return
+        if self._leaves_outer:
+            self._refuse_merged("the end of the run")
         self._ended = True
         if self._leaves_outer:
             self._exchanges[0].replica.refuse_replaced()
             self._load_outer()
+
+    def _refuse_merged(self, call: str) -> None:
+        """Raise ConfigError while an adapter is merged; after the end of the run that is the user's."""
+        if not self._ended:
+            _refuse_merged(self._entered[0].replica, call)
 
     def _load_outer(self) -> None:
         for each in self._exchanges:
@@ -643,6 +686,14 @@ def _outside_autograd() -> Iterator[None]:
     """No graph, and no inference tensors even when the user evaluates under torch.inference_mode()."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _refuse_merged(replica: Replica, call: str) -> None:
+    if (name := replica.modules.merged()) is not None:
+        raise ConfigError(
+            f"{call} while the adapter {name} is merged into its base: it would change what unmerging subtracts, "
+            "and the base would stay damaged; unmerge first (PEFT: model.unmerge_adapter())"
+        )
 
 
 def _not_stepped(given: Optimizer, stepped: Optimizer) -> str:

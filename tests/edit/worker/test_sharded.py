@@ -141,13 +141,19 @@ def batches(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def sharded_model(*, compiled: bool = False) -> nn.Module:
+    """compiled: its blocks are compiled in place, then sharded."""
+    model, mesh = TinyTransformer(seed=3), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        if compiled:
+            block.compile(backend="eager")
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
 def peer(sharded: bool, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer, Oracle, EditWorker]:
-    model = TinyTransformer(seed=3)
-    if sharded:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    model: nn.Module = sharded_model() if sharded else TinyTransformer(seed=3)
     breaks_at, clip = settings.pop("breaks_at", None), settings.pop("clip", 0.0)
     config = worker_config(**({"every": EVERY, "codec": "fp32"} | settings))
     oracle = Oracle(Replica(TinyTransformer(seed=5)).local(), lazy=config.sync.mode == "forward", breaks_at=breaks_at)
@@ -189,6 +195,7 @@ def all_settings() -> dict[str, Any]:
     seen["unsent"] = unsent()
     seen["gathered"] = gathered()
     seen["replaced"] = replaced_at_one_rank()
+    seen["update points"] = update_points()
     return seen
 
 
@@ -281,6 +288,16 @@ def replaced_at_one_rank() -> str:
     return ""
 
 
+def update_points() -> list[list[str]]:
+    """The names of the modules before whose forward an update comes in, of blocks that are not compiled, and that are."""
+    found = []
+    for compiled in (False, True):
+        model = sharded_model(compiled=compiled)
+        points = Replica(model, Ranks.world()).modules.update_points()
+        found.append([name for name, module in model.named_modules() if module in points])
+    return found
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return at_every_rank(all_settings, 2, tmp_path_factory.mktemp("ranks"))
@@ -326,6 +343,11 @@ def test_every_rank_keeps_what_the_owner_of_a_parameter_did_not_send(two_ranks: 
 def test_parameters_gathered_before_an_outcome_are_not_used_after_it(two_ranks: list[dict[str, Any]]) -> None:
     for seen in two_ranks:
         torch.testing.assert_close(*seen["gathered"])
+
+
+def test_a_sharded_block_compiled_in_place_gets_its_update_around_the_compiled_code(two_ranks: list[dict[str, Any]]) -> None:
+    for seen in two_ranks:
+        assert seen["update points"] == [["", "blocks.0", "blocks.1"], [""]]
 
 
 def test_a_parameter_replaced_at_one_rank_is_an_error_at_every_rank_on_leaving(two_ranks: list[dict[str, Any]]) -> None:

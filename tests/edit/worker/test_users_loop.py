@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from edit.codecs import decode
 from edit.errors import ConfigError, LocalProtocolError
-from edit.records import Finished
+from edit.integrations.attachment import Attachment
+from edit.records import Finished, Snapshot, Verdict
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
-from tests.support.scripted import ScriptedCollective
+from tests.support.scripted import ScriptedCollective, committed, random_steps
 from tests.support.scripted_peer import Peer, commit_next, flat, same
 from tests.support.settings import worker_config
 
@@ -345,3 +347,205 @@ class TestASecondOptimizer:
         p.step()
         with p.worker.outer_parameters(), pytest.raises(LocalProtocolError, match="inside outer_parameters"):
             second.step()
+
+
+def one_for_each_parameter(mode: str, *, within: bool) -> Peer:
+    """A peer with an optimizer for each parameter, in their order. within: a hook steps each within the backward."""
+    model = small_mlp()
+    own = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    if within:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+    collective = Locked()
+    settings = {"delay": 1} if mode in ("delayed", "eager") else {}
+    config = worker_config(every=2, codec="fp32", mode=mode, **settings)
+    worker = EditWorker(model, list(own.values()), collective, config)
+    worker.__enter__()
+    return Peer(model, next(iter(own.values())), collective, worker, regression_batches(0))
+
+
+class TestStepsWithinTheBackward:
+    @pytest.mark.parametrize("mode", ["blocking", "forward", "delayed", "eager"])
+    def test_they_train_as_steps_after_it_do(self, mode: str) -> None:
+        within, after = (one_for_each_parameter(mode, within=within) for within in (True, False))
+        for step in range(1, 9):
+            for p in (within, after):
+                if p.worker.pending:
+                    commit_next(p)
+                inputs, targets = next(p.batches)
+                torch.nn.functional.mse_loss(p.model(inputs), targets).backward()
+                if p is after:
+                    for optimizer in p.worker._optimizers:
+                        optimizer.step()
+                    p.model.zero_grad()
+            assert within.worker.inner_steps == after.worker.inner_steps == step
+            assert within.worker.pending == after.worker.pending and within.worker.digest == after.worker.digest
+            assert same(flat(within.model), flat(after.model))
+        assert within.worker.outer_step >= 3
+
+    def test_an_outcome_that_no_forward_took_is_taken_at_its_end_and_the_steps_are_kept(self) -> None:
+        p, plain = (one_for_each_parameter("blocking", within=within) for within in (True, False))
+        for each in (p, plain):
+            each.worker.count_steps(1)
+        for _ in range(2):
+            inputs, targets = next(p.batches)
+            hidden = inputs
+            for layer in p.model.children():  # no forward of the model itself
+                hidden = layer(hidden)
+            if p.worker.pending:
+                after, sent = commit_next(p), flat(p.model)
+                plain.model.load_state_dict(p.model.state_dict())
+                torch.nn.functional.mse_loss(plain.model(inputs), targets).backward()
+                for optimizer in plain.worker._optimizers:
+                    optimizer.step()
+            torch.nn.functional.mse_loss(hidden, targets).backward()
+        assert p.worker.outer_step == 1 and p.worker.inner_steps == 3
+        for found, theta, before, stepped in zip(flat(p.model), after.fragments, sent, flat(plain.model), strict=True):
+            assert torch.equal(found, theta + (stepped - before))
+
+    def test_of_a_reentrant_checkpoint_is_refused(self) -> None:
+        p = one_for_each_parameter("blocking", within=True)
+        inputs = next(p.batches)[0].requires_grad_()
+        answer = checkpoint(p.model, inputs, use_reentrant=True)
+        with pytest.raises(ConfigError, match=r"^optimizer.step\(\) in the backward of a reentrant .* use_reentrant=False, or"):
+            answer.sum().backward()
+
+
+class Adapter(nn.Module):
+    """A frozen layer and what is trained beside it, added to it by `merge`, as PEFT's LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 3).requires_grad_(False)
+        self.a, self.b = (nn.Parameter(torch.randn(shape)) for shape in ((2, 4), (3, 2)))
+        self.merged = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs) if self.merged else self.base(inputs) + inputs @ self.a.T @ self.b.T
+
+    def merge(self, sign: int = 1) -> None:
+        self.base.weight.data += sign * (self.b @ self.a).detach()
+        self.merged = sign > 0
+
+
+class Peft(Adapter):
+    """`merged` is a property, as PEFT's."""
+
+    @property
+    def merged(self) -> bool:
+        return self.__dict__.get("is_merged", False)
+
+    @merged.setter
+    def merged(self, merged: bool) -> None:
+        self.__dict__["is_merged"] = merged
+
+
+def answered(p: Peer) -> None:
+    _, outer = p.worker.outer_of()
+    theta = Snapshot(outer.outer_step, outer.digest, outer.fragments)
+    p.collective.answers[outer.outer_step].append(committed(theta, random_steps(theta), [Verdict.OK] * len(theta.fragments))[0])
+
+
+def left(p: Peer) -> None:
+    p.worker.__exit__(None, None, None)
+
+
+def merged_at_the_end_of_outer_parameters(p: Peer) -> None:
+    adapter_of(p).merge(-1)
+    with p.worker.outer_parameters():
+        adapter_of(p).merge()
+
+
+def in_outer_parameters(p: Peer) -> None:
+    with p.worker.outer_parameters():
+        pass
+
+
+def adapter_of(p: Peer) -> Adapter:
+    adapter = p.model[0]  # type: ignore[index]
+    assert isinstance(adapter, Adapter)
+    return adapter
+
+
+class TestMergedAdapters:
+    @pytest.mark.parametrize("mode", ["blocking", "forward"])
+    @pytest.mark.parametrize("kind", [Adapter, Peft])
+    def test_a_validation_with_them_takes_no_outcome_and_leaves_the_base_whole(self, kind: type[Adapter], mode: str) -> None:
+        p = entered(nn.Sequential(kind()), mode=mode)
+        before = adapter_of(p).base.weight.clone()
+        p.step()
+        answered(p)
+        adapter_of(p).merge()
+        p.forward()
+        assert p.worker.pending
+        adapter_of(p).merge(-1)
+        torch.testing.assert_close(adapter_of(p).base.weight, before)
+        p.forward()
+        assert p.worker.outer_step == 1
+
+    @pytest.mark.parametrize(
+        ("call", "words"),
+        [
+            (lambda p: p.optimizer.step(), r"optimizer\.step\(\)"),
+            (lambda p: p.worker.synchronize(), r"synchronize\(\)"),
+            (lambda p: next(p.worker.until_finished([0])), r"another batch of until_finished\(\)"),
+            (lambda p: p.worker.take_awaited(), r"take_awaited\(\)"),
+            (in_outer_parameters, r"outer_parameters\(\)"),
+            (merged_at_the_end_of_outer_parameters, r"the end of outer_parameters\(\)"),
+            (left, r"leaving the EditWorker"),
+        ],
+    )
+    def test_what_would_move_them_is_an_error(self, call: Callable[[Peer], object], words: str) -> None:
+        p = entered(nn.Sequential(Adapter()))
+        p.step()
+        answered(p)
+        before = adapter_of(p).a.clone()
+        adapter_of(p).merge()
+        with pytest.raises(ConfigError, match=rf"^{words} while the adapter 0 is merged into its base: .* unmerge first"):
+            call(p)
+        assert torch.equal(adapter_of(p).a, before) and p.worker.outer_step == 0
+
+    def test_entering_too(self) -> None:
+        adapter = Adapter()
+        adapter.merge()
+        with pytest.raises(ConfigError, match=r"^entering the EditWorker while the adapter \(root\) is merged"):
+            entered(adapter)
+
+    def test_within_outer_parameters_they_may_be_merged(self) -> None:
+        p = entered(nn.Sequential(Adapter()))
+        before = adapter_of(p).base.weight.clone()
+        p.step()
+        with p.worker.outer_parameters():
+            adapter_of(p).merge()
+            p.forward()
+            adapter_of(p).merge(-1)
+        torch.testing.assert_close(adapter_of(p).base.weight, before)
+
+    def test_nor_do_they_hide_the_error_that_ends_a_validation(self) -> None:
+        model = nn.Sequential(Adapter())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attached = Attachment(model, optimizer, Locked(), worker_config(every=1, codec="fp32"), "outer")
+        attached.show_outer()
+        model[0].merge()
+        attached.abandon(ValueError("of the validation"))
+        assert not model._forward_pre_hooks and not attached.showing
+
+    def test_not_after_the_end_of_the_run(self) -> None:
+        p = entered(nn.Sequential(Adapter()))
+        p.collective.answers[0].append(Finished(0))
+        p.step()
+        list(p.worker.until_finished(p.batches))
+        adapter_of(p).merge()
+        p.worker.__exit__(None, None, None)
+
+    def test_an_attribute_of_the_same_name_of_a_layer_with_nothing_frozen_is_none(self) -> None:
+        model = small_mlp()
+        model[0].merged = True
+        p = entered(model)
+        p.step()
+        assert p.worker.pending
