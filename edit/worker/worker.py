@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +138,7 @@ class EditWorker:
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
         self._stepped = False  # whether the optimizer whose step ends an inner step ever was
         self._other_steps: dict[int, int] = {}  # since then, of the other optimizers, by id
+        self._trainers = WeakSet(self._optimizers)  # of the model: these, and those that were seen to step
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -151,7 +153,7 @@ class EditWorker:
                 ShareExchange(
                     replica,
                     collective,
-                    self._optimizers,
+                    self._trainers,
                     self._config,
                     self._clock,
                     alone=len(replicas) == 1,
@@ -526,6 +528,7 @@ class EditWorker:
         ):
             return
         self._require_local("optimizer.step()")
+        self._trainers.add(optimizer)
         self._refuse_uncounted(optimizer)
         with _outside_autograd():
             for each in self._exchanges:
