@@ -78,6 +78,22 @@ class TestACopy:
         assert p.worker.pending
 
 
+class Codes(Tensor):
+    """As torchao's trainable int8 weights: a class of its own, which is no vector."""
+
+    def reshape(self, *shape: int) -> Tensor:  # type: ignore[override]
+        return self
+
+    def __tensor_flatten__(self) -> None: ...
+
+    def __tensor_unflatten__(self) -> None: ...
+
+
+class NoReshape(Codes):
+    def reshape(self, *shape: int) -> Tensor:  # type: ignore[override]
+        raise NotImplementedError("NoReshape dispatch: attempting to run unimplemented operator/function")
+
+
 class TestParametersThatCannotBeExchanged:
     @pytest.mark.parametrize(
         ("tensor", "words"),
@@ -86,6 +102,8 @@ class TestParametersThatCannotBeExchanged:
             (torch.zeros(0, 4), r"^parameter odd\.weight: .*\[0, 4\].*empty"),
             (torch.zeros(3, device="meta"), r"^tensor odd\.weight: is on the meta device"),
             (torch.zeros(1).expand(4), r"^tensor odd\.weight: is expanded, .*clone\(\)"),
+            (torch.zeros(2, 2).as_subclass(Codes), r"^tensor odd\.weight: is a Codes, which cannot be"),
+            (torch.zeros(2, 2).as_subclass(NoReshape), r"^tensor odd\.weight: is a NoReshape, which cannot be"),
         ],
     )
     def test_they_are_named_on_entering(self, tensor: Tensor, words: str) -> None:
