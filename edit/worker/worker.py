@@ -555,6 +555,8 @@ class EditWorker:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stepped = True
         self._other_steps.clear()
+        if self._skipped(optimizer):
+            return
         self._speed.add_step(self._stopwatch.lap())
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._exchanges:
@@ -568,6 +570,11 @@ class EditWorker:
         if self.outer_step != self._waited[0]:
             paused_s = self._stopwatch.all_paused_s
             self._waited = (self.outer_step, paused_s, paused_s - self._waited[1])
+
+    def _skipped(self, optimizer: Optimizer) -> bool:
+        """Whether this step did nothing: to a fused optimizer GradScaler leaves it to skip one whose gradients overflowed."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        return found_inf is not None and self._ranks.all([bool(found_inf)])[0]
 
     def _tell(self) -> None:
         """Tell each aggregator how far this peer is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -237,6 +238,23 @@ class TestReplacing:
         p.model.to(torch.bfloat16).to(torch.float32)
         p.step()
         assert len(p.collective.rounds()) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_an_overflow_skips_does_not_count(fused: bool) -> None:
+    """Of a fused optimizer GradScaler calls `step()` all the same, and the optimizer skips within."""
+    model, collective = small_mlp(), Locked()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    worker = EditWorker(model, optimizer, collective, worker_config(every=4, codec="fp32", mode="blocking"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with pytest.raises(KeyboardInterrupt), worker:
+        for factor in (math.inf, 1.0, math.inf, 1.0, 1.0):
+            scaler.scale(model(next(regression_batches(0))[0]).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert worker.inner_steps == 3 and not collective.contributed
+        raise KeyboardInterrupt
 
 
 class TestASecondOptimizer:
