@@ -69,9 +69,10 @@ class EditWorker:
     A context manager: entering joins the run and loads its outer parameters into the model (they replace the model's own,
     unless this peer founds the run, or `load_state_dict` came before); leaving waits for the last outcome and removes every
     hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. Frozen parameters
-    are not exchanged, buffers as the configuration says; to unfreeze or replace one after entering (a new head,
-    `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced one also on leaving. A compiled model
-    takes the outcome before its next optimizer step. A compiled `optimizer.step` breaks its graph at the exchange.
+    are not exchanged, and must be equal at all peers; buffers are exchanged as the configuration says. To unfreeze or replace a
+    parameter after entering (a new head, `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced
+    one also on leaving. A compiled model takes the outcome before its next optimizer step. A compiled `optimizer.step` breaks
+    its graph at the exchange.
     Call `synchronize()` before other weights are swapped in for a validation (an average): else its forward takes the outcome,
     and the weights that come back are without it and count twice.
 
@@ -86,7 +87,8 @@ class EditWorker:
     Args:
         model: also as accelerate's `prepare`, Fabric's `setup`, DistributedDataParallel or torch.compile have wrapped it.
         optimizer: what trains it, wrapped or not. Several, as Muon for the matrices and AdamW for the rest: the last one's
-            `step()` ends an inner step.
+            `step()` ends an inner step. None that writes its own copy of the parameters into them (fp32 master weights,
+            Lookahead): that undoes merges, unnoticed.
         collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
         config: `WorkerConfig.of(run)`.
         ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else
