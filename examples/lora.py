@@ -1,8 +1,8 @@
 """Fine-tune with LoRA together: only the adapters are exchanged. `python examples/lora.py` (needs peft and transformers).
 
-Two peers adapt the same frozen language model, each on its own text. They live in one process and take turns step by step; over
-a network, `run.collective(...)` becomes what `peers.connect(home)` gives. The lines marked `# edit` are all that the plain loop
-needs on top.
+Two peers adapt the same frozen language model, each on its own text. Its weights must be equal at all peers: nothing compares
+them. The peers live in one process and take turns step by step; over a network, `run.collective(...)` becomes what
+`peers.connect(home)` gives. The lines marked `# edit` are all that the plain loop needs on top.
 """
 
 import warnings

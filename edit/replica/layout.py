@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from edit.errors import ConfigError
 from edit.fragments.assignment import assign
@@ -179,9 +180,23 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         why = "was made under torch.inference_mode() and cannot be trained; make the model outside of it"
     elif any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         why = "is expanded, several elements in one place of memory, and cannot be written; clone() it"
+    elif not _has_flat_view(tensor):
+        why = f"is a {type(tensor).__name__}, which cannot be read and written as a vector; train plain weights, or freeze it"
     else:
         return
     raise ConfigError(f"tensor {name}: {why}")
+
+
+def _has_flat_view(tensor: Tensor) -> bool:
+    """Whether a tensor is plain, or of a class that can be seen as a vector; one of codes and scales often cannot."""
+    with torch.no_grad():
+        local = local_of(tensor)
+        if not is_traceable_wrapper_subclass(local):
+            return True
+        try:
+            return local.detach().reshape(-1).shape == (local.numel(),)
+        except RuntimeError:  # the class does not have it
+            return False
 
 
 def held_box(position: int, tensor: Tensor, name: str, rank: int) -> Box | None:

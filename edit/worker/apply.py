@@ -6,7 +6,8 @@ needed: then the outer step and the digest advance with the last one. Every verb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -42,12 +43,13 @@ from edit.worker.exchange import (
     Steps,
     TakeSnapshot,
 )
-from edit.worker.local_progress import kept, scrub, unmerged, unsent
+from edit.worker.local_progress import kept, scrub, trains, unmerged, unsent
 from edit.worker.masked import GridStaging, PlansRounds
 from edit.worker.updates import Updates, without_payloads
 
 __all__ = ["ShareExchange"]
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -63,7 +65,7 @@ class _PartialCommit:
 
 class ShareExchange:
     """The exchange of one replica with one aggregator. clock: monotonic seconds. alone: whether there is no other aggregator.
-    clip: as `ContributionMaker`'s.
+    clip: as `ContributionMaker`'s. optimizers: of the model; may grow.
 
     Raises ConfigError when the model has fewer fragments than the run has groups.
     """
@@ -72,7 +74,7 @@ class ShareExchange:
         self,
         replica: Replica,
         collective: Collective,
-        optimizers: Sequence[Optimizer],
+        optimizers: Collection[Optimizer],
         config: WorkerConfig,
         clock: Callable[[], float],
         *,
@@ -96,6 +98,8 @@ class ShareExchange:
         self._collective = collective
         self._optimizers = optimizers
         self._clock = clock
+        self._nonfinite: set[int] = set()  # the fragments of which the last contribution had NaN or Inf
+        self._said = False  # whether it was said that cleaning the optimizers does not help
         self._answered: Committed | None = None  # the commit that the last question was answered with, until it is applied
         self._partial: _PartialCommit | None = None
         self._unchecked = False  # whether a commit was applied lazily and theta's digest not compared since
@@ -293,13 +297,30 @@ class ShareExchange:
         rolled back no contribution is merged, not even a good one; where it is what a region injected, the commit says so.
         """
         i = part.fragment_id
+        if verdict not in (Verdict.NONFINITE, None):
+            self._nonfinite.discard(i)
         if verdict is Verdict.OK and isinstance(step, Here) and part.counts(self._collective.peer_id):
             return self._maker.commit_residual(self.sent, i)
         self.feedback.rollback(i)
         if verdict is Verdict.NONFINITE:
-            for optimizer in self._optimizers:
-                scrub(optimizer, self.replica.parameters(i))
+            self._scrub(i)
         return ()
+
+    def _scrub(self, i: int) -> None:
+        """Clean the optimizers' state of fragment i. Where that did not help the last time, say once who may keep NaN."""
+        parameters = self.replica.parameters(i)
+        trainers = [each for each in self._optimizers if trains(each, parameters)]
+        for optimizer in trainers:
+            scrub(optimizer, parameters)
+        if trainers and i in self._nonfinite and not self._said:  # no optimizer has a fragment of buffers
+            self._said = True
+            _log.warning(
+                "two contributions in a row have NaN or Inf (%s): if the loss is finite, %s keeps NaN beside tensors, lists "
+                "and tables in its state, where nothing cleans it: leave, and enter an EditWorker with a new optimizer",
+                self.replica.schema.fragments[i].name,
+                " or ".join(sorted({type(each).__name__ for each in trainers})),
+            )
+        self._nonfinite.add(i)
 
     def _kept(self, i: int, verdict: Verdict | None, pending: Pending | None) -> Tensor | float | None:
         """Return what fragment i keeps after `_take_verdict` of the same verdict, see `edit.worker.local_progress`."""

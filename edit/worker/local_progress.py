@@ -13,7 +13,8 @@ Each formula of the local parameters, by verdict, mode and mix:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
+from math import isnan
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,7 +26,7 @@ from edit.replica.replica import Replica
 from edit.worker.contribution import SentTensors
 from edit.worker.exchange import Pending
 
-__all__ = ["kept", "scrub", "unmerged", "unsent"]
+__all__ = ["kept", "scrub", "trains", "unmerged", "unsent"]
 
 
 def kept(
@@ -65,13 +66,44 @@ def unsent(replica: Replica, i: int, pending: Pending | None, sent: SentTensors)
     return replica.progress_since(i, sent.sent_from[i]) if i in sent.sent_from else None
 
 
+def trains(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Return whether one of the parameters is in its groups."""
+    ids = set(map(id, parameters))
+    return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
+
+
 def scrub(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Set NaN and Inf in the inner optimizer's state of these parameters to 0, or they would come back with the next step."""
-    for parameter in parameters:
-        for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor):
-                for part in _plain(local_of(value)):
-                    part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    """Set NaN and Inf in the inner optimizer's state of these parameters to 0, or they would come back with the next step.
+
+    So is what the state has beside the parameters, and their groups' values: in tensors, also in lists, tuples and tables of
+    them; a number that is NaN. Not what other objects hold, or attributes of the optimizer.
+    """
+    ids = set(map(id, parameters))
+    for key, state in optimizer.state.items():
+        if id(key) in ids or not isinstance(key, Tensor):
+            _clean(state)
+    for group in optimizer.param_groups:
+        if any(id(parameter) in ids for parameter in group["params"]):
+            for name, value in group.items():
+                if name != "params":
+                    group[name] = _clean(value)
+
+
+def _clean(value: object) -> object:
+    """Return a value of the state cleaned, in place where it can be. A number that is Inf may be a setting, and stays."""
+    if isinstance(value, Tensor):
+        for part in _plain(local_of(value)):
+            part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    elif isinstance(value, MutableMapping):
+        for key, inside in value.items():
+            value[key] = _clean(inside)
+    elif isinstance(value, MutableSequence):
+        for place, inside in enumerate(value):
+            value[place] = _clean(inside)
+    elif isinstance(value, tuple):
+        for inside in value:
+            _clean(inside)
+    return 0.0 if isinstance(value, float) and isnan(value) else value
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:

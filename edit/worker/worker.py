@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +69,10 @@ class EditWorker:
     A context manager: entering joins the run and loads its outer parameters into the model (they replace the model's own,
     unless this peer founds the run, or `load_state_dict` came before); leaving waits for the last outcome and removes every
     hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. Frozen parameters
-    are not exchanged, buffers as the configuration says; to unfreeze or replace one after entering (a new head,
-    `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced one also on leaving. A compiled model
-    takes the outcome before its next optimizer step. A compiled `optimizer.step` breaks its graph at the exchange.
+    are not exchanged, and must be equal at all peers; buffers are exchanged as the configuration says. To unfreeze or replace a
+    parameter after entering (a new head, `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced
+    one also on leaving. A compiled model takes the outcome before its next optimizer step. A compiled `optimizer.step` breaks
+    its graph at the exchange.
     Call `synchronize()` before other weights are swapped in for a validation (an average): else its forward takes the outcome,
     and the weights that come back are without it and count twice. While adapters are merged into their base for one (PEFT's
     `merge_adapter`; whatever has an attribute `merged`), forwards take no outcome; a ConfigError says where to unmerge them.
@@ -87,7 +89,8 @@ class EditWorker:
         model: also as accelerate's `prepare`, Fabric's `setup`, DistributedDataParallel or torch.compile have wrapped it.
         optimizer: what trains it, wrapped or not. Several, as Muon for the matrices and AdamW for the rest: the last one's
             `step()` ends an inner step. Within a backward (one for each parameter, which a hook steps as soon as its gradient
-            is there) the inner step ends with that backward.
+            is there) the inner step ends with that backward. None that writes its own copy of the parameters into them (fp32
+            master weights, Lookahead): that undoes merges, unnoticed.
         collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
         config: `WorkerConfig.of(run)`.
         ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else
@@ -139,6 +142,7 @@ class EditWorker:
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
         self._stepped = False  # whether the optimizer whose step ends an inner step ever was
         self._other_steps: dict[int, int] = {}  # since then, of the other optimizers, by id
+        self._trainers = WeakSet(self._optimizers)  # of the model: these, and those that were seen to step
 
     def __enter__(self) -> Self:
         if self._hooks:
@@ -154,7 +158,7 @@ class EditWorker:
                 ShareExchange(
                     replica,
                     collective,
-                    self._optimizers,
+                    self._trainers,
                     self._config,
                     self._clock,
                     alone=len(replicas) == 1,
@@ -539,6 +543,7 @@ class EditWorker:
         ):
             return
         self._require_local("optimizer.step()")
+        self._trainers.add(optimizer)
         self._refuse_uncounted(optimizer)
         self._keep_local()
 
@@ -575,6 +580,10 @@ class EditWorker:
                 each.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._stepped = True
+        self._other_steps.clear()
+        if self._skipped(optimizer):
+            return
         if in_backward():
             after_backward(self._end_backward)
         else:
@@ -586,8 +595,6 @@ class EditWorker:
         self._end_inner_step()
 
     def _end_inner_step(self) -> None:
-        self._stepped = True
-        self._other_steps.clear()
         self._speed.add_step(self._stopwatch.lap())
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._exchanges:
@@ -601,6 +608,11 @@ class EditWorker:
         if self.outer_step != self._waited[0]:
             paused_s = self._stopwatch.all_paused_s
             self._waited = (self.outer_step, paused_s, paused_s - self._waited[1])
+
+    def _skipped(self, optimizer: Optimizer) -> bool:
+        """Whether this step did nothing: to a fused optimizer GradScaler leaves it to skip one whose gradients overflowed."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        return found_inf is not None and self._ranks.all([bool(found_inf)])[0]
 
     def _tell(self) -> None:
         """Tell each aggregator how far this peer is."""

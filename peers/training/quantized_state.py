@@ -7,6 +7,7 @@ al. 2021, arXiv 2110.02861); others are fp32. torchao is imported only where a r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,8 +46,11 @@ def quantized_adamw(groups: Sequence[dict[str, Any]], config: InnerConfig) -> Op
 
 def step(optimizer: Optimizer) -> None:
     """Take the optimizer's step. Raises ConfigError where it is to be compiled, and cannot be."""
+    # With TORCH_COMPILE_DISABLE=1 a function that must be compiled as a whole, as torchao's, fails unless it is told not to be.
+    disabled = torch._dynamo.config.disable
     try:
-        optimizer.step()
+        with torch.compiler.set_stance("force_eager") if disabled else nullcontext():
+            optimizer.step()
     except TorchDynamoException as error:
         line = str(error).strip().partition("\n")[0]
         mend = 'install a C++ compiler, or set TORCH_COMPILE_DISABLE=1 (slower), or choose inner.state = "fp32"'

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from edit.codecs import decode
 from edit.errors import EvictedError, RemoteProtocolError, TransportError
 from edit.records import Aborted, Committed, Evicted, Finished, NeedsSnapshot, Snapshot, Verdict
+from edit.worker.local_progress import scrub
 from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps, snapshot_of
@@ -19,6 +24,7 @@ from tests.support.scripted_peer import BOTH_OK, Peer, commit_next, flat, outer_
 from tests.support.settings import worker_config
 
 OK, NONFINITE, ANOMALOUS, IDLE = Verdict.OK, Verdict.NONFINITE, Verdict.ANOMALOUS, Verdict.IDLE
+NAN = math.nan
 
 
 def test_synchronize_applies_the_outcome_without_a_forward(peer: Callable[..., Peer]) -> None:
@@ -92,6 +98,59 @@ def test_nan_local_parameters_and_moments_are_cured_by_the_commit(peer: Callable
     assert torch.equal(p.optimizer.state[p.model[2].weight]["exp_avg"], kept)
     p.step()
     assert all(bool(torch.isfinite(parameter).all()) for parameter in p.model.parameters())
+
+
+def test_nan_in_an_optimizers_state_is_cleaned_wherever_containers_and_groups_hold_it() -> None:
+    mine, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+    def bad() -> Tensor:
+        return torch.tensor([NAN, math.inf])
+
+    zero = [0.0, 0.0]
+    groups: list[dict[str, Any]] = [
+        {"params": [mine], "d": NAN, "bound": math.inf, "sum": bad()},
+        {"params": [other], "d": NAN},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer.state[mine] = {"list": [bad(), NAN], "tuple": (bad(), {"in": bad()}), "table": {"q": [bad()], "x": NAN}, "n": 3}
+    optimizer.state[other] = {"list": [bad()]}
+    optimizer.state["all"] = bad()  # type: ignore[index]
+    scrub(optimizer, [mine])
+    found = tree_map(lambda each: each.tolist() if isinstance(each, Tensor) else each, dict(optimizer.state))
+    assert found.pop(other)["list"] != [zero]
+    cleaned = {"list": [zero, 0.0], "tuple": (zero, {"in": zero}), "table": {"q": [zero], "x": 0.0}, "n": 3}
+    assert found == {mine: cleaned, "all": zero}
+    group, untouched = optimizer.param_groups
+    assert (group["d"], group["bound"], group["sum"].tolist()) == (0.0, math.inf, zero) and math.isnan(untouched["d"])
+    assert group["params"] == [mine]
+
+
+def test_the_moments_of_an_optimizer_that_was_not_given_but_trains_the_model_are_cleaned(peer: Callable[..., Peer]) -> None:
+    p = peer(every=1)
+    inner = torch.optim.AdamW(p.model.parameters(), lr=1e-2)  # as those within the backward, or in ZeroRedundancyOptimizer
+    for parameter in p.model.parameters():
+        parameter.grad = torch.full_like(parameter, NAN)
+    inner.step()
+    p.optimizer.zero_grad()
+    p.optimizer.step()  # a dummy: without gradients it does nothing
+    commit_next(p, [NONFINITE, NONFINITE])
+    p.forward()
+    assert all(bool(inner.state[parameter]["exp_avg"].isfinite().all()) for parameter in p.model.parameters())
+
+
+def test_who_may_keep_nan_is_said_once_when_two_contributions_in_a_row_are_not_finite(
+    peer: Callable[..., Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    p = peer(every=1)
+    said = []
+    for verdict in (NONFINITE, OK, NONFINITE, ANOMALOUS, NONFINITE, NONFINITE, NONFINITE):
+        p.step()
+        commit_next(p, [verdict, verdict])
+        p.forward()
+        said.append(len(caplog.records))
+    assert said == [0, 0, 0, 0, 0, 1, 1]
+    words = r"two contributions in a row have NaN or Inf \(0\): if the loss is finite, AdamW keeps NaN beside [^\n]*$"
+    assert re.match(words, caplog.records[0].getMessage())
 
 
 def test_a_rolled_back_fragment_returns_to_theta(peer: Callable[..., Peer]) -> None:

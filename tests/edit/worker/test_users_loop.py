@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,22 @@ class TestACopy:
         assert p.worker.pending
 
 
+class Codes(Tensor):
+    """As torchao's trainable int8 weights: a class of its own, which is no vector."""
+
+    def reshape(self, *shape: int) -> Tensor:  # type: ignore[override]
+        return self
+
+    def __tensor_flatten__(self) -> None: ...
+
+    def __tensor_unflatten__(self) -> None: ...
+
+
+class NoReshape(Codes):
+    def reshape(self, *shape: int) -> Tensor:  # type: ignore[override]
+        raise NotImplementedError("NoReshape dispatch: attempting to run unimplemented operator/function")
+
+
 class TestParametersThatCannotBeExchanged:
     @pytest.mark.parametrize(
         ("tensor", "words"),
@@ -88,6 +105,8 @@ class TestParametersThatCannotBeExchanged:
             (torch.zeros(0, 4), r"^parameter odd\.weight: .*\[0, 4\].*empty"),
             (torch.zeros(3, device="meta"), r"^tensor odd\.weight: is on the meta device"),
             (torch.zeros(1).expand(4), r"^tensor odd\.weight: is expanded, .*clone\(\)"),
+            (torch.zeros(2, 2).as_subclass(Codes), r"^tensor odd\.weight: is a Codes, which cannot be"),
+            (torch.zeros(2, 2).as_subclass(NoReshape), r"^tensor odd\.weight: is a NoReshape, which cannot be"),
         ],
     )
     def test_they_are_named_on_entering(self, tensor: Tensor, words: str) -> None:
@@ -221,6 +240,23 @@ class TestReplacing:
         p.model.to(torch.bfloat16).to(torch.float32)
         p.step()
         assert len(p.collective.rounds()) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_an_overflow_skips_does_not_count(fused: bool) -> None:
+    """Of a fused optimizer GradScaler calls `step()` all the same, and the optimizer skips within."""
+    model, collective = small_mlp(), Locked()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    worker = EditWorker(model, optimizer, collective, worker_config(every=4, codec="fp32", mode="blocking"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with pytest.raises(KeyboardInterrupt), worker:
+        for factor in (math.inf, 1.0, math.inf, 1.0, 1.0):
+            scaler.scale(model(next(regression_batches(0))[0]).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert worker.inner_steps == 3 and not collective.contributed
+        raise KeyboardInterrupt
 
 
 class TestASecondOptimizer:

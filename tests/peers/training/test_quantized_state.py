@@ -149,6 +149,20 @@ def test_a_step_that_cannot_be_compiled_is_one_line() -> None:
         quantized_state.step(Fails(Net().parameters(), lr=0.1))
 
 
+def test_where_torch_compiles_nothing_the_step_is_taken_as_it_is() -> None:
+    class Whole(torch.optim.SGD):
+        """Compiles a part of its step as a whole, as torchao's do."""
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                torch.compile(torch.Tensor.zero_, fullgraph=True, backend=lambda graph, _: graph)(parameter.data)
+
+    net = Net()
+    with torch._dynamo.config.patch(disable=True):  # TORCH_COMPILE_DISABLE=1
+        quantized_state.step(Whole(net.parameters(), lr=0.1))
+    assert not any(parameter.any() for parameter in net.parameters())
+
+
 @pytest.mark.parametrize("state", SIZES)
 class TestWithTorchao:
     @pytest.fixture(autouse=True)
