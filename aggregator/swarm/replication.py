@@ -158,6 +158,15 @@ class PartReplica:
             raise GoneError(f"part {self._part} is not here yet")
         return self._outer
 
+    def reason(self) -> str:
+        """Return why the round of the last outer step closed, as its owner said; '' where that is not kept: after a snapshot.
+
+        Raises StorageError.
+        """
+        outer_step = self._state.outer_step
+        found = self._store.update(outer_step) or self._store.committed(outer_step)
+        return found.reason if found is not None else ""
+
     @property
     def contested(self) -> bool:
         """Whether the last update that was to be held is for other parameters than are here: one of the two is wrong."""
