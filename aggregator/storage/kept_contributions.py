@@ -7,8 +7,9 @@ scorers can read them.
 A file has one record (`aggregator.storage.journal_records`) for each shard: the header as its peer signed it, the inner steps
 and tokens that counted for it, and its bytes. A round's files get their place just before its commit is written, and the oldest
 files go after it: no commit loses its files to a SIGKILL or a full disk. The next start or commit removes files of a step that
-was not committed, and of steps that are too old. They are not brought to the disk (fsync): after a power cut the last ones may
-be missing or damaged, which `load_kept` says.
+was not committed, and of steps that are too old. In a swarm files may also wait for what others take as the outer step
+(`UndecidedError`, `decided`). They are not brought to the disk (fsync): after a power cut the last ones may be missing or
+damaged, which `load_kept` says.
 """
 
 from __future__ import annotations
@@ -24,18 +25,31 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from aggregator.storage.journal_records import BadRecord, Buffer, frame, outlines, records
-from edit.errors import EditError, GoneError, StorageError
+from edit.errors import EditError, GoneError, RefusedError, StorageError
 from edit.fragments.schema import Schema
 from edit.rounds.work_claims import Work
 from editpb import data_pb2
 from editpb.data_messages import contribution_header_from_pb, contribution_header_to_pb
 from editpb.messages import ContributionHeader
 
-__all__ = ["KEPT_FOR_SCORERS", "Kept", "KeptContributions", "KeptShard", "kept_files", "load_kept", "step_folder"]
+__all__ = [
+    "KEPT_FOR_SCORERS",
+    "Kept",
+    "KeptContributions",
+    "KeptShard",
+    "UndecidedError",
+    "kept_files",
+    "load_kept",
+    "step_folder",
+]
 
 KEPT_FOR_SCORERS = 2  # outer steps: the last one, and the one before, which a scorer may be reading
 _PENDING = "pending"
 _FORMAT = 1
+
+
+class UndecidedError(RefusedError):
+    """A commit is waited for no longer; others may still take the round as the outer step, so its files stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,7 @@ class KeptShard:
 
 
 class KeptContributions:
-    """The folder of a run that keeps them. Used in the worker thread, but for the constructor and `shards`.
+    """The folder of a run that keeps them. Used in the worker thread, but for the constructor, `shards` and `decided`.
 
     Args:
         steps: of so many outer steps, the last ones; at least 1.
@@ -97,8 +111,8 @@ class KeptContributions:
     def committing(self, outer_step: int) -> Iterator[None]:
         """Give the open round's files the place of the outer step that it becomes in the block.
 
-        After the block let go of the oldest steps; where the block raises, of this one. Raises StorageError before the block:
-        the round is not to be committed.
+        After the block let go of the oldest steps; where the block raises, of this one, but not for UndecidedError: then
+        `decided` does. Raises StorageError before the block: the round is not to be committed.
         """
         place = step_folder(self._folder, outer_step)
         try:
@@ -109,6 +123,8 @@ class KeptContributions:
             raise _refused(place, error) from error
         try:
             yield
+        except UndecidedError:
+            raise
         except BaseException:
             shutil.rmtree(place, ignore_errors=True)
             raise
@@ -119,6 +135,12 @@ class KeptContributions:
         for step, path in _kept(self._folder):
             if step <= outer_step - self._steps or step > outer_step:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def decided(self, outer_step: int, round_id: int, schema: Schema) -> None:
+        """Let go of what is kept of this outer step if it is of another round than became it. Damaged files stay."""
+        with contextlib.suppress(GoneError, StorageError):
+            if any(one.header.round_id != round_id for one in self.shards(outer_step, schema)):
+                shutil.rmtree(step_folder(self._folder, outer_step), ignore_errors=True)
 
     def shards(self, outer_step: int, schema: Schema) -> list[KeptShard]:
         """Return what was merged in the commit to this outer step, without its bytes.

@@ -4,7 +4,8 @@ The engine is the coordinator's (`aggregator.data.round_runner`). It journals fr
 in its worker thread; but its commit waits here, between
 
     append_commit   the round is proposed; it returns when the council names it as the outer step: it is then on the disks of a
-                    quorum, this one included. Raises RefusedError when the grant ends first
+                    quorum, this one included. Raises UndecidedError when the grant ends first: the round is held, and may yet
+                    become the outer step, which `PartReplica.adopt` then takes without the engine
     applied         the engine has moved the outer state
 
 What ends the wait: `take`, once the update is agreed on; or `end`, once another member owns the part, or the host stops. The
@@ -19,8 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 
-from aggregator.storage.kept_contributions import KeptContributions
-from aggregator.storage.state_folder import contributions_of
+from aggregator.storage.kept_contributions import UndecidedError
 from aggregator.storage.store import Entries, Store
 from edit.config.run import RunConfig
 from edit.council.record import Update
@@ -65,9 +65,7 @@ class EngineStore(Store):
         propose: Callable[[Proposal], None],
         entries: Entries | None = None,
     ) -> None:
-        steps = config.audit.keep_contributions
-        kept = KeptContributions(contributions_of(folder), steps) if steps else None
-        super().__init__(folder, config, run_id, kept=kept)
+        super().__init__(folder, config, run_id, kept=store.kept)
         self.tokens, self._entries = store.tokens, entries
         self._store, self._propose = store, propose
         self._merged: dict[int, MergeRecord] = {}  # of the round under way, by fragment_id
@@ -120,7 +118,10 @@ class EngineStore(Store):
         trust: Mapping[str, Trust] | None = None,
         fragments: Collection[int] | None = None,
     ) -> None:
-        """Propose the round, and wait until it is the outer step. Raises RefusedError: it is not, and will not be."""
+        """Propose the round, and wait until it is the outer step.
+
+        Raises UndecidedError when the grant ends first, RefusedError when it will not be the outer step.
+        """
         if round_id != self._merged_round or not self._merged or self._merged.keys() != set(fragments or self._merged):
             raise LocalProtocolError(f"a commit of round {round_id} without its fragments")
         records, self._merged = tuple(self._merged[i] for i in sorted(self._merged)), {}
@@ -164,14 +165,17 @@ class EngineStore(Store):
         return True
 
     def end(self, reason: str) -> None:
-        """Refuse what is proposed, and whatever the engine proposes later."""
+        """Let the engine wait no longer for what is proposed, and refuse whatever it proposes later."""
         with self._lock:
             self._ended = reason
-        self.refuse(reason)
+        self._raise(UndecidedError(reason))
 
     def refuse(self, reason: str) -> None:
-        """Refuse what is proposed."""
+        """Refuse what is proposed: nobody else has heard of it."""
+        self._raise(RefusedError(reason))
+
+    def _raise(self, error: RefusedError) -> None:
         with self._lock:
             agreed, self._agreed = self._agreed, None
         if agreed is not None:
-            agreed.set_exception(RefusedError(reason))
+            agreed.set_exception(error)

@@ -39,7 +39,9 @@ from aggregator.security.members import Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
 from aggregator.silent_connections import SilentConnections
+from aggregator.storage.kept_contributions import KeptContributions
 from aggregator.storage.part_log import PartLog
+from aggregator.storage.state_folder import contributions_of
 from aggregator.storage.store import Store
 from aggregator.swarm.admission import (
     OwnCertificate,
@@ -1877,8 +1879,10 @@ class _ToEngines(grpc.GenericRpcHandler):
 
 def part_store(folder: MemberFolder, part: int, config: RunConfig, run_id: str) -> Store:
     """Return the store of a part in a member's folder, with its audit log if the run has one. config: see `merging`."""
-    path = folder.part(part)
-    return Store(path, config, run_id, part_log=PartLog(path, run_id, part, config) if config.audit.enabled else None)
+    path, steps = folder.part(part), config.audit.keep_contributions
+    kept = KeptContributions(contributions_of(path), steps) if steps else None
+    part_log = PartLog(path, run_id, part, config) if config.audit.enabled else None
+    return Store(path, config, run_id, kept=kept, part_log=part_log)
 
 
 def merging(config: RunConfig) -> RunConfig:

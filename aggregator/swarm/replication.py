@@ -158,6 +158,15 @@ class PartReplica:
             raise GoneError(f"part {self._part} is not here yet")
         return self._outer
 
+    def reason(self) -> str:
+        """Return why the round of the last outer step closed, as its owner said; '' where that is not kept: after a snapshot.
+
+        Raises StorageError.
+        """
+        outer_step = self._state.outer_step
+        found = self._store.update(outer_step) or self._store.committed(outer_step)
+        return found.reason if found is not None else ""
+
     @property
     def contested(self) -> bool:
         """Whether the last update that was to be held is for other parameters than are here: one of the two is wrong."""
@@ -230,7 +239,7 @@ class PartReplica:
             self._engine.refuse(reason)
 
     def cease(self, reason: str) -> None:
-        """Refuse what the engine proposed, if it is not an outer step."""
+        """End the engine's store. What it proposed and is held may yet become an outer step."""
         if self._engine is not None:
             self._engine.end(reason)
         self._engine, self._proposed = None, ""
@@ -345,6 +354,8 @@ class PartReplica:
         update, merged, outer = self._state.held, self._held, self.outer
         if update is None or merged is None or update.id != update_id:
             raise LocalProtocolError(f"part {self._part} does not hold {update_id[:12]}")
+        if self._store.kept is not None and update.id != self._proposed:
+            self._store.kept.decided(update.outer_step, merged.round_id, outer.schema)
         if merged.theta != outer.digest:
             found, wanted = outer.digest, merged.theta
             _log.error("part %d is damaged: outer step %d is %.12s, not %.12s", self._part, outer.outer_step, found, wanted)

@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 BEHIND = 2  # outer steps that the others are ahead of a member that starts: at more it begins where they are
 TAKEN_S = 3.0  # how long the last update before a settling waits to be taken
 ANSWER_S = 5.0
+_DRAINED = "the run drains: "  # so begins the reason of a settling that ends a run before its calendar does
 
 
 class _OwnEngine(Engine):
@@ -167,7 +168,6 @@ class GossipMember:
         self._news = asyncio.Event()
         self._last: Met | None = None
         self._counts = [0, 0]  # swaps together, alone
-        self._drained = False  # what all settled on last ends the run before its calendar does
         if folder.settling.exists():
             self._uploads_of_others()  # removes what is left there of a process that was killed while it settled
 
@@ -188,7 +188,6 @@ class GossipMember:
             while self._replica.state.outer_step <= phi.settlings:
                 await self._news.wait()
             await self._until_taken(phi)
-            self._drained = self._rests
             await self.stop("all settle")
 
     async def _begin(self) -> Phi:
@@ -242,7 +241,7 @@ class GossipMember:
             phi = Phi.begun(self._peer_id, self._schema, self._config, settlings, theta)
         assert isinstance(phi, Phi)
         if phi.settlings < settlings:
-            phi.settle(settlings, theta, early=self._drained)
+            phi.settle(settlings, theta, early=await self._do(self._drained))
             changed = True
         if not self.calendar.settles(phi.outer_step):
             ahead = await self._further(phi, new=found is None, first=first)
@@ -380,6 +379,10 @@ class GossipMember:
     def _rests(self) -> bool:
         return self.engine is not None and self.engine.rests
 
+    def _drained(self) -> bool:
+        """Whether what all settled on last ends the run before its calendar does. In the replica's thread."""
+        return self._replica.reason().startswith(_DRAINED)
+
     def _settled(self) -> int:
         """Return how many settlings there were, by the record: this member may lack some."""
         record = self._record()
@@ -460,30 +463,31 @@ class GossipMember:
     ) -> None:
         """Bring about one settling after the other, until the last; in a run that drains it is the next one.
 
+        It may have been an owner before who brought about the last one, and went before all knew that the run had ended.
+
         propose: gives one to the council. proposed: whether it is still there.
         """
         while (number := self._replica.state.outer_step + 1) <= self.calendar.settlings:
+            if self._drains and await self._do(self._drained):
+                return
             uploads = await self._do(self._uploads_of_others)
             try:
                 theta = await self._gather(number, uploads)
                 if not theta:
                     return
-                last = self._drains
-                offer, records = await self._do(self._merged, grant, number, theta)
+                offer, records = await self._do(self._merged, grant, number, theta, self._drains)
                 del theta
             finally:
                 uploads.close(wait=False)
             propose(offer, records)
             while self._replica.state.outer_step < number and proposed():
                 await self._news.wait()
-            if last and self._replica.state.outer_step >= number:
-                return
 
     def _merged(
-        self, grant: int, number: int, theta: Mapping[str, list[Tensor]]
+        self, grant: int, number: int, theta: Mapping[str, list[Tensor]], drains: bool
     ) -> tuple[UpdateOffer, tuple[MergeRecord, ...]]:
         records = tuple(settle(self._replica.outer, theta))
-        reason = f"settled by {', '.join(sorted(theta))}"[:512]
+        reason = f"{_DRAINED if drains else ''}settled by {', '.join(sorted(theta))}"[:512]
         return self._replica.made(grant, Proposal(first_round_id(grant) + number, reason, 0, records)), records
 
     def _uploads_of_others(self) -> UploadBuffer:

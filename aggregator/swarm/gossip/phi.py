@@ -98,10 +98,12 @@ class Phi(OuterState):
     def settle(self, number: int, theta: Sequence[Tensor], *, early: bool = False) -> None:
         """Take what all settled on. The momentum stays, unless this member has missed steps before it.
 
-        early: the run was drained: this member goes no further, and the settling is its next outer step whichever that is.
+        early: the run was drained: this member goes no further, and the settling is its next outer step whichever that is;
+        where it has missed one before, too, the next after that.
         """
-        after = Calendar.of(self.config).settled(number)
-        if early or (self.outer_step + 1, self.settlings + 1) == (after, number):
+        calendar = Calendar.of(self.config)
+        after = calendar.settled(number - 1) + 1 if early else calendar.settled(number)
+        if self.settlings + 1 == number and (early or self.outer_step + 1 == after):
             self.state.take(theta)
         else:
             self.state.begin_at(after - number, theta, [0.0] * len(theta))

@@ -616,9 +616,9 @@ def settled_of(swarm: Hosts, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     assert gossip is not None
     merged = gossip._merged
 
-    def noted(grant: int, number: int, theta: Mapping[str, list[Tensor]]) -> Any:
+    def noted(grant: int, number: int, theta: Mapping[str, list[Tensor]], drains: bool) -> Any:
         found[:] = sorted(theta)
-        return merged(grant, number, theta)
+        return merged(grant, number, theta, drains)
 
     monkeypatch.setattr(gossip, "_merged", noted)
     return found
@@ -698,9 +698,9 @@ def test_what_does_not_fit_into_the_memory_for_it_where_all_settle_lies_in_files
             assert gossip is not None
             merged, folder = gossip._merged, gossip._folder.settling
 
-            def noted(grant: int, number: int, theta: Mapping[str, list[Tensor]]) -> Any:
+            def noted(grant: int, number: int, theta: Mapping[str, list[Tensor]], drains: bool) -> Any:
                 files[:] = sorted(file.stat().st_size for file in folder.iterdir())
-                return merged(grant, number, theta)
+                return merged(grant, number, theta, drains)
 
             monkeypatch.setattr(gossip, "_merged", noted)
             for name in "abc":

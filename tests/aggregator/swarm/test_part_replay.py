@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
-from aggregator.storage.kept_contributions import Kept, KeptContributions, load_kept
+from aggregator.storage.kept_contributions import Kept, KeptContributions, UndecidedError, load_kept
 from aggregator.storage.state_folder import contributions_of
+from aggregator.storage.store import Store
 from aggregator.swarm.commands import app
+from aggregator.swarm.engine_store import EngineStore, Proposal
 from aggregator.swarm.member_folder import MemberFolder
+from aggregator.swarm.replication import PartReplica
 from edit.config.run import RunConfig
-from edit.errors import ConfigError
+from edit.errors import ConfigError, RefusedError
+from edit.lab.council.parts_on_disk import RUN, merged_round, outer_state
+from edit.rounds.work_claims import Work
 from editpb.audit_log import LogFault
 from tests.aggregator.swarm.test_part_logs import grown, take_step
 from tests.aggregator.swarm.test_verification import contribute
-from tests.support.council.audited import audited_toml
+from tests.support.council.audited import audited_toml, merged
 from tests.support.council.hosts import Hosts, hosts, schema_of
+from tests.support.council.replicated_table import SETTINGS
 from tests.support.loops import run_held
+from tests.support.served import WAIT_S
 
 
 def toml() -> str:
@@ -135,3 +144,50 @@ def test_what_an_owner_proposed_and_others_did_not_take_is_not_kept(tmp_path: Pa
             assert having == {swarm.record.parts[0].owner}
 
     run_held(body())
+
+
+@pytest.mark.parametrize("became", ["its own", "another", "refused"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_an_owner_proposed_is_kept_when_it_goes_until_another_round_is_the_outer_step(
+    tmp_path: Path, became: str, restarted: bool
+) -> None:
+    folder, proposals = contributions_of(tmp_path), Queue[Proposal]()
+    store = Store(tmp_path, SETTINGS, RUN, kept=KeptContributions(folder, 3))
+    replica = PartReplica(RUN, 0, SETTINGS, store)
+    replica.found(outer_state(SETTINGS, 0))
+    other = replica.offer(2, 2_000_001, "all in", 30, merged_round(replica.outer, 2, 2))
+    engine = replica.serve(tmp_path, proposals.put)
+    records, signed = merged(replica.outer, 1, SETTINGS, {})
+
+    def commit(engine: EngineStore) -> None:  # as `RoundRunner` does
+        assert engine.kept is not None
+        for record in records:
+            i = record.fragment_id
+            engine.kept.add(1, i, [Kept(one, Work(2, 10), bytes(one.total_bytes)) for one in signed[i]])
+            engine.begin_fragment(1, record).result()
+        with engine.kept.committing(1):
+            engine.append_commit(1, 1, "all in", tokens=20)
+
+    with ThreadPoolExecutor(1) as worker:
+        committing = worker.submit(commit, engine)
+        offer = replica.made(1, proposal := proposals.get(timeout=WAIT_S))
+        if became == "refused":
+            replica.refuse(offer.update.id, "nobody has heard of it")
+        else:
+            replica.hold(offer, proposal.records)
+        replica.cease("grant 1 is over")
+        with pytest.raises(RefusedError) as raised:
+            committing.result(timeout=WAIT_S)
+    assert isinstance(raised.value, UndecidedError) == folder.joinpath("step-00000001").exists() == (became != "refused")
+    if restarted:
+        store.close()
+        store = Store(tmp_path, SETTINGS, RUN, kept=KeptContributions(folder, 3))
+        replica = PartReplica(RUN, 0, SETTINGS, store)
+    if became == "its own":
+        replica.adopt(offer.update.id)
+        assert len(load_kept(folder, 1, replica.outer.schema)) == 2 * len(records)
+    else:
+        replica.hold(other)
+        replica.adopt(other.update.id)
+        assert not folder.joinpath("step-00000001").exists()
+    store.close()

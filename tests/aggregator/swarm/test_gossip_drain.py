@@ -1,0 +1,101 @@
+"""The settling that ends a drained run says so: the next owner settles no more, and who was away counts as the others do."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from aggregator.storage.store import Store
+from aggregator.swarm.gossip.member import GossipMember
+from aggregator.swarm.gossip.phi import Calendar, Phi
+from aggregator.swarm.offers import Offer
+from aggregator.swarm.replication import PartReplica
+from edit.config.run import RunConfig
+from edit.lab.council.parts_on_disk import RUN, outer_state
+from edit.merging.gossip import settling
+
+
+def settings(every: int) -> RunConfig:
+    mapping = {
+        "sync": {"outer_steps": 100},
+        "outer": {"algorithm": "gossip"},
+        "penalty": {"enabled": False},
+        "gossip": {"settle_every": every},
+        "storage": {"checkpoint_every": 1},
+    }
+    return RunConfig.from_mapping(mapping)
+
+
+class Member:
+    """What a settling, and a host that starts, need of a member in a folder whose own engine is at outer step 3."""
+
+    settle, recovered = GossipMember.settle, GossipMember._recovered
+    _merged, _drained = GossipMember._merged, GossipMember._drained
+
+    def __init__(self, folder: Path, every: int, *, drains: bool) -> None:
+        self._config, self._drains, self._peer_id = settings(every), drains, "a"
+        self._store = Store(folder, settling(self._config), RUN)
+        self._replica = PartReplica(RUN, 0, settling(self._config), self._store)
+        if not self._replica.state.digest:
+            self._replica.found(outer_state(settling(self._config), 0))
+        self.calendar, self._phi, self._schema = Calendar.of(self._config), None, self._replica.outer.schema
+        self.proposed = list[Offer]()
+
+    async def _do(self, call: Any, *arguments: Any) -> Any:
+        return call(*arguments)
+
+    def _uploads_of_others(self) -> Any:
+        return SimpleNamespace(close=lambda wait: None)
+
+    async def _gather(self, number: int, uploads: object) -> dict[str, list[torch.Tensor]]:
+        if number > 2:
+            return {}  # enough was seen: of a run that does not end
+        return {name: [part + i for part in self._replica.outer.theta] for i, name in enumerate("ab")}
+
+    async def _further(self, *arguments: object, **named: object) -> None:
+        """Nobody is ahead."""
+
+    def settles(self, grant: int) -> int:
+        """Settle as the owner, and let all agree; return how many settlings there are then."""
+
+        def propose(offer: Offer, records: Any) -> None:
+            self._replica.hold(offer, records)
+            self._replica.adopt(offer.update.id)
+
+        asyncio.run(self.settle(grant, propose, lambda: True))  # type: ignore[misc]
+        return self._replica.state.outer_step
+
+    def starts(self, swaps: int) -> int:
+        """Begin with a phi that has taken so many swaps and no settling; return at which outer step."""
+        phi = Phi.begun("a", self._schema, self._config, 0, self._replica.outer.theta)
+        phi.state.begin_at(swaps, phi.theta, [0.0] * len(phi.theta))
+        store = SimpleNamespace(recover=lambda: phi, replace=lambda phi: None)
+        found: Phi = asyncio.run(self.recovered(store))  # type: ignore[misc]
+        return found.outer_step
+
+
+@pytest.mark.parametrize("every", [0, 10])
+def test_the_settling_of_a_drain_is_the_last_one_for_the_next_owner_and_after_a_start(tmp_path: Path, every: int) -> None:
+    one = Member(tmp_path, every, drains=True)
+    assert one.settles(1) == 1
+    assert one.settles(2) == 1, "another owns the part before all know that the run has ended"
+    one._store.close()
+    again = Member(tmp_path, every, drains=True)
+    assert again.settles(3) == 1
+    assert again.starts(swaps=3) == 4
+    again._store.close()
+
+
+def test_who_missed_settlings_before_that_of_a_drain_counts_them(tmp_path: Path) -> None:
+    one = Member(tmp_path, 10, drains=False)
+    assert one.settles(1) == 2, "each is followed by another"
+    assert one.starts(swaps=3) == 22
+    one._store.close()
+    phi = Phi.begun("a", one._schema, settings(10), 0, one._replica.outer.theta)
+    phi.settle(3, phi.theta, early=True)
+    assert phi.outer_step == 23
