@@ -168,6 +168,7 @@ class GossipMember:
         self._news = asyncio.Event()
         self._last: Met | None = None
         self._counts = [0, 0]  # swaps together, alone
+        self._settled_resting = False  # whether there was no further swap before what all settled on last
         if folder.settling.exists():
             self._uploads_of_others()  # removes what is left there of a process that was killed while it settled
 
@@ -188,6 +189,7 @@ class GossipMember:
             while self._replica.state.outer_step <= phi.settlings:
                 await self._news.wait()
             await self._until_taken(phi)
+            self._settled_resting = self._rests
             await self.stop("all settle")
 
     async def _begin(self) -> Phi:
@@ -241,7 +243,7 @@ class GossipMember:
             phi = Phi.begun(self._peer_id, self._schema, self._config, settlings, theta)
         assert isinstance(phi, Phi)
         if phi.settlings < settlings:
-            phi.settle(settlings, theta, early=await self._do(self._drained))
+            phi.settle(settlings, theta, early=self._settled_resting or await self._do(self._drained))
             changed = True
         if not self.calendar.settles(phi.outer_step):
             ahead = await self._further(phi, new=found is None, first=first)

@@ -45,6 +45,7 @@ class Member:
             self._replica.found(outer_state(settling(self._config), 0))
         self.calendar, self._phi, self._schema = Calendar.of(self._config), None, self._replica.outer.schema
         self.proposed = list[Offer]()
+        self._settled_resting = False
 
     async def _do(self, call: Any, *arguments: Any) -> Any:
         return call(*arguments)
