@@ -96,7 +96,10 @@ def _clean(value: object) -> object:
     """
     if isinstance(value, Tensor):
         for part in _plain(local_of(value)):
-            part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            if part.dtype.itemsize > 1:
+                part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            else:  # torch does not clean float8 in place
+                part.copy_(part.float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
     elif isinstance(value, MutableMapping):
         for key, inside in value.items():
             if (cleaned := _clean(inside)) is not inside:

@@ -126,6 +126,14 @@ def test_nan_in_an_optimizers_state_is_cleaned_wherever_containers_and_groups_ho
     assert group["params"] == [mine]
 
 
+def test_nan_in_an_optimizers_float8_state_is_cleaned() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter]["codes"] = torch.tensor([NAN, 1.5, -2.0]).to(torch.float8_e4m3fn)
+    scrub(optimizer, [parameter])
+    assert optimizer.state[parameter]["codes"].tolist() == [0.0, 1.5, -2.0]
+
+
 def test_settings_of_a_group_that_refuse_writing_are_left_alone() -> None:
     class Fixed(UserList[float]):
         """As a list of OmegaConf that is read-only."""
