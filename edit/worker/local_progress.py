@@ -85,21 +85,29 @@ def scrub(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     for group in optimizer.param_groups:
         if any(id(parameter) in ids for parameter in group["params"]):
             for name, value in group.items():
-                if name != "params":
-                    group[name] = _clean(value)
+                if name != "params" and (cleaned := _clean(value)) is not value:
+                    group[name] = cleaned
 
 
 def _clean(value: object) -> object:
-    """Return a value of the state cleaned, in place where it can be. A number that is Inf may be a setting, and stays."""
+    """Return a value of the state cleaned, in place where it can be; written is only what changes: settings may be read-only.
+
+    A number that is Inf may be a setting, and stays.
+    """
     if isinstance(value, Tensor):
         for part in _plain(local_of(value)):
-            part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            if part.dtype.itemsize > 1:
+                part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            else:  # torch does not clean float8 in place
+                part.copy_(part.float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
     elif isinstance(value, MutableMapping):
         for key, inside in value.items():
-            value[key] = _clean(inside)
+            if (cleaned := _clean(inside)) is not inside:
+                value[key] = cleaned
     elif isinstance(value, MutableSequence):
         for place, inside in enumerate(value):
-            value[place] = _clean(inside)
+            if (cleaned := _clean(inside)) is not inside:
+                value[place] = cleaned
     elif isinstance(value, tuple):
         for inside in value:
             _clean(inside)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import UserList
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -123,6 +124,29 @@ def test_nan_in_an_optimizers_state_is_cleaned_wherever_containers_and_groups_ho
     group, untouched = optimizer.param_groups
     assert (group["d"], group["bound"], group["sum"].tolist()) == (0.0, math.inf, zero) and math.isnan(untouched["d"])
     assert group["params"] == [mine]
+
+
+def test_nan_in_an_optimizers_float8_state_is_cleaned() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter]["codes"] = torch.tensor([NAN, 1.5, -2.0]).to(torch.float8_e4m3fn)
+    scrub(optimizer, [parameter])
+    assert optimizer.state[parameter]["codes"].tolist() == [0.0, 1.5, -2.0]
+
+
+def test_settings_of_a_group_that_refuse_writing_are_left_alone() -> None:
+    class Fixed(UserList[float]):
+        """As a list of OmegaConf that is read-only."""
+
+        def __setitem__(self, place: object, value: object) -> NoReturn:
+            raise TypeError("read-only")
+
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([{"params": [parameter], "betas": Fixed([0.9, 0.95])}])
+    parameter.grad = torch.full_like(parameter, NAN)
+    optimizer.step()
+    scrub(optimizer, [parameter])
+    assert optimizer.state[parameter]["exp_avg"].tolist() == [0.0, 0.0]
 
 
 def test_the_moments_of_an_optimizer_that_was_not_given_but_trains_the_model_are_cleaned(peer: Callable[..., Peer]) -> None:
