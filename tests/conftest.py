@@ -19,6 +19,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is first impo
 
 PROCESSES = (
     "tests/aggregator/swarm/test_discovery.py",
+    "tests/docker/test_images.py::test_the_entry_scripts_train_in_fresh_folders",
     "tests/edit/lab/bench/test_links.py",
     "tests/edit/lab/bench/test_measured_run.py",
     "tests/edit/lab/bench/test_rivals.py",

@@ -36,11 +36,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def after_backward(call: Callable[[], None]) -> None:
+def after_backward(call: Callable[[], None], before: int) -> int:
     """Call `call` at the end of the backward that this thread is in; what it raises comes out of `backward()`.
 
-    If that backward is part of another one, as of a reentrant checkpoint, a ConfigError comes out instead.
+    If that backward is part of another one, as of a reentrant checkpoint, a ConfigError comes out instead. Returns the backward's
+    number. Nothing is done in the one with the number `before`.
     """
+    if (number := torch._C._current_graph_task_id()) == before:
+        return number
 
     def at_end() -> None:
         if torch._C._current_autograd_node() is not None:
@@ -51,3 +54,4 @@ def after_backward(call: Callable[[], None]) -> None:
         call()
 
     Variable._execution_engine.queue_callback(at_end)
+    return number

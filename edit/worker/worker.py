@@ -141,6 +141,7 @@ class EditWorker:
         self._ended = False  # whether the run had finished and the model was given what `leave` says
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
         self._stepped = False  # whether the optimizer whose step ends an inner step ever was
+        self._backward = -1  # the last one in which an inner step ended
         self._other_steps: dict[int, int] = {}  # since then, of the other optimizers, by id
         self._trainers = WeakSet(self._optimizers)  # of the model: these, and those that were seen to step
 
@@ -585,7 +586,7 @@ class EditWorker:
         if self._skipped(optimizer):
             return
         if in_backward():
-            after_backward(self._end_backward)
+            self._backward = after_backward(self._end_backward, self._backward)
         else:
             self._end_inner_step()
 

@@ -444,6 +444,16 @@ class TestStepsWithinTheBackward:
         for found, theta, before, stepped in zip(flat(p.model), after.fragments, sent, flat(plain.model), strict=True):
             assert torch.equal(found, theta + (stepped - before))
 
+    def test_an_optimizer_that_steps_for_each_parameter_makes_one_inner_step(self) -> None:
+        p = one_for_each_parameter("blocking", within=True)
+        last = p.worker._optimizers[-1]
+        for parameter in p.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: last.step())
+        for step in (1, 2):
+            inputs, targets = next(p.batches)
+            torch.nn.functional.mse_loss(p.model(inputs), targets).backward()
+            assert p.worker.inner_steps == step
+
     def test_of_a_reentrant_checkpoint_is_refused(self) -> None:
         p = one_for_each_parameter("blocking", within=True)
         inputs = next(p.batches)[0].requires_grad_()
