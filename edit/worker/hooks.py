@@ -39,8 +39,8 @@ def in_backward() -> bool:
 def after_backward(call: Callable[[], None], before: int) -> int:
     """Call `call` at the end of the backward that this thread is in; what it raises comes out of `backward()`.
 
-    If that backward is part of another one, as of a reentrant checkpoint, a ConfigError comes out instead. Returns the backward's
-    number. Nothing is done in the one with the number `before`.
+    If that backward is part of another one, as of a reentrant checkpoint, a ConfigError comes out instead. Returns the number
+    of this backward; in the one with the number `before` nothing is done.
     """
     if (number := torch._C._current_graph_task_id()) == before:
         return number
