@@ -705,7 +705,7 @@ def _refuse_merged(replica: Replica, call: str) -> None:
     if (name := replica.modules.merged()) is not None:
         raise ConfigError(
             f"{call} while the adapter {name} is merged into its base: it would change what unmerging subtracts, "
-            "and the base would stay damaged; unmerge first (PEFT: model.unmerge_adapter())"
+            "and the base could stay damaged; unmerge first (PEFT: model.unmerge_adapter(); loralib: merge_weights=False)"
         )
 
 
