@@ -75,7 +75,8 @@ class EditWorker:
     its graph at the exchange.
     Call `synchronize()` before other weights are swapped in for a validation (an average): else its forward takes the outcome,
     and the weights that come back are without it and count twice. While adapters are merged into their base for one (PEFT's
-    `merge_adapter`; whatever has an attribute `merged`), forwards take no outcome; a ConfigError says where to unmerge them.
+    `merge_adapter`; layers with frozen and trained parameters and a boolean `merged`), forwards take no outcome, and whatever
+    would move the adapters is a ConfigError.
 
     A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
     was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
@@ -434,9 +435,9 @@ class EditWorker:
     def outer_parameters(self) -> Iterator[nn.Module]:
         """The model with theta in it, for evaluating or saving; afterwards the local parameters are back to the bit.
 
-        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError. Of an outer step of
-        which only a part is applied (mode `forward`) the rest is first, at all ranks. Adapters that are merged before or at its
-        end are a ConfigError; inside, merge and unmerge them.
+        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError. Of an outer step of which only a
+        part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it, nor at its end
+        (ConfigError): merge and unmerge them inside.
         """
         self._require_local("outer_parameters()")
         _refuse_merged(self._entered[0].replica, "outer_parameters()")
