@@ -9,8 +9,8 @@ never a field of a message.
                        and so knows as much
     operator           gives orders
 
-An operator has the authority's key, and so needs no entry in the record; all others are refused when they are evicted, not
-enrolled by what is known here, or on another machine now.
+An operator has the authority's key, and so needs no entry in the record. All others are refused when they are evicted (a voter
+only once it is voted out), not enrolled by what is known here, or on another machine now; everybody whose certificate has ended.
 """
 
 from __future__ import annotations
