@@ -10,7 +10,7 @@ never a field of a message.
     operator           gives orders
 
 An operator has the authority's key, and so needs no entry in the record. All others are refused when they are evicted (a voter
-only once it is voted out), not enrolled by what is known here, or on another machine now; everybody whose certificate has ended.
+only once it is voted out), not enrolled by what is known here, or on another machine now; everybody with an ended certificate.
 """
 
 from __future__ import annotations
