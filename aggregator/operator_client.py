@@ -19,6 +19,8 @@ from edit.durable_files import read_private
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, TransportError
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
+from editpb.identity import check_member
+from editpb.limits import MAX_TEXT_CHARS, one_line
 from editpb.run_status import RunStatus
 from editpb.status_messages import status_from_pb
 from editpb.transport.channel_options import channel_options
@@ -185,9 +187,12 @@ async def drain_run(stub: Any) -> None:
 
 
 def evict_peer(peer_id: str, reason: str) -> Callable[[Any], Awaitable[None]]:
-    """Return the call that evicts this peer."""
+    """Return the call that evicts this peer. Raises ConfigError: no member can have this name, or the reason is too long."""
+    check_member(peer_id)
+    if len(reason) > MAX_TEXT_CHARS:
+        raise ConfigError(f"the reason has {len(reason)} characters, more than {MAX_TEXT_CHARS}")
 
     async def call(stub: Any) -> None:
-        await stub.Evict(pb.EvictRequest(peer_id=peer_id, reason=reason), timeout=_TIMEOUT_S)
+        await stub.Evict(pb.EvictRequest(peer_id=peer_id, reason=one_line(reason)), timeout=_TIMEOUT_S)
 
     return call

@@ -15,7 +15,7 @@ from aggregator.storage.state_folder import StateFolder
 from edit.errors import TransportError
 from edit.view.overlaid import overlaid
 from edit.web.feed import Source
-from edit.web.serve import EVERY_S, Tls, serve_page
+from edit.web.serve import EVERY_S, page_tls, serve_page
 from editpb.identity import Identity
 from editpb.run_status import RunStatus
 
@@ -40,8 +40,8 @@ def serve_operators_page(
         certificate, key: what the page's server shows to others than this machine, in PEM; None: the coordinator's own.
         beside: other runs, whose curves are shown, too.
     """
-
-    tls = Tls(certificate or folder.path / "server.pem", key or folder.path / "server.key", folder.path / "ca.pem")
+    own = (folder.path / "server.pem", folder.path / "server.key")
+    tls = page_tls(listen, certificate, key, folder.path / "ca.pem", own)
     identity = Identity(folder.run_id, "operator", OPERATOR_ID)
     serve_page(
         statuses_of_operator(folder, beside), identity, listen=listen, tls=tls, give_order=partial(give_order, folder), say=say

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -212,9 +213,8 @@ def approve(
         return
     if digest is None and change.is_approver:
         if not sys.stdin.isatty():
-            raise ConfigError(
-                f"stdin is not a terminal, so nobody can be asked; approve with: edit-peer approve {change.digest}"
-            )
+            command = f"edit-peer approve {change.digest} --home {shlex.quote(str(home))}"
+            raise ConfigError(f"stdin is not a terminal, so nobody can be asked; approve with: {command}")
         typer.confirm("\nDo you approve?", abort=True)
     typer.echo(printable(send(change)))
 
@@ -328,7 +328,8 @@ def web(
     key: Annotated[Path | None, typer.Option(help="The key of --certificate (PEM).")] = None,
     beside: BesideOption = None,
 ) -> None:
-    """Show the run as a page in the browser, with the certificate of an observer or any other member.
+    """Show the run as a page in the browser, with the certificate of an observer, or of any other member
+    but an auditor.
 
     On loopback it prints a link that opens the page once; elsewhere a browser needs a member's certificate. In the
     folder of a swarm it is `edit-peer swarm web`. Needs: pip install 'edit-localsgd[web]'
@@ -354,7 +355,7 @@ def status(
     rounds: Annotated[int | None, typer.Option(help="How many of the last rounds to show. Default: 8.", min=0, max=200)] = None,
     watch: WatchOption = False,
 ) -> None:
-    """Show the run, from anywhere, with the certificate of an observer, an operator or any other member.
+    """Show the run, from anywhere, with the certificate of any member but an auditor.
 
     `watch` shows the same live, with curves. In the folder of a swarm it is `edit-peer swarm status`, which shows no rounds.
 
@@ -377,7 +378,8 @@ def status(
 
 @app.command()
 def watch(home: HomeOption = Path("edit-peer")) -> None:
-    """Show the run live, from anywhere, as `edit-coordinator watch` does, with the certificate of any member.
+    """Show the run live, from anywhere, as `edit-coordinator watch` does, with the certificate of any member but an
+    auditor.
 
     Ending it does nothing to the run. In the folder of a swarm it is `edit-peer swarm watch`.
 
@@ -399,7 +401,8 @@ def report(
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
     beside: BesideOption = None,
 ) -> None:
-    """Write the page of the run, as `web` shows it, to one file, from anywhere, with the certificate of any member.
+    """Write the page of the run, as `web` shows it, to one file, from anywhere, with the certificate of any member but
+    an auditor.
 
     In the folder of a swarm it is `edit-peer swarm report`. Needs: pip install 'edit-localsgd[web]'
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from edit.view.overlaid import overlaid
-from edit.web.serve import EVERY_S, Tls, serve_page
+from edit.web.serve import EVERY_S, page_tls, serve_page
 from editpb.run_status import RunStatus
 from peers.identity.peer_folder import PeerFolder
 from peers.watching import statuses
@@ -36,7 +36,7 @@ def serve_members_page(
     """
     folder = PeerFolder(home)
     identity = folder.load(time.time()).identity
-    tls = Tls(certificate, key, home / "ca.pem") if certificate is not None and key is not None else None
+    tls = page_tls(listen, certificate, key, home / "ca.pem")
     turn = itertools.count()
 
     async def shown() -> AsyncGenerator[RunStatus, None]:

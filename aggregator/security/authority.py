@@ -182,6 +182,8 @@ class Authority:
 
         Raises ConfigError (name, role, address), RefusedError (evicted, another role), StorageError.
         """
+        if role not in INVITED:
+            raise ConfigError(f"role {role!r:.80}: must be one of {', '.join(INVITED)}")
         identity = Identity(self.run_id, role, peer_id)
         self._check_invitable(identity)
         wrong = next((each for each in enrol if not is_endpoint(each)), None if enrol else "nothing")
@@ -292,8 +294,8 @@ class Authority:
         return self._used
 
     def _check_invitable(self, identity: Identity) -> None:
-        if identity.role not in INVITED or identity.peer_id in (OPERATOR_ID, COORDINATOR_ID):
-            raise ConfigError(f"{identity.role} {identity.peer_id} cannot be invited; choose another name or role")
+        if identity.peer_id in (OPERATOR_ID, COORDINATOR_ID):
+            raise ConfigError(f"{identity.role} {identity.peer_id} cannot be invited; choose another name")
         record = self.members.get(identity.peer_id)
         if record is not None and record.evicted is not None:
             raise RefusedError(f"{identity.peer_id} was evicted ({record.evicted}); choose another name")

@@ -200,8 +200,9 @@ def web(
     check_installed()
     from aggregator.swarm.beside import runs_beside
     from aggregator.swarm.watching import SwarmWatch
-    from edit.web.serve import EVERY_S, Tls, serve_page
+    from edit.web.serve import EVERY_S, page_tls, serve_page
 
+    tls = page_tls(listen, certificate, key, folder / "ca.pem")
     watching, others = SwarmWatch(folder, EVERY_S), runs_beside(beside or ())
 
     async def statuses() -> AsyncGenerator[RunStatus, None]:
@@ -209,7 +210,6 @@ def web(
             async for status in told:
                 yield overlaid(status, others)
 
-    tls = Tls(certificate, key, folder / "ca.pem") if certificate is not None and key is not None else None
     serve_page(statuses, watching.identity, listen=listen, tls=tls, say=typer.echo)
 
 

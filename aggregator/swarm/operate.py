@@ -40,7 +40,7 @@ from edit.errors import BusyError, ConfigError, EditError, OutdatedError, Refuse
 from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
-from editpb.identity import Identity
+from editpb.identity import Identity, check_member
 from editpb.invitation import Invitation, local_address
 from editpb.seen_entries import SEEN_FILES
 from editpb.transport.channel_options import channel_options
@@ -394,6 +394,7 @@ def share_authority(path: Path, peer_id: str) -> str:
 
     Raises ConfigError (there is none in this folder), RefusedError, TransportError, StorageError.
     """
+    check_member(peer_id)
     folder = _Folder(path)
     return asyncio.run(_share(folder, folder.operator(), peer_id))
 

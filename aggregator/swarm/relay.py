@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import shlex
 import signal
 import socket
 import ssl
@@ -408,7 +409,8 @@ def relay_context(folder: Path) -> tuple[str, ssl.SSLContext]:
         context.load_verify_locations(folder / "ca.pem")
         identity = from_certificate(x509.load_pem_x509_certificate((folder / "relay.pem").read_bytes()))
     except (OSError, ValueError, RefusedError) as error:  # ssl.SSLError is an OSError
-        raise ConfigError(f"{folder}: is no relay's folder ({error}); make it with: edit-peer swarm make-relay") from error
+        made_with = f"edit-peer swarm make-relay {shlex.quote(str(folder))} --home FOLDER"
+        raise ConfigError(f"{folder}: is no relay's folder ({error}); make it with: {made_with}") from error
     return identity.run_id, context
 
 

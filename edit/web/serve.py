@@ -26,7 +26,7 @@ from edit.web.app import GiveOrder, make_app
 from edit.web.feed import Feed, Source
 from editpb.identity import Identity, from_uri
 
-__all__ = ["EVERY_S", "PageServer", "Tls", "serve_page"]
+__all__ = ["EVERY_S", "PageServer", "Tls", "page_tls", "serve_page"]
 
 MOST_CONNECTIONS = 128
 EVERY_S = 2.0  # between two statuses that the page asks the run for: each costs an aggregator a few milliseconds
@@ -39,6 +39,26 @@ class Tls:
     certificate: Path  # names the hosts and addresses by which browsers reach the page
     key: Path
     authority: Path
+
+
+def page_tls(
+    listen: str, certificate: Path | None, key: Path | None, authority: Path, own: tuple[Path, Path] | None = None
+) -> Tls | None:
+    """Return the files with which a page at `listen` is served; None: without TLS.
+
+    certificate, key: what the options --certificate and --key name.
+    own: the two files without these options; None: there are none.
+
+    Raises ConfigError for one option without the other, and for both on loopback, where they would have no effect.
+    """
+    if (certificate is None) != (key is None):
+        raise ConfigError("--certificate and --key belong together: give both")
+    if _is_loopback(_host_port(listen)[0]):
+        if certificate is not None:
+            raise ConfigError(f"--certificate has no effect with --listen {listen}: on loopback a printed link opens the page")
+        return None
+    files = (certificate, key) if certificate is not None and key is not None else own
+    return Tls(*files, authority) if files is not None else None
 
 
 def serve_page(
@@ -55,7 +75,8 @@ def serve_page(
     Args:
         source: the run's statuses.
         identity: whom the certificate of this process names.
-        listen: HOST:PORT. On loopback a printed link opens the page; elsewhere a member's certificate does, with `tls`.
+        listen: HOST:PORT. On loopback a printed link opens the page; elsewhere a member's certificate does.
+        tls: see `page_tls`.
         give_order: carries out an order of whoever opened the printed link; None: there are none.
         say: prints a line.
 
@@ -63,8 +84,7 @@ def serve_page(
     """
 
     async def run() -> None:
-        local = _is_loopback(_host_port(listen)[0])
-        server = PageServer(source, identity, listen=listen, tls=None if local else tls, give_order=give_order, say=say)
+        server = PageServer(source, identity, listen=listen, tls=tls, give_order=give_order, say=say)
         await server.run()
 
     asyncio.run(run())

@@ -24,6 +24,7 @@ __all__ = [
     "Identity",
     "admitted",
     "certificate_fault",
+    "check_member",
     "from_auth_context",
     "from_certificate",
     "from_uri",
@@ -39,6 +40,12 @@ _INVITED = "invitation:"  # before the URI of whom an invitation to a swarm is f
 _SAN = "x509_subject_alternative_name"
 
 
+def check_member(peer_id: str) -> None:
+    """Raise ConfigError when no member can have this peer_id."""
+    if not is_id(peer_id):
+        raise ConfigError(f"peer_id {peer_id[:80]!r}: must be 1 to 64 of A-Z a-z 0-9 . _ -, and not . or ..")
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """One member of one run. Raises ConfigError when a field could not be written into a certificate."""
@@ -48,9 +55,9 @@ class Identity:
     peer_id: str
 
     def __post_init__(self) -> None:
-        for field, value in (("run_id", self.run_id), ("peer_id", self.peer_id)):
-            if not is_id(value):
-                raise ConfigError(f"{field} {value[:80]!r}: must be 1 to 64 of A-Z a-z 0-9 . _ -, and not . or ..")
+        if not is_id(self.run_id):
+            raise ConfigError(f"run_id {self.run_id[:80]!r}: must be 1 to 64 of A-Z a-z 0-9 . _ -, and not . or ..")
+        check_member(self.peer_id)
         if self.role not in ROLES:
             raise ConfigError(f"role {self.role[:80]!r}: must be one of {', '.join(ROLES)}")
 

@@ -266,8 +266,9 @@ def test_a_bad_request_is_the_senders_fault_and_uses_nothing_up(
         ("a b", "peer", "peer_id 'a b': must be 1 to 64"),
         ("", "peer", "peer_id"),
         ("a" * 65, "peer", "peer_id"),
-        ("alice", "root", "role 'root': must be one of"),
-        ("alice", "coordinator", "cannot be invited"),
+        ("alice", "root", "role 'root': must be one of peer, region, observer, auditor, scorer, operator$"),
+        ("alice", "relay", "role 'relay': must be one of peer, region, observer, auditor, scorer, operator$"),
+        ("alice", "coordinator", "role 'coordinator': must be one of"),
         ("operator", "operator", "cannot be invited"),
     ],
 )

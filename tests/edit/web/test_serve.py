@@ -21,7 +21,7 @@ from aggregator.security.certificates import Issuer, key_pem, make_ca, new_key
 from edit.errors import ConfigError, RefusedError
 from edit.web import check_installed
 from edit.web.feed import Source
-from edit.web.serve import PageServer, Tls, _bind
+from edit.web.serve import PageServer, Tls, _bind, page_tls
 from editpb.identity import Identity
 from editpb.run_status import RunStatus
 from tests.support.loops import on_a_loop
@@ -215,3 +215,19 @@ def test_without_the_extra_one_line_names_the_command_that_installs_it(package: 
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"^the page needs {package}: pip install 'edit-localsgd\[web\]'$"):
         check_installed()
+
+
+FILE, OTHER, AUTHORITY = Path("a.pem"), Path("a.key"), Path("ca.pem")
+
+
+@pytest.mark.parametrize("own", [None, (Path("own.pem"), Path("own.key"))])
+def test_a_certificate_that_would_have_no_effect_is_refused(own: tuple[Path, Path] | None) -> None:
+    for files in ((FILE, None), (None, OTHER)):
+        for listen in ("127.0.0.1:0", "0.0.0.0:443"):
+            with pytest.raises(ConfigError, match="--certificate and --key belong together"):
+                page_tls(listen, *files, AUTHORITY, own)
+    with pytest.raises(ConfigError, match=r"--certificate has no effect with --listen localhost:80"):
+        page_tls("localhost:80", FILE, OTHER, AUTHORITY, own)
+    assert page_tls("[::1]:0", None, None, AUTHORITY, own) is None
+    assert page_tls("0.0.0.0:443", FILE, OTHER, AUTHORITY, own) == Tls(FILE, OTHER, AUTHORITY)
+    assert page_tls("0.0.0.0:443", None, None, AUTHORITY, own) == (Tls(*own, AUTHORITY) if own else None)
