@@ -607,6 +607,8 @@ def _recovery_words(me: str, before: Record, after: Record) -> list[str]:
     for i, (old, new) in enumerate(zip(before.parts, after.parts, strict=True)):
         if new.outer_step != old.outer_step:
             lines.append(f"part {i} goes on from outer step {new.outer_step}, not {old.outer_step}")
+    if after.phase is not before.phase:
+        lines.append("the run, which had finished, goes on from there; drain it again if it was drained")
     return [*lines, "do it at ONE survivor only: two that recover are two runs from then on"]
 
 

@@ -469,6 +469,19 @@ def test_recover_says_what_it_needs_where_nobody_can_be_asked_and_where_there_is
     assert CliRunner().invoke(commands.app, ["recover", "--yes", str(tmp_path)]).stdout.endswith("True\n")
 
 
+def test_the_plan_of_a_recovery_says_that_a_run_that_had_finished_goes_on() -> None:
+    parts, members = (Part(owner="a", grant=1, outer_step=2, digest="0" * 64),), {"a": Member(incarnation=1)}
+    finished = Record(
+        run_id="run", lineage=1, term=1, version=1, members=members, voters=("a#1",), parts=parts, phase=Phase.FINISHED
+    )
+    back = replace(finished, lineage=2, phase=Phase.RUNNING, parts=(replace(parts[0], outer_step=1),))
+    assert operate._recovery_words("a", finished, back)[2:4] == [
+        "part 0 goes on from outer step 1, not 2",
+        "the run, which had finished, goes on from there; drain it again if it was drained",
+    ]
+    assert not any("finished" in line for line in operate._recovery_words("a", finished, replace(finished, lineage=2)))
+
+
 def test_a_host_that_runs_is_neither_recovered_nor_rejoined(tmp_path: Path) -> None:
     async def body(swarm: Hosts) -> None:
         folder = equip(swarm, "a")
