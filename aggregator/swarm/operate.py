@@ -42,7 +42,6 @@ from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
 from editpb.identity import Identity
 from editpb.invitation import Invitation, local_address
-from editpb.seen_entries import SEEN_FILES
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.parts import in_part
@@ -624,20 +623,21 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def rejoin(path: Path) -> str:
-    """Put what a member of an earlier lineage has aside, so that its host joins anew. Raises ConfigError, StorageError."""
+    """Put what a member of an earlier lineage has aside, so that it joins anew. Raises ConfigError, StorageError."""
     with _locked(path):
-        saved = MemberFolder(path).saved()
+        folder = MemberFolder(path)
+        saved = folder.saved()
         if saved is None or saved.record is None:
             raise ConfigError(f"{path}: has no record; repeat the command that started this member, and it joins")
         aside = path / f"lineage-{saved.record.lineage}-{saved.incarnation}"
         try:
             aside.mkdir(mode=0o700, exist_ok=True)
-            seen = path.glob(SEEN_FILES)  # what the peer beside it has seen of the logs of that lineage
-            for each in (*path.glob("part-*"), *path.glob("engine-*"), *seen, path / "council.json"):  # the record is the last
+            for each in folder.of_lineage():  # the record is the last: it can be repeated
                 rename(each, aside / each.name)
         except OSError as error:
             raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
-    return f"what {path} had is in {aside.name}; repeat the command that started this member, and it joins anew"
+    again = "repeat the command that started this member, and it joins anew; if that has --checkpoints, once with --fresh"
+    return f"what {path} had is in {aside.name}; {again}"
 
 
 def seek_coordinator(path: Path, dht_peers: tuple[str, ...], *, within_s: float = SEEK_S) -> tuple[str, ...]:
