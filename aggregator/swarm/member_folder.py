@@ -6,6 +6,9 @@ port           the port of this host, when the system chose it
 phi/           with gossip: this member's outer parameters, as a part's
 settling/      with gossip: what the owner that settles gets of the others, while it does
 engine-N/      what an engine of part N writes beside them; nothing of it is needed again
+
+The peer that trains in the same folder keeps its checkpoints there (checkpoints/, unless it was given another folder), and what
+it has seen of the audit logs (receipts-part-N.jsonl).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 from edit.council.record import Saved
 from edit.durable_files import write_atomic
 from edit.errors import StorageError
+from editpb.seen_entries import SEEN_FILES
 
 __all__ = ["MemberFolder"]
 
@@ -47,6 +51,14 @@ class MemberFolder:
     def engine(self, part: int) -> Path:
         """Return the folder of a part's engine."""
         return self._path / f"engine-{part}"
+
+    def of_lineage(self) -> list[Path]:
+        """Return the files and folders that a member must not have when it joins another lineage; council.json is the last.
+
+        What the peer has counted of its privacy budget is not among them: what was spent in a lost lineage stays spent.
+        """
+        patterns = ("part-*", "engine-*", "phi", "settling", "checkpoints", SEEN_FILES)
+        return [*(each for pattern in patterns for each in sorted(self._path.glob(pattern))), self._council]
 
     def port(self) -> int:
         """Return the port of last time, or 0."""

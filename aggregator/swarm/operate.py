@@ -42,7 +42,6 @@ from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
 from editpb.identity import Identity, check_member
 from editpb.invitation import Invitation, local_address
-from editpb.seen_entries import SEEN_FILES
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.parts import in_part
@@ -608,6 +607,8 @@ def _recovery_words(me: str, before: Record, after: Record) -> list[str]:
     for i, (old, new) in enumerate(zip(before.parts, after.parts, strict=True)):
         if new.outer_step != old.outer_step:
             lines.append(f"part {i} goes on from outer step {new.outer_step}, not {old.outer_step}")
+    if after.phase is not before.phase:
+        lines.append("the run, which had finished, goes on from there; drain it again if it was drained")
     return [*lines, "do it at ONE survivor only: two that recover are two runs from then on"]
 
 
@@ -623,20 +624,21 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def rejoin(path: Path) -> str:
-    """Put what a member of an earlier lineage has aside, so that its host joins anew. Raises ConfigError, StorageError."""
+    """Put what a member of an earlier lineage has aside, so that it joins anew. Raises ConfigError, StorageError."""
     with _locked(path):
-        saved = MemberFolder(path).saved()
+        folder = MemberFolder(path)
+        saved = folder.saved()
         if saved is None or saved.record is None:
             raise ConfigError(f"{path}: has no record; repeat the command that started this member, and it joins")
         aside = path / f"lineage-{saved.record.lineage}-{saved.incarnation}"
         try:
             aside.mkdir(mode=0o700, exist_ok=True)
-            seen = path.glob(SEEN_FILES)  # what the peer beside it has seen of the logs of that lineage
-            for each in (*path.glob("part-*"), *path.glob("engine-*"), *seen, path / "council.json"):  # the record is the last
+            for each in folder.of_lineage():  # the record is the last: it can be repeated
                 rename(each, aside / each.name)
         except OSError as error:
             raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
-    return f"what {path} had is in {aside.name}; repeat the command that started this member, and it joins anew"
+    again = "repeat the command that started this member, and it joins anew; if that has --checkpoints, once with --fresh"
+    return f"what {path} had is in {aside.name}; {again}"
 
 
 def seek_coordinator(path: Path, dht_peers: tuple[str, ...], *, within_s: float = SEEK_S) -> tuple[str, ...]:

@@ -453,16 +453,19 @@ class Saved:
         """Return what a survivor keeps when an operator decides that the majority is gone for good.
 
         The lineage is new, and the survivor the only member: all others join anew, and cannot be confused with who they were.
-        The parts go on from what the survivor has. Raises StorageError if it lacks a part.
+        The parts go on from what the survivor has. A run that had finished runs again if a part goes back.
+
+        Raises StorageError if the survivor lacks a part.
         """
         if self.record is None:
             raise StorageError("this member has no record to recover from")
-        parts = []
+        parts, phase = [], self.record.phase
         for part, state in zip(self.record.parts, states, strict=True):
             if not state.has(part):
                 if not state.digest:
                     raise StorageError(f"this member has no state of a part that is at outer step {part.outer_step}")
                 part = replace(part, outer_step=state.outer_step, digest=state.digest, update="")
+                phase = Phase.RUNNING if phase is Phase.FINISHED else phase
             parts.append(replace(part, owner=peer_id, grant=part.grant + _RECOVERED, verifiers=()))
         old, me = self.record, name_of(peer_id, self.incarnation)
         member = replace(old.members.get(peer_id, Member(incarnation=self.incarnation)), incarnation=self.incarnation)
@@ -472,6 +475,7 @@ class Saved:
             "before": (),
             "parts": tuple(parts),
             "disputes": {},
+            "phase": phase,
         }
         record = replace(old, lineage=old.lineage + 1, term=self.term + 1, version=0, **changed)
         return replace(self, term=record.term, vote="", record=record)

@@ -560,7 +560,7 @@ def recover(
 
 @app.command()
 def rejoin(home: HomeOption = Path("edit-peer")) -> None:
-    """After `recover` at another member: move this member's earlier state aside, so that it can join again.
+    """After `recover` at another member: move this member's earlier state and checkpoints aside, so that it can join again.
 
     Example: edit-peer swarm rejoin --home c
     """

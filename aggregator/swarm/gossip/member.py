@@ -238,6 +238,9 @@ class GossipMember:
         first = self._phi is None  # in this process: the host was away
         found = await self._do(store.recover)
         settlings, theta = self._replica.state.outer_step, self._replica.outer.theta
+        if found is not None and found.settlings > settlings:
+            _log.warning("phi/ has settled %d times, and the swarm %d: it is of a lost lineage", found.settlings, settlings)
+            found = None
         phi, changed = found, found is None
         if phi is None:
             phi = Phi.begun(self._peer_id, self._schema, self._config, settlings, theta)

@@ -71,9 +71,9 @@ class Member:
         asyncio.run(self.settle(grant, propose, lambda: True))  # type: ignore[misc]
         return self._replica.state.outer_step
 
-    def starts(self, swaps: int) -> int:
-        """Begin with a phi that has taken so many swaps and no settling; return at which outer step."""
-        phi = Phi.begun("a", self._schema, self._config, 0, self._replica.outer.theta)
+    def starts(self, swaps: int, settlings: int = 0) -> int:
+        """Begin with a phi that has taken so many swaps and settlings; return at which outer step."""
+        phi = Phi.begun("a", self._schema, self._config, settlings, self._replica.outer.theta)
         phi.state.begin_at(swaps, phi.theta, [0.0] * len(phi.theta))
         store = SimpleNamespace(recover=lambda: phi, replace=lambda phi: None)
         found: Phi = asyncio.run(self.recovered(store))  # type: ignore[misc]
@@ -100,3 +100,13 @@ def test_who_missed_settlings_before_that_of_a_drain_counts_them(tmp_path: Path)
     phi = Phi.begun("a", one._schema, settings(10), 0, one._replica.outer.theta)
     phi.settle(3, phi.theta, early=True)
     assert phi.outer_step == 23
+
+
+def test_what_has_settled_more_often_than_all_is_of_a_lost_lineage_and_is_not_gone_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Member(tmp_path, 10, drains=False)
+    assert one.starts(swaps=3) == 3 and not caplog.text
+    assert one.starts(swaps=13, settlings=1) == 0, "at what all have: the first parameters"
+    assert "has settled 1 times" in caplog.text
+    one._store.close()

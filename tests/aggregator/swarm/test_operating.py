@@ -20,15 +20,17 @@ from typer.testing import CliRunner
 from aggregator.swarm import commands, operate
 from aggregator.swarm.commands import print_report
 from aggregator.swarm.host_folder import HostFolder
+from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.standing import PartStanding, PeerStanding, Report, Standing, report
 from edit.command_line import run_command
 from edit.config.run import RunConfig
-from edit.council.record import Member, Part, Phase, Record
+from edit.council.record import Member, Part, Phase, Record, Saved
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from edit.plain_text import json_text
 from editpb.messages import Expel
 from editpb.seen_entries import seen_file
+from peers.training.options import PeerOptions
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.loops import run_held
 from tests.support.served import TOML
@@ -454,6 +456,25 @@ def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: P
     scenario(tmp_path, body)
 
 
+def test_who_rejoins_keeps_nothing_that_belongs_to_the_lost_lineage(tmp_path: Path) -> None:
+    parts, members = (Part(owner="a", grant=1, outer_step=0, digest="0" * 64),), {"a": Member(incarnation=1)}
+    record = Record(run_id="run", lineage=1, term=1, version=1, members=members, voters=("a#1",), parts=parts)
+    folder, options = MemberFolder(tmp_path), PeerOptions(home=tmp_path, data=tmp_path)
+    lost = {folder.part(0), folder.engine(0), folder.phi, folder.settling, options.checkpoint_folder}
+    for each in lost:
+        each.mkdir()
+        (each / "model").write_text("of the lost lineage")
+    seen_file(tmp_path, 0).write_text("seen")
+    folder.save(Saved(incarnation=1, record=record))
+    kept = {"privacy-ledger.jsonl", "members.json", "host.json", "peer.key", "run.toml"}
+    for name in kept:
+        (tmp_path / name).write_text("stays")
+    assert "in lineage-1-1;" in operate.rejoin(tmp_path)
+    names = {path.name for path in lost} | {"receipts-part-0.jsonl", "council.json"}
+    assert {path.name for path in (tmp_path / "lineage-1-1").iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"lineage-1-1", "lock"}
+
+
 def test_recover_says_what_it_needs_where_nobody_can_be_asked_and_where_there_is_no_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +488,19 @@ def test_recover_says_what_it_needs_where_nobody_can_be_asked_and_where_there_is
     assert isinstance(said.exception, ConfigError) and "recover with: --yes" in str(said.exception)
     assert CliRunner().invoke(commands.app, ["recover", str(tmp_path)], input="y\n").stdout.endswith("True\n")
     assert CliRunner().invoke(commands.app, ["recover", "--yes", str(tmp_path)]).stdout.endswith("True\n")
+
+
+def test_the_plan_of_a_recovery_says_that_a_run_that_had_finished_goes_on() -> None:
+    parts, members = (Part(owner="a", grant=1, outer_step=2, digest="0" * 64),), {"a": Member(incarnation=1)}
+    finished = Record(
+        run_id="run", lineage=1, term=1, version=1, members=members, voters=("a#1",), parts=parts, phase=Phase.FINISHED
+    )
+    back = replace(finished, lineage=2, phase=Phase.RUNNING, parts=(replace(parts[0], outer_step=1),))
+    assert operate._recovery_words("a", finished, back)[2:4] == [
+        "part 0 goes on from outer step 1, not 2",
+        "the run, which had finished, goes on from there; drain it again if it was drained",
+    ]
+    assert not any("finished" in line for line in operate._recovery_words("a", finished, replace(finished, lineage=2)))
 
 
 def test_a_host_that_runs_is_neither_recovered_nor_rejoined(tmp_path: Path) -> None:

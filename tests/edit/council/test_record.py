@@ -308,6 +308,17 @@ def test_a_survivor_goes_on_alone_in_a_new_lineage_with_what_it_has() -> None:
     assert all(p.owner == "b" and p.grant > 2**20 for p in new.parts) and found.vote == "" and found.term == 10
 
 
+@pytest.mark.parametrize("phase", Phase)
+def test_a_run_that_had_finished_runs_again_where_the_survivor_lacks_its_last_steps(phase: Phase) -> None:
+    saved = Saved(incarnation=1, record=record(phase=phase))
+    states = [PartState(5, D[i]) for i in range(3)]
+    whole = saved.recovered("b", states).record
+    back = saved.recovered("b", [*states[:2], PartState(4, D[6])]).record
+    assert whole is not None and back is not None and whole.phase is phase
+    assert back.phase is (Phase.RUNNING if phase is Phase.FINISHED else phase), "pauses and drains are still what is ordered"
+    assert back.parts[2].outer_step == 4
+
+
 def test_a_member_without_a_part_cannot_recover() -> None:
     with pytest.raises(StorageError, match="no state of a part"):
         Saved(incarnation=1, record=record()).recovered("b", [PartState()] * 3)
