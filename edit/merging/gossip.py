@@ -174,6 +174,11 @@ class GossipState:
         return self._outer_step
 
     @property
+    def steps_here(self) -> bool:
+        """Whether this peer has taken a step since it began: at the run's begin, or where another peer was."""
+        return any(bool(fragment.momentum.any()) for fragment in self._fragments)
+
+    @property
     def due(self) -> tuple[int, ...]:
         """The fragments that the next outer step exchanges, ascending."""
         sync = self.config.sync

@@ -196,7 +196,8 @@ class GossipMember:
         loop = asyncio.get_running_loop()
         store = self._store = PhiStore(self._folder.phi, self._config, self._run_id, partial(self._begin_swap, loop))
         phi = self._phi = store.phi = await self._recovered(store)
-        self._trained = self._trained or phi.outer_step > self.calendar.settled(phi.settlings)
+        swapped = phi.outer_step > self.calendar.settled(phi.settlings) and phi.state.steps_here  # else another member has
+        self._trained = self._trained or swapped
         grant = await self._do(_next_grant, self._folder.engine(0))
         config = replace(self._config, rounds=RoundsConfig(), codec=replace(self._config.codec, down="fp32", fragments={
             pattern: replace(each, down="") for pattern, each in self._config.codec.fragments.items() if each.up

@@ -797,6 +797,26 @@ def test_a_member_that_comes_back_begins_where_the_others_are_once_it_has_links_
     run_held(body())
 
 
+def test_a_host_without_a_peer_that_begins_where_others_are_does_not_count_as_training(tmp_path: Path) -> None:
+    """Else each swap drawn with it, and each settling, would wait for it until the deadline."""
+
+    async def body() -> None:
+        async with gossips(tmp_path, "abc", train="ac") as swarm:
+            await swarm.stop("b")
+            for outer_step in range(4):
+                for name in "ac":
+                    await contribute(swarm, name, drawn(name, outer_step))
+                await swarm.until(lambda wanted=outer_step + 1: {at(swarm, name) for name in "ac"} == {wanted}, passes=5.0)
+            for name in "bba":  # twice: the second time it is on b's disk
+                if name in swarm.running:
+                    await swarm.stop(name)
+                await swarm.start(name)
+                await swarm.until(lambda name=name: swarm.running[name].gossip.engine is not None, passes=1.0)
+                assert at(swarm, name) == 4 and swarm.running[name].gossip._taken() == (4 if name == "a" else None)
+
+    run_held(body())
+
+
 def lies_ahead(
     swarm: Hosts, monkeypatch: pytest.MonkeyPatch, name: str, standing_at: int, settlings: int, sent_at: int = 0
 ) -> list[int]:
