@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from aggregator.cli import app
-from editpb.invitation import Invitation, is_endpoint
+from editpb.invitation import MAX_ENDPOINTS, Invitation, is_endpoint
 
 LOOPBACK = "only this machine reaches these addresses"
 
@@ -20,6 +20,7 @@ LOOPBACK = "only this machine reaches these addresses"
         (["2001:db8::7"], True),
         (["127.0.0.1", "train.example"], True),
         (["10.0.0.7"], True),
+        ([f"host-{number}.example" for number in range(MAX_ENDPOINTS)], True),
     ],
 )
 def test_invite_names_the_addresses_and_says_when_only_this_machine_reaches_them(
