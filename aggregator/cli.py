@@ -142,11 +142,11 @@ def _keep_settings(state: Path, text: str, config: Path | None) -> None:
     """Raise ConfigError where a run.toml that somebody has written would be lost."""
     there = state / "run.toml"
     try:
-        begun = StateFolder.exists(state) or not there.exists()
+        new = not there.exists() or (StateFolder.exists(state) and not StateFolder.begun(state))
     except OSError:
         return  # making the folder says why
     try:
-        lost = not begun and there.read_bytes() != text.encode() and (config is None or not config.samefile(there))
+        lost = not new and there.read_bytes() != text.encode() and (config is None or not config.samefile(there))
     except OSError as error:
         raise ConfigError(f"{there}: cannot be read ({error.strerror})") from error
     if lost:
