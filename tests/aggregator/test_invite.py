@@ -1,8 +1,11 @@
 """What `edit-coordinator invite` says of the addresses in an invitation."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from aggregator.cli import app
@@ -36,6 +39,17 @@ def test_invite_names_the_addresses_and_says_when_only_this_machine_reaches_them
     assert [endpoint.rpartition(":")[0].strip("[]") for endpoint in enrol] == [host.strip("[]") for host in advertise]
     assert all(map(is_endpoint, enrol)), "an IPv6 address in brackets"
     assert (LOOPBACK not in said.stderr) == reachable
+
+
+def test_an_invitation_that_could_not_be_printed_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(app, ["init", "--state", f"{tmp_path}/s"]).exit_code == 0
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(typer, "echo", full)
+    assert isinstance(CliRunner().invoke(app, ["invite", "--state", f"{tmp_path}/s", "a"]).exception, OSError)
+    assert not list((tmp_path / "s" / "invitations").iterdir())
 
 
 @pytest.mark.parametrize(("trust", "said"), [("none", True), ("loss", False)])
