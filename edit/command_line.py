@@ -84,9 +84,11 @@ CALLED_AS = "EDIT_CALLED_AS"  # in the environment of a process that a command h
 def run_command(program: str, command: Callable[[], object]) -> None:
     """Run a command line and exit with one of EXIT_CODES.
 
-    gRPC, which commands import, is told to be silent: it would log each stranger's handshake.
+    gRPC, which commands import, is told to be silent: it would log each stranger's handshake. And it looks names up as other
+    programs do: its own resolver takes only the first of several lines for a name in /etc/hosts.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
     try:
         try:
             command()

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import edit
+from edit.command_line import run_command
 from edit.errors import ConfigError
 
 WORDS = "left (\x1b[2J\x1b]0;title\x07 gone\r I all is well \u202e)"
@@ -189,6 +190,13 @@ def test_where_stderr_cannot_be_written_the_exit_code_is_the_same(error: str, co
         program = ended_by(error).replace("raise typer.echo(", "import typer; typer.echo(err=True, message=")
         done = subprocess.run([sys.executable, "-c", program], stdout=-1, stderr=full, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (code, b"")
+
+
+def test_grpc_looks_names_up_as_the_system_does_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for environment, said in (dict[str, str](), "native"), ({"GRPC_DNS_RESOLVER": "ares"}, "ares"):
+        monkeypatch.setattr(os, "environ", environment)
+        run_command("program", lambda: None)
+        assert environment["GRPC_DNS_RESOLVER"] == said
 
 
 def test_a_bug_prints_its_traceback_and_nothing_else_that_a_terminal_obeys():
