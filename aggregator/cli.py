@@ -46,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
     help="Coordinate a training run: create it, serve it, invite peers, control it, export the model.\n\n"
-    f"{exit_codes(0, 2, 3, 4, 69, 70, 130)}\n\n"
+    f"{exit_codes(0, 2, 3, 4, 69, 70, 130, 141)}\n\n"
     "Example: edit-coordinator init --state my-run && edit-coordinator serve --state my-run",
 )
 app.add_typer(audit, name="audit")
@@ -142,11 +142,11 @@ def _keep_settings(state: Path, text: str, config: Path | None) -> None:
     """Raise ConfigError where a run.toml that somebody has written would be lost."""
     there = state / "run.toml"
     try:
-        begun = StateFolder.exists(state) or not there.exists()
+        new = not there.exists() or (StateFolder.exists(state) and not StateFolder.begun(state))
     except OSError:
         return  # making the folder says why
     try:
-        lost = not begun and there.read_bytes() != text.encode() and (config is None or not config.samefile(there))
+        lost = not new and there.read_bytes() != text.encode() and (config is None or not config.samefile(there))
     except OSError as error:
         raise ConfigError(f"{there}: cannot be read ({error.strerror})") from error
     if lost:
@@ -287,7 +287,11 @@ def invite(
     invitation = authority.invite(name, role=role, enrol=enrol, lifetime_s=hours * 3600, now=time.time())
     if folder.config().audit.enabled:
         invitation = replace(invitation, log_key=open_log_key(folder.path, log_origin(folder.run_id)).key.text())
-    typer.echo(invitation.encode())
+    try:
+        typer.echo(invitation.encode())
+    except OSError:  # nobody has seen it
+        authority.withdraw(invitation)
+        raise
     if role == "scorer" and not folder.config().robust.scored:
         typer.echo('robust.trust is not "loss" in run.toml: a scorer has nothing to do in this run', err=True)
     typer.echo(f"for {name} ({role}), single use, valid {hours:g} h; authority {authority.fingerprint}", err=True)

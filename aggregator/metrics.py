@@ -18,6 +18,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from aggregator.run_feed import MemberChanged, PeerReported, RoundReport, RunEnded, RunEvent
+from edit.durable_files import append_whole
 from edit.plain_text import json_text
 
 __all__ = ["KEPT", "MetricsLog", "file_names"]
@@ -78,8 +79,8 @@ class MetricsLog:
             with contextlib.suppress(FileNotFoundError):
                 if 0 < self._path.stat().st_size > self._file_bytes - len(line):
                     self._begin_file()
-            with self._path.open("ab") as file:
-                file.write(line)
+            with self._path.open("ab", buffering=0) as file:
+                append_whole(file.fileno(), line)
         except OSError as error:
             if not self._refused:
                 self._refused = True

@@ -65,6 +65,7 @@ from editpb.invitation import check_dht_peers, endpoint_of
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_data_servicer
+from editpb.transport.listening import listen_at
 from editpb.validity import Notice
 
 if TYPE_CHECKING:
@@ -383,9 +384,9 @@ def _same_port(configured: str, before: str | None) -> str:
 
 def _bind(server: grpc.aio.Server, field: str, address: str, credentials: grpc.ServerCredentials) -> str:
     try:
-        port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise ConfigError(f"{field}: {address} cannot be bound; is the port in use? choose another in run.toml") from error
+        port = listen_at(server, address, credentials)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error} choose another in run.toml") from error
     return f"{address.rpartition(':')[0]}:{port}"
 
 

@@ -6,6 +6,7 @@ A bug is a traceback and exit code 70. Whatever others wrote is printed without 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -43,7 +44,9 @@ EXIT_CODES = {
     69: "the other side cannot be reached",
     70: "a bug, with a traceback",
     130: "Ctrl-C",
+    141: "whoever read stdout went before its end, as `| head` does",
 }
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # by the disk
 
 LOG_FORMAT = "EDIT_LOG_FORMAT"  # in the environment
 LOG_FORMATS = ("text", "json")
@@ -81,20 +84,66 @@ CALLED_AS = "EDIT_CALLED_AS"  # in the environment of a process that a command h
 def run_command(program: str, command: Callable[[], object]) -> None:
     """Run a command line and exit with one of EXIT_CODES.
 
-    gRPC, which commands import, is told to be silent: it would log each stranger's handshake.
+    gRPC, which commands import, is told to be silent: it would log each stranger's handshake. And it looks names up as other
+    programs do: its own resolver takes only the first of several lines for a name in /etc/hosts.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
     try:
-        command()
+        try:
+            command()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except EditError as error:
         evicted = isinstance(error, EvictedError) and not str(error).startswith("evicted ")  # else the reason says it itself
-        print(_lines(f"{program}: {EVICTED if evicted else ''}{error}"), file=sys.stderr)  # noqa: T201
+        _say(f"{program}: {EVICTED if evicted else ''}{error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception:  # the outermost frame: any other exception is a bug
-        print(_lines(traceback.format_exc()), end="", file=sys.stderr)  # noqa: T201
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer and rich end so
+            _give_up(1)
+            sys.exit(141)
+        raise
+    except Exception as error:  # the outermost frame: any other exception is a bug
+        if isinstance(error, OSError) and (refused := _refused(error)):
+            _give_up(refused)
+            if isinstance(error, BrokenPipeError):
+                sys.exit(141)
+            _say(f"{program}: stdout cannot be written ({error.strerror})")  # nothing is seen of it if it is stderr
+            sys.exit(2)
+        _say(traceback.format_exc().removesuffix("\n"))
         sys.exit(70)
+
+
+def _say(text: str) -> None:
+    """Print lines to stderr, where that can be."""
+    try:
+        print(_lines(text), file=sys.stderr, flush=True)  # noqa: T201
+    except OSError:
+        _give_up(2)
+
+
+def _refused(error: OSError) -> int:
+    """Return the descriptor of which this is the error, stdout or stderr: it refuses an end of line, too. 0: another file's."""
+    if error.filename is not None or error.errno not in (*_REFUSED, errno.EPIPE):
+        return 0
+    for number in (1, 2):
+        try:
+            os.write(number, b"\n")
+        except OSError as again:
+            if again.errno == error.errno:
+                return number
+    return 0
+
+
+def _give_up(number: int) -> None:
+    """Let what is still to be written to a descriptor go nowhere: else Python would fail at it on its way out."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 @contextlib.contextmanager

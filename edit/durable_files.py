@@ -20,6 +20,7 @@ from edit.errors import ConfigError, FormatError, StorageError
 from edit.plain_text import parse_json
 
 __all__ = [
+    "append_whole",
     "check_format",
     "read_json",
     "read_private",
@@ -98,6 +99,20 @@ def _write_all(descriptor: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+def append_whole(descriptor: int, data: bytes) -> None:
+    """Append to a file that was opened for that; it is not synced. For files that nothing depends on, as metrics.
+
+    Raises OSError: nothing of `data` is left in the file. A pipe or a device keeps what it took.
+    """
+    end = os.fstat(descriptor).st_size
+    try:
+        _write_all(descriptor, data)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, end)
+        raise
 
 
 def rename(source: Path, target: Path) -> None:

@@ -57,7 +57,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
     help="Take part in a training run: join it with an invitation, then train.\n\n"
-    f"{exit_codes(0, 1, 2, 3, 4, 69, 70, 130, one='you answered no to a question')}\n\n"
+    f"{exit_codes(0, 1, 2, 3, 4, 69, 70, 130, 141, one='you answered no to a question')}\n\n"
     "Example: edit-peer join INVITATION --home my-peer && edit-peer run --home my-peer --data ~/books",
 )
 with_version(app, "edit-peer")

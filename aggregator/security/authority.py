@@ -194,6 +194,10 @@ class Authority:
         write_json(self._invitations / f"{_hash(token.encode())}.json", record, version=INVITATION_FORMAT, mode=0o600)
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
 
+    def withdraw(self, invitation: Invitation) -> None:
+        """Take an invitation back, which nobody has redeemed; it is unknown from now on. Raises OSError."""
+        (self._invitations / f"{_hash(invitation.token.encode())}.json").unlink(missing_ok=True)
+
     def invite_to_swarm(
         self,
         peer_id: str,

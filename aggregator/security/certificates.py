@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from edit.config.run import is_host
 from edit.errors import ConfigError, RemoteProtocolError
 from editpb.identity import Identity
 
@@ -38,7 +38,6 @@ __all__ = [
 
 CA_LIFETIME_S = 10 * 365 * 86400.0
 MAX_CSR_BYTES = 4096
-_HOST = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 _BACKDATE = timedelta(hours=1)  # members' clocks may be slow
 
 
@@ -206,8 +205,8 @@ def _server_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name.strip("[]")))
     except ValueError:
-        if len(name) > 253 or _HOST.fullmatch(name) is None:
-            raise ConfigError(f"server.advertise: {name!r} is neither a host name nor an address") from None
+        if not is_host(name):
+            raise ConfigError(f"{name!r:.260}: is neither a host name nor an address") from None
         return x509.DNSName(name)
 
 

@@ -147,7 +147,9 @@ class MetricsPage:
 
     def __init__(self, collector: Collector, address: str, is_ready: Callable[[], bool], *, named: str) -> None:
         if not is_address(address):
-            raise ConfigError(f"{named} {address!r:.80}: must be HOST:PORT; port 0 chooses one")
+            raise ConfigError(
+                f"{named} {address!r:.80}: must be HOST:PORT, with an IPv6 address in brackets; port 0 chooses one"
+            )
         self._address, self._is_ready, self._named = address, is_ready, named
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)

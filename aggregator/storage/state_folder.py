@@ -122,12 +122,27 @@ class StateFolder:
         return (path / "run.json").exists()
 
     @classmethod
+    def begun(cls, path: Path) -> bool:
+        """Return whether `init` has failed here: the run has no authority, and nobody was invited to it, or served it, yet.
+
+        Raises ConfigError, OSError.
+        """
+        if not cls.exists(path) or cls(path).aggregator:
+            return False
+        used = [path / "ca.key", path / "incarnation", path / "outer", *(path / "invitations").glob("*")]
+        return not any(each.exists() for each in used)
+
+    @classmethod
     def create(cls, path: Path, run_toml: str) -> StateFolder:
-        """Make a new folder with this run.toml. Raises ConfigError when it already holds a run or the settings are wrong."""
+        """Make a new folder with this run.toml, also where `init` has failed before.
+
+        Raises ConfigError when it already holds a run or the settings are wrong.
+        """
         try:
-            if cls.exists(path):
+            begun = cls.begun(path)
+            if cls.exists(path) and not begun:
                 raise ConfigError(f"{path}: already holds a run; choose another --state folder")
-            if kind := kind_of_folder(path):
+            if not begun and (kind := kind_of_folder(path)):
                 raise ConfigError(f"{path}: is the folder of {kind}; choose another --state folder")
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(0o700)

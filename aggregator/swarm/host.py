@@ -151,6 +151,7 @@ from editpb.signed_contributions import config_digest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_council_servicer, fetch_update_handler, handlers_of
+from editpb.transport.listening import listen_at
 from editpb.transport.parts import asks_taken, metadata_of_owner, part_of
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from editpb.transport.status import from_rpc
@@ -436,15 +437,17 @@ class Host:
         """Return the port. One that the system chooses is chosen once, so that the others find this host again."""
         host, _, wanted = self._place.listen.rpartition(":")
         before = self._folder.port()
+        why = ""
         for port in (before, 0) if wanted == "0" and before else (int(wanted),):
             try:
-                bound = self._server.add_secure_port(f"{host}:{port}", self._server_credentials)
-            except RuntimeError:
+                bound = listen_at(self._server, f"{host}:{port}", self._server_credentials)
+            except ConfigError as error:
+                why = str(error)
                 continue
             self._folder.keep_port(bound)
             self.listen = f"{host}:{bound}"
             return bound
-        raise ConfigError(f"--listen {self._place.listen}: cannot be bound; is the port in use?")
+        raise ConfigError(f"--listen {why}")
 
     async def _begun(self) -> Saved:
         """Return what is on disk; in a new folder that is this life's number."""

@@ -22,7 +22,7 @@ from blake3 import blake3
 from cryptography import x509
 
 from aggregator.security.members import Members
-from edit.config.run import RunConfig, SwarmConfig
+from edit.config.run import RunConfig, SwarmConfig, is_address
 from edit.council.machine import Timing
 from edit.durable_files import read_json, read_private, write_json
 from edit.errors import ConfigError, RemoteProtocolError
@@ -72,9 +72,10 @@ class HostFolder:
     dht_port: int = 0  # that this member's node binds, at the host of `listen`; 0: one that is chosen once
 
     def __post_init__(self) -> None:
-        host, _, port = self.listen.rpartition(":")
-        if not host or not host.isprintable() or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            raise ConfigError(f"--listen {self.listen!r:.80}: must be HOST:PORT; port 0 chooses one")
+        if not is_address(self.listen):
+            raise ConfigError(
+                f"--listen {self.listen!r:.80}: must be HOST:PORT, with an IPv6 address in brackets; port 0 chooses one"
+            )
         if self.discovery not in ("", "auto", "addresses", "dht"):
             raise ConfigError(f"discovery = {self.discovery!r:.80}: must be auto, addresses or dht")
         if wrong := next((each for each in self.dht_peers if not is_maddr(each)), None):

@@ -7,8 +7,10 @@ EDiT authors' code: settings silently ignored).
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +67,7 @@ __all__ = [
     "build",
     "ineffective",
     "is_address",
+    "is_host",
 ]
 
 
@@ -88,10 +91,31 @@ def _names_an_optimizer(text: str) -> bool:
     return text in ("adamw", "muon", "sgd") or (kind == "torch" and name in TORCH_OPTIMIZERS) or is_entry(text)
 
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
+_PORT = re.compile(r"[0-9]{1,5}")
+_MOST_HOSTS = 16  # as many addresses as an invitation has
+_AN_ADDRESS = "must be HOST:PORT, with an IPv6 address in brackets"
+_ADVERTISED = f"must be 1 to {_MOST_HOSTS} host names or addresses, each without http:// and without a port"
+
+
+def is_host(text: str) -> bool:
+    """Return whether a text is a host name, or an address, an IPv6 one in brackets or not; a certificate can name each."""
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        return len(text) <= 253 and _HOST_NAME.fullmatch(text) is not None
+    return True
+
+
 def is_address(text: str) -> bool:
-    """Return whether a text is HOST:PORT."""
+    """Return whether a text is HOST:PORT, with an IPv6 address in brackets."""
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and int(port) < 65536
+    bracketed = host.startswith("[") and host.endswith("]")
+    return is_host(host) and bracketed == (":" in host) and _PORT.fullmatch(port) is not None and int(port) < 65536
+
+
+def _are_hosts(texts: tuple[str, ...]) -> bool:
+    return 0 < len(texts) <= _MOST_HOSTS and all(map(is_host, texts))
 
 
 def _is_address_if_any(text: str) -> bool:
@@ -231,14 +255,14 @@ class ServerConfig:
     """The section [server]: the coordinator's own addresses; never sent to peers."""
 
     # HOST:PORT of control and data (mutual TLS).
-    listen: Annotated[str, Matches(is_address, "must be HOST:PORT")] = "127.0.0.1:7700"
+    listen: Annotated[str, Matches(is_address, _AN_ADDRESS)] = "127.0.0.1:7700"
     # HOST:PORT where invitations are redeemed.
-    enrol_listen: Annotated[str, Matches(is_address, "must be HOST:PORT")] = "127.0.0.1:7701"
+    enrol_listen: Annotated[str, Matches(is_address, _AN_ADDRESS)] = "127.0.0.1:7701"
     # Host names or addresses under which peers reach it; the server's certificate names them.
-    advertise: Annotated[tuple[str, ...], Matches(bool, "must name at least one host")] = ("127.0.0.1", "localhost")
+    advertise: Annotated[tuple[str, ...], Matches(_are_hosts, _ADVERTISED)] = ("127.0.0.1", "localhost")
     # HOST:PORT of /metrics (for Prometheus), /healthz and /readyz, as plain HTTP without a password; empty: none.
     # Losses are included only with membership.share_losses.
-    metrics_listen: Annotated[str, Matches(_is_address_if_any, "must be HOST:PORT, or empty")] = ""
+    metrics_listen: Annotated[str, Matches(_is_address_if_any, f"{_AN_ADDRESS}, or empty")] = ""
 
     def __post_init__(self) -> None:
         check_bounds("server.", self)
@@ -259,7 +283,7 @@ class AggregatorsConfig:
     def __post_init__(self) -> None:
         for address in self.addresses:
             known = is_address(address) and int(address.rpartition(":")[2]) > 0
-            require(known, "aggregators.addresses", address, "must be HOST:PORT, and the port not 0")
+            require(known, "aggregators.addresses", address, f"{_AN_ADDRESS}, and the port not 0")
         twice = next((each for each in self.addresses if self.addresses.count(each) > 1), None)
         require(twice is None, "aggregators.addresses", twice, "must not be named twice")
         within("aggregators.addresses (their number)", len(self.addresses), 0, 255)

@@ -34,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings=SHORT_HELP,
     help="Try the project on one machine: a demo, a simulation of many peers, a run under random faults, measurements.\n\n"
-    f"{exit_codes(0, 1, 2, 70, 130, one='a rule of `chaos` was broken')}\n\n"
+    f"{exit_codes(0, 1, 2, 70, 130, 141, one='a rule of `chaos` was broken')}\n\n"
     "Example: edit-lab demo --quick",
 )
 with_version(app, "edit-lab")

@@ -1,18 +1,26 @@
-"""The peer's metrics file: JSON lines, each flushed, so that a killed peer loses none."""
+"""The peer's metrics file: JSON lines, each written at once, so that a killed peer loses none.
+
+A disk that refuses a line never stops the training, and no half line stays: the first one is logged, and later lines are tried
+again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import BinaryIO
 
+from edit.durable_files import append_whole
 from edit.errors import ConfigError
 from edit.plain_text import json_text
 
 __all__ = ["EVERY", "Metrics"]
 
+_log = logging.getLogger(__name__)
 EVERY = 10  # inner steps between two lines
 
 
@@ -31,20 +39,22 @@ class Metrics:
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._clock = clock
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._refused = False  # said already
 
     def __enter__(self) -> Metrics:
         if self._path is not None:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a", encoding="utf-8")
+                self._file = self._path.open("ab", buffering=0)
             except OSError as error:
                 raise ConfigError(f"--metrics {self._path}: cannot be written ({error.strerror})") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a network's disk may refuse here what it took before
+                self._file.close()
 
     def step(self, step: int, loss: float, tokens_per_s: float, outer_step: int) -> None:
         """Write that an inner step was taken, if it is a tenth one."""
@@ -61,6 +71,12 @@ class Metrics:
         self._write("snapshot", {"outer_step": outer_step, "digest": digest, "sources": list(sources)})
 
     def _write(self, kind: str, values: dict[str, object]) -> None:
-        if self._file is not None:
-            self._file.write(json_text({"kind": kind, "t": round(self._clock(), 3), **values}) + "\n")
-            self._file.flush()
+        if self._file is None:
+            return
+        line = json_text({"kind": kind, "t": round(self._clock(), 3), **values}) + "\n"
+        try:
+            append_whole(self._file.fileno(), line.encode())
+        except OSError as error:
+            if not self._refused:
+                self._refused = True
+                _log.warning("--metrics %s: cannot be written (%s); the run goes on without", self._path, error.strerror)

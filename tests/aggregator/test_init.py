@@ -9,8 +9,10 @@ from typer.testing import CliRunner, Result
 
 import aggregator.cli
 from aggregator.cli import app
+from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder
-from edit.errors import ConfigError
+from edit.errors import ConfigError, StorageError
+from tests.support.full_disk import FullDisk
 
 
 def init(path: Path, *options: str, answer: str = "") -> Result:
@@ -123,3 +125,33 @@ def test_the_settings_of_a_swarm_are_refused_also_where_a_run_has_taken_them(tmp
     (tmp_path / "run.toml").write_text("[swarm]\nverify = 1\n")
     with pytest.raises(ConfigError, match=r"run.toml: \[swarm\] is of a run without a coordinator"):
         StateFolder(tmp_path).config()
+
+
+def test_where_a_full_disk_has_ended_it_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FullDisk(monkeypatch)
+    assert init(tmp_path / "whole").exit_code == 0
+    settings = (tmp_path / "whole" / "run.toml").stat().st_size
+    keys = sum(path.stat().st_size for path in (tmp_path / "whole").iterdir() if path.is_file()) - settings
+    for room in (settings - 1, settings + keys // 2, settings + keys - 100):  # run.toml, server.pem or so, ca.key
+        path, disk.room = tmp_path / str(room), room
+        assert isinstance(init(path).exception, StorageError)
+        disk.room = None
+        assert init(path).exit_code == 0
+        Authority.load(path, StateFolder(path).run_id)
+    assert "already holds a run" in str(init(path).exception)
+
+
+@pytest.mark.parametrize("there", ["incarnation", "invitations/one.json", "outer"])
+def test_a_run_that_lost_its_key_is_not_made_anew(tmp_path: Path, there: str) -> None:
+    assert init(tmp_path).exit_code == 0
+    run_id = StateFolder(tmp_path).run_id
+    (tmp_path / "ca.key").unlink()
+    (tmp_path / there).touch()
+    assert "already holds a run" in str(init(tmp_path).exception)
+    assert StateFolder(tmp_path).run_id == run_id
+
+
+def test_a_further_aggregators_folder_is_no_unfinished_run(tmp_path: Path) -> None:
+    assert init(tmp_path / "a", "--set", 'aggregators.addresses=["127.0.0.1:7711"]').exit_code == 0
+    StateFolder.create_further(tmp_path / "b", StateFolder(tmp_path / "a"), 1)
+    assert "already holds a run" in str(init(tmp_path / "b").exception)

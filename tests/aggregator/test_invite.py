@@ -1,12 +1,15 @@
 """What `edit-coordinator invite` says of the addresses in an invitation."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from aggregator.cli import app
-from editpb.invitation import Invitation, is_endpoint
+from editpb.invitation import MAX_ENDPOINTS, Invitation, is_endpoint
 
 LOOPBACK = "only this machine reaches these addresses"
 
@@ -20,6 +23,7 @@ LOOPBACK = "only this machine reaches these addresses"
         (["2001:db8::7"], True),
         (["127.0.0.1", "train.example"], True),
         (["10.0.0.7"], True),
+        ([f"host-{number}.example" for number in range(MAX_ENDPOINTS)], True),
     ],
 )
 def test_invite_names_the_addresses_and_says_when_only_this_machine_reaches_them(
@@ -35,6 +39,17 @@ def test_invite_names_the_addresses_and_says_when_only_this_machine_reaches_them
     assert [endpoint.rpartition(":")[0].strip("[]") for endpoint in enrol] == [host.strip("[]") for host in advertise]
     assert all(map(is_endpoint, enrol)), "an IPv6 address in brackets"
     assert (LOOPBACK not in said.stderr) == reachable
+
+
+def test_an_invitation_that_could_not_be_printed_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(app, ["init", "--state", f"{tmp_path}/s"]).exit_code == 0
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(typer, "echo", full)
+    assert isinstance(CliRunner().invoke(app, ["invite", "--state", f"{tmp_path}/s", "a"]).exception, OSError)
+    assert not list((tmp_path / "s" / "invitations").iterdir())
 
 
 @pytest.mark.parametrize(("trust", "said"), [("none", True), ("loss", False)])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.metrics import KEPT, MetricsLog, file_names
+from tests.support.full_disk import FullDisk
 
 
 def numbers(path: Path) -> list[int]:
@@ -39,6 +40,20 @@ def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path: Path, caplog
     assert numbers(path) == [2]
     (record,) = caplog.records
     assert "cannot be written (Is a directory); the run goes on without" in record.getMessage()
+
+
+def test_a_disk_that_fills_up_leaves_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, disk = tmp_path / "metrics.jsonl", FullDisk(monkeypatch)
+    with ThreadPoolExecutor(1) as files:
+        log = MetricsLog(path, files)
+        for number, room in enumerate((None, 10, 0, None)):
+            files.submit(setattr, disk, "room", room)
+            log.line("round", 0, {"number": number})
+    assert numbers(path) == [0, 3]
+    (record,) = caplog.records
+    assert "cannot be written (No space left on device); the run goes on without" in record.getMessage()
 
 
 def test_a_disk_that_hangs_costs_lines_and_bounded_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

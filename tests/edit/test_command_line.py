@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import edit
+from edit.command_line import run_command
 from edit.errors import ConfigError
 
 WORDS = "left (\x1b[2J\x1b]0;title\x07 gone\r I all is well \u202e)"
@@ -157,6 +159,44 @@ def end():
 run_command("program", end)
 """
         assert stderr_of(program, 4) == [f"program: {said}{reason}", ""]
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("say", ["typer.echo", "print"])
+def test_output_that_cannot_be_written_is_one_line_or_the_code_of_a_closed_pipe(say: str, size: int) -> None:
+    program = f"""
+import typer
+from edit.command_line import run_command
+app = typer.Typer()
+@app.command()
+def command():
+    {say}("x" * {size})
+run_command("program", app)
+"""
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
+    said = done.stderr.decode()
+    assert (done.returncode, said) == (2, "program: stdout cannot be written (No space left on device)\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(("error", "code"), [("errors.RefusedError", 3), ("KeyError", 70), ("typer.echo", 2)])
+def test_where_stderr_cannot_be_written_the_exit_code_is_the_same(error: str, code: int) -> None:
+    with Path("/dev/full").open("wb") as full:
+        program = ended_by(error).replace("raise typer.echo(", "import typer; typer.echo(err=True, message=")
+        done = subprocess.run([sys.executable, "-c", program], stdout=-1, stderr=full, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (code, b"")
+
+
+def test_grpc_looks_names_up_as_the_system_does_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for environment, said in (dict[str, str](), "native"), ({"GRPC_DNS_RESOLVER": "ares"}, "ares"):
+        monkeypatch.setattr(os, "environ", environment)
+        run_command("program", lambda: None)
+        assert environment["GRPC_DNS_RESOLVER"] == said
 
 
 def test_a_bug_prints_its_traceback_and_nothing_else_that_a_terminal_obeys():

@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 
 from edit import durable_files
-from edit.durable_files import check_format, read_json, read_private, rename, write_atomic, write_atomic_with, write_json
+from edit.durable_files import (
+    append_whole,
+    check_format,
+    read_json,
+    read_private,
+    rename,
+    write_atomic,
+    write_atomic_with,
+    write_json,
+)
 from edit.errors import ConfigError, FormatError, StorageError
+from tests.support.full_disk import FullDisk
 
 
 def full(*_: object) -> None:
@@ -174,3 +184,24 @@ def test_a_key_that_others_can_read_is_refused_with_the_mend(tmp_path: Path, mod
     (tmp_path / "key").chmod(mode)
     with pytest.raises(ConfigError, match=rf"/key: others can read this key \(mode {mode:04o}\); run: chmod 600 /.*/key$"):
         read_private(tmp_path / "key")
+
+
+def test_what_does_not_fit_on_the_disk_is_not_appended_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, path = FullDisk(monkeypatch), tmp_path / "lines"
+    with path.open("ab", buffering=0) as file:
+        append_whole(file.fileno(), b"one\n")
+        disk.room = 2
+        with pytest.raises(OSError, match="No space left"):
+            append_whole(file.fileno(), b"two\n")
+        assert path.read_bytes() == b"one\n"
+        disk.room = None
+        append_whole(file.fileno(), b"three\n")
+    assert path.read_bytes() == b"one\nthree\n"
+
+
+def test_a_pipe_that_nobody_reads_any_more_refuses_with_its_own_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError):
+        append_whole(writer, b"one\n")
+    os.close(writer)

@@ -39,6 +39,7 @@ from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunks import make_chunks
 from editpb.transport.guarded_calls import counted, guarded
+from editpb.transport.listening import listen_at
 from editpb.transport.send_limit import UNLIMITED, SendLimit, size_of
 from peers.carriers.run_connection import Traffic
 
@@ -118,9 +119,9 @@ class SnapshotServer:
         methods = {"FetchSnapshot": guarded(handler, self._admitted, self._place)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("editpb.Data", methods)])
         try:
-            port = self._server.add_secure_port(self._listen, self._credentials)
-        except RuntimeError as error:
-            raise ConfigError(f"--serve-snapshots {self._listen}: cannot be bound; is the port in use?") from error
+            port = listen_at(self._server, self._listen, self._credentials)
+        except ConfigError as error:
+            raise ConfigError(f"--serve-snapshots {error}") from error
         await self._server.start()
         self._address = endpoint_of(self._advertise, port)
         return self._address

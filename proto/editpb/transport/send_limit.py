@@ -152,7 +152,7 @@ class DailyLimit(SendLimit):
     """At most so many bytes on a day of UTC; what is more waits for the next day. Used on one event loop.
 
     The file has what the day's processes have taken; one that is killed has taken up to a block more than it sent. A clock that
-    is set back begins no new day.
+    is set back by up to a day begins no new day. By more, it was ahead: what was taken then counts for the day that it shows.
 
     Args:
         most_bytes: per day.
@@ -230,9 +230,14 @@ class DailyLimit(SendLimit):
             day, taken = struct.unpack(_DAY_FORMAT, data)
         except struct.error:
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, struct.pack(_DAY_FORMAT, today, self._most), 0)
-            return today, self._most
-        return (day, taken) if day >= today else (today, 0)
+            taken = self._most
+        else:
+            if today <= day <= today + 1:
+                return day, taken
+            if day < today:
+                return today, 0
+        os.pwrite(self._file, struct.pack(_DAY_FORMAT, today, taken), 0)
+        return today, taken
 
     def _say(self, today: int, why: str) -> None:
         if self._told != today:

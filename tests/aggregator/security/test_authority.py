@@ -114,7 +114,7 @@ def test_the_servers_certificate_follows_the_advertised_names(tmp_path: Path, au
 
 @pytest.mark.parametrize("name", ["", "a b", "http://x", "x" * 64, "*.example", "é.example"])
 def test_a_name_that_no_certificate_can_hold_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"server.advertise: .* is neither a host name nor an address"):
+    with pytest.raises(ConfigError, match="is neither a host name nor an address"):
         Authority.create(tmp_path, RUN, ("localhost", name), now=NOW)
     assert not (tmp_path / "ca.key").exists()
 

@@ -60,9 +60,10 @@ def test_what_cannot_be_is_said_in_one_line(settings: dict[str, object]) -> None
         folder(**settings)
 
 
-def test_a_name_that_no_host_can_have_is_not_listened_at() -> None:
+@pytest.mark.parametrize("listen", ["\udc80:0", "::1:7700", "http://127.0.0.1:7700"])
+def test_a_name_that_no_host_can_have_is_not_listened_at(listen: str) -> None:
     with pytest.raises(ConfigError, match=r"^--listen .*: must be HOST:PORT"):
-        folder(listen="\udc80:0")
+        folder(listen=listen)
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edit.config.run
-from edit.config.run import OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig
+from edit.config.run import OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig, is_address
 from edit.errors import ConfigError
 
 ONE_PART = "[swarm]\nparts = 1\n"
@@ -149,10 +149,21 @@ def test_unknown_keys_and_wrong_types_are_named(mapping: Mapping[str, Any], mess
         ("server", "listen", "7700"),
         ("server", "listen", "host:99999"),
         ("server", "enrol_listen", ":1"),
+        ("server", "listen", "http://127.0.0.1:7790"),
+        ("server", "listen", "::1:7790"),
+        ("server", "listen", "[127.0.0.1]:7790"),
+        ("server", "listen", "host:" + "1" * 5000),
+        ("server", "metrics_listen", "::1:7790"),
         ("server", "advertise", []),
+        ("server", "advertise", [""]),
+        ("server", "advertise", ["localhost", "http://x.org"]),
+        ("server", "advertise", ["x.org:7700"]),
+        ("server", "advertise", ["x.org."]),
+        ("server", "advertise", [f"host-{i}" for i in range(17)]),
         ("aggregators", "addresses", ["host-b"]),
         ("aggregators", "addresses", ["host-b:0"]),
         ("aggregators", "addresses", [":7700"]),
+        ("aggregators", "addresses", ["http://host-b:7700"]),
         ("aggregators", "addresses", ["host-b:7700", "host-b:7700"]),
         ("model", "name", "gpt2"),
         ("model", "name", "entry:os.system"),
@@ -175,6 +186,11 @@ def test_bounds(section: str, key: str, value: object) -> None:
 )
 def test_name_and_seed_are_bounded(mapping: Mapping[str, Any]) -> None:
     assert reason(mapping).startswith(next(iter(mapping)))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "[::]", "localhost", "a_b.example-1", "x" * 63])
+def test_names_and_addresses_of_hosts_are_addresses(host: str) -> None:
+    assert is_address(f"{host}:0") and is_address(f"{host}:65535") and not is_address(f"{host}:65536")
 
 
 @pytest.mark.parametrize(("mode", "every", "groups"), [("delayed", 12, 3), ("delayed", 4, 1), ("eager", 4, 1)])

@@ -233,13 +233,26 @@ def test_a_clock_that_is_set_back_begins_no_new_day_and_a_damaged_file_none_eith
     async def body() -> None:
         one = Daily(tmp_path / "sent")
         await one.limit.room(6400)
-        earlier = Daily(tmp_path / "sent", at=-3 * DAY_S)
+        earlier = Daily(tmp_path / "sent", at=-DAY_S)
         await earlier.limit.room(1)
         assert earlier.unix >= (DAY + 1) * DAY_S
         (tmp_path / "sent").write_bytes(b"torn")
         again = Daily(tmp_path / "sent", at=DAY_S)
         await again.limit.room(1)
         assert again.unix == (DAY + 2) * DAY_S
+
+    asyncio.run(body())
+
+
+def test_a_clock_that_was_ahead_stops_nothing_for_longer_than_the_day_that_it_shows_then(tmp_path: Path) -> None:
+    async def body() -> None:
+        await Daily(tmp_path / "sent", at=365 * DAY_S).limit.room(6400)
+        right = Daily(tmp_path / "sent")
+        await right.limit.room(1)
+        assert right.unix == (DAY + 1) * DAY_S, "what was sent counts"
+        later = Daily(tmp_path / "sent", at=2 * DAY_S)
+        await later.limit.room(6400)
+        assert not later.naps
 
     asyncio.run(body())
 
