@@ -21,7 +21,8 @@ Who counts
     who the sender is. Everybody else gets nothing; but a Hello lets a peer in (rule 9) unless it was evicted, or comes from a
     machine that has another key than the one for which the name is enrolled. A member that
     has no record takes the first that it gets, and only ever one of its own run. What another lineage says does not count.
-    A term may be FAR ahead of the one here, not more: a member that lies cannot use up the numbers.
+    A term or a grant may be FAR ahead of the one here, a version or an outer step FARTHER, not more: a member that lies cannot
+    use up the numbers. Which settings and which model a run has never changes.
  2. A quorum is more than half of the voters, or exactly half with the oldest among them; while the voters change, of both
     lists. So of two members the older goes on alone.
 
@@ -37,8 +38,9 @@ Elections
 Versions
  5. Append of a term at least as late as the one here makes a follower. A record with a newer stamp is written to disk, then
     Accepted. Hello from a member with an older stamp is answered by News: a record that was accepted anywhere may be taken
-    anywhere if its stamp is newer, but that is no acceptance. While no leader is heard, it may be from a peer of the run that
-    is not known here but in that record: all voters may have changed while this member was away.
+    anywhere if its stamp is newer, but that is no acceptance. It counts only while no leader is heard: who hears one, or leads,
+    gets all versions by Append. It may be from a peer of the run that is not known here but in that record: all voters may have
+    changed while this member was away.
  6. One version is on its way at a time. It is committed when a quorum has accepted it, in its own term. What is asked for
     meanwhile is gathered in the next one. The leader tells everybody at once, and again at each heartbeat.
  7. A leader that hears no quorum for two leases follows. So does one that hears of a later term, or is no voter any more.
@@ -118,6 +120,7 @@ LEADER     any                         nothing on its way, something to change  
 LEADER     heartbeat_s is over         a quorum was heard in two leases           Append                            LEADER
 LEADER     Tick                        no quorum was heard in two leases          Noticed                           FOLLOWER
 any        Hello                       member with an older stamp                 News                              same
+any        News                        no leader is heard                         Save if newer                     same
 any        Here                                                                   Hello                             same
 LEADER     Hello, Leave, Evict,        rules 1, 9, 11, 13, 14, 16                 a part of the next version        LEADER
            SetPhase, Release, Ended,
@@ -214,7 +217,8 @@ from edit.council.record import (
 
 __all__ = ["Council", "Known", "Role", "Timing"]
 
-FAR = 2**20  # terms that a message may be ahead
+FAR = 2**20  # terms, and grants, that a message may be ahead
+FARTHER = 2**32  # versions, and outer steps, likewise: there may be many in a second
 ROUND_TRIPS = 8  # a lease is at least so many median round trips
 SAMPLES = 4  # of which the shortest counts, per peer
 DEAF_LEASES = 4  # after which a leader that does nothing about an owner that stalls is left
@@ -498,7 +502,7 @@ class Council:
             if message.record.run_id == record.run_id and record.knows(sender):
                 self._notice_recovery(peer_of(sender), message.record.lineage)
         elif isinstance(message, News):
-            if self._is_newer(message.record) and self._may_learn(sender, message.record):
+            if not self._hears_leader and self._is_newer(message.record) and self._may_learn(sender, message.record):
                 self._follow_term(message.record.term)
                 self._save(record=message.record)
         elif self._knows(sender):
@@ -532,7 +536,7 @@ class Council:
         """Rule 5: whom to believe, when the voters may have changed while this member was away."""
         mine = self.record
         assert mine is not None
-        stranger = not mine.knows(sender) and not self._hears_leader and peer_of(sender) not in mine.evicted
+        stranger = not mine.knows(sender) and peer_of(sender) not in mine.evicted
         return (mine.knows(sender) or stranger) and record.knows(sender) and record.knows(self._me)
 
     def _take_first(self, sender: str, message: Append | News) -> None:
@@ -683,12 +687,14 @@ class Council:
             self._effects.append(Send(to, Accepted(self.term, self._stamp, self._parts.states, echo)))
 
     def _is_newer(self, record: Record) -> bool:
-        """Whether this version may replace the one on disk (I5)."""
+        """Whether this version may replace the one on disk (I5): it is of the same run, and no number is far ahead (rule 1)."""
         mine = self.record
         assert mine is not None
-        return (record.run_id, record.lineage, len(record.parts)) == (mine.run_id, mine.lineage, len(mine.parts)) and (
-            record.stamp > mine.stamp and self._is_near(record.term)
-        )
+        if record.stamp <= mine.stamp or _what_stays(record) != _what_stays(mine):
+            return False
+        pairs = zip(record.parts, mine.parts, strict=True)
+        near = all(new.grant <= old.grant + FAR and new.outer_step <= old.outer_step + FARTHER for new, old in pairs)
+        return near and self._is_near(record.term) and record.version <= mine.version + FARTHER and record.has_room
 
     def _note_committed(self, stamp: Stamp) -> None:
         record = self.record
@@ -1248,6 +1254,11 @@ def _with_roots(record: Record) -> Record:
     if len(record.roots) < 2 or any(member.authority != record.roots[-1].name for member in record.members.values()):
         return record
     return replace(record, roots=record.roots[-1:])
+
+
+def _what_stays(record: Record) -> tuple[object, ...]:
+    """Return what is the same in all versions of a lineage."""
+    return record.run_id, record.lineage, record.config_hash, record.schema_hash, len(record.parts)
 
 
 def _without(members: Mapping[str, Member], peer_id: str) -> Mapping[str, Member]:

@@ -71,6 +71,8 @@ MOST_ROOT = 4096  # characters of a certificate
 MOST_TEXT = 256  # characters of an address, a reason
 MOST_LEASE_S = 60.0
 
+_MOST_GRANT = 2**41  # that is taken from others: round ids begin with it. Of other counts it is half of MOST_COUNT
+
 # Grants of a new lineage begin so far above those that the survivor knows: what was signed for a round of the lost members is
 # of no use in it.
 _RECOVERED = 1 << 20
@@ -294,6 +296,12 @@ class Record:
     def stamp(self) -> Stamp:
         """Which version this is."""
         return Stamp(self.lineage, self.term, self.version)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether none of its counts is so large that what a swarm and its recoveries add to it later might not fit."""
+        counts = (self.lineage, self.term, self.version, *(part.outer_step for part in self.parts))
+        return max(counts) <= MOST_COUNT // 2 and all(part.grant <= _MOST_GRANT for part in self.parts)
 
     @property
     def electors(self) -> frozenset[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from edit.council import events as ev
+from edit.council.machine import FAR, FARTHER, NOBODY
 from edit.council.record import MOST_COUNT, Member, Part, PartState, Phase, Record, Stamp, Update
 from tests.support.council.table import LEASE_S, Table, start_digest
 
@@ -96,3 +99,83 @@ def test_a_stranger_that_says_anything_changes_nothing(seed: int) -> None:
         if not isinstance(message, ev.Hello):
             assert table.say("z#1", random.choice("abc"), message) == []
     assert replace(table.record, version=before.version) == before
+
+
+def part_of(**changes: Any) -> Callable[[Record], Record]:
+    return lambda record: replace(record, parts=tuple(replace(part, **changes) for part in record.parts))
+
+
+# What a record of a member that lies says, which is of the next version, or of the next term.
+FALSE: dict[str, Callable[[Record], Record]] = {
+    "a version": lambda record: replace(record, version=MOST_COUNT),
+    "a version that is too far": lambda record: replace(record, version=record.version + FARTHER + 2),
+    "a grant": part_of(grant=MOST_COUNT),
+    "a grant that is too far": part_of(grant=2 * FAR),
+    "an outer step": part_of(outer_step=MOST_COUNT),
+    "other settings": lambda record: replace(record, config_hash="0" * 64),
+    "another model": lambda record: replace(record, schema_hash="0" * 64),
+    "a lineage": lambda record: replace(record, lineage=record.lineage + 1),
+}
+
+
+def false_record(table: Table, what: str, terms: int = 0) -> Record:
+    record = table.record
+    return FALSE[what](replace(record, term=record.term + terms, version=record.version + 1))
+
+
+@pytest.mark.parametrize("what", [*FALSE, "voters", "an eviction", "a term"])
+def test_news_counts_at_nobody_that_hears_a_leader_or_leads(what: str) -> None:
+    table = Table("abc", learners="d", owners="ab")
+    table.elect("a")
+    table.run(LEASE_S / 2)
+    before = table.record
+    later = replace(before, version=before.version + 1)
+    more: dict[str, Record] = {
+        "voters": replace(later, voters=("d#1",)),
+        "an eviction": replace(later, evicted={"b": "lied"}),
+        "a term": replace(later, term=before.term + 1),
+    }
+    for liar, others in (("c#1", "ab"), ("d#1", "abc")):
+        for to in others:
+            news = ev.News(more.get(what) or false_record(table, what))
+            effects = table.handle(to, ev.Received(liar, news))
+            assert [effect for effect in effects if not isinstance(effect, ev.Noticed)] == []
+    table.run(2 * LEASE_S)
+    assert table.leaders == ["a"] and table.record == before
+
+
+@pytest.mark.parametrize("what", FALSE)
+@pytest.mark.parametrize("leads", [False, True])
+def test_what_a_false_record_says_ends_nobody_and_is_gone_with_who_said_it(what: str, leads: bool) -> None:
+    table = Table("abc", learners="d", owners="ab")
+    table.elect("a")
+    table.run(LEASE_S / 2)
+    if leads:  # it says so itself
+        false = false_record(table, what, terms=1)
+        message: ev.Message = ev.Append(false.stamp, NOBODY, false)
+    else:
+        message = ev.News(false_record(table, what))
+        table.cut = {"a", "b", "c"}
+        table.run(3 * LEASE_S)  # nobody hears a leader
+    for to in "abc":
+        table.say("d#1", to, message)
+    table.kill("d")
+    table.cut = {"d"}
+    for peer_id in "abc":
+        table.kill(peer_id)
+        table.start(peer_id)
+    table.run(6 * LEASE_S)
+    table.make(table.record.parts[0].owner)
+    table.run(LEASE_S)
+    record, first = table.record, table.first
+    assert record.parts[0].outer_step == 1 and (record.lineage, record.config_hash, record.schema_hash) == (1, "", "")
+    assert record.version < first.version + FARTHER and record.parts[0].grant < FAR
+
+
+def test_who_was_away_takes_news_that_is_as_far_as_a_swarm_may_have_come() -> None:
+    table = Table("abc", owners="ab")
+    record = table.record
+    parts = tuple(replace(part, grant=part.grant + FAR, outer_step=FARTHER) for part in record.parts)
+    news = replace(record, term=record.term + FAR, version=record.version + FARTHER, parts=parts)
+    table.say("b#1", "a", ev.News(news))
+    assert table.councils["a"].record == news
