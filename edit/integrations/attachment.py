@@ -55,7 +55,7 @@ class Attachment:
         For frameworks that call only parts of the model. Raises the EditError of the collective.
         """
         if self._config.sync.mode == "blocking":  # with `forward` the parts have hooks of their own, else nothing waits
-            self._take_fresh_outcome()
+            self.take_fresh_outcome()
 
     def count_tokens(self, tokens: int) -> None:
         """Add the tokens that this process has trained on; every process of the replica calls it equally often."""
@@ -79,10 +79,17 @@ class Attachment:
         Raises the EditError of the collective.
         """
         if not self._showing:
-            if not self._config.sync.overlap:
-                self._take_fresh_outcome()
+            self.take_fresh_outcome()
             self._shown.enter_context(self.worker.outer_parameters())
             self._showing = True
+
+    def take_fresh_outcome(self) -> None:
+        """Take an outcome that the next forward would wait for; before other parameters are put into the model.
+
+        Raises the EditError of the collective.
+        """
+        if not self._showing and not self._config.sync.overlap and self.worker.pending and self.worker.round_inner_steps == 0:
+            self.worker.synchronize()
 
     def hide_outer(self) -> None:
         """Put the local parameters back, to the bit; do nothing when they are there."""
@@ -99,7 +106,3 @@ class Attachment:
         self._showing = False
         for entered in (self._shown, self._inside):
             entered.__exit__(type(error), error, error.__traceback__)
-
-    def _take_fresh_outcome(self) -> None:
-        if self.worker.pending and self.worker.round_inner_steps == 0:
-            self.worker.synchronize()

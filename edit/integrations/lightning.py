@@ -41,6 +41,11 @@ class EditCallback(Callback):
 
     With several optimizers the last one's step ends an inner step.
 
+    A callback that writes to the parameters calls `callback.worker.synchronize()` of this one first. One that swaps an average
+    in for validations, or puts it into the module at the end of an epoch or of training (`EMAWeightAveraging`,
+    `StochasticWeightAveraging`), need not; after training the module holds what the last of the callbacks put there: `leave`
+    holds only where this one stands behind it.
+
     Raises ConfigError when training begins and an earlier one did not end. The run's own errors (`edit.errors`) come out of
     `fit`.
     """
@@ -95,14 +100,22 @@ class EditCallback(Callback):
             trainer.should_stop = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate the outer parameters, if asked to."""
-        if self._attached is not None and self._evaluate_outer:
-            self._attached.show_outer()
+        """Validate the outer parameters, if asked to; else take a fresh outcome, before an average is swapped in."""
+        if self._attached is not None:
+            if self._evaluate_outer:
+                self._attached.show_outer()
+            else:
+                self._attached.take_fresh_outcome()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the local parameters back, with which training goes on."""
         if self._attached is not None:
             self._attached.hide_outer()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take a fresh outcome, before an average is put into the module: at the next epoch's start, or when training ends."""
+        if self._attached is not None:
+            self._attached.take_fresh_outcome()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the last outcome and leave the run."""

@@ -33,6 +33,10 @@ class EditCallback(TrainerCallback):
     A Trainer does not tell its callbacks of an exception. `with EditCallback(...) as callback:` around the training, or
     `abandon`, takes the hooks off the model after one; without, its next forward would still ask the run.
 
+    A callback that swaps other parameters in for an evaluation or a save (an average, adapters merged) stands behind this one
+    in `callbacks`. One that writes to them otherwise (weights clipped in `on_step_end`) calls `callback.worker.synchronize()`
+    of this one first.
+
     Args:
         collective: the run, for example of `peers.connect`.
         config: `WorkerConfig.of(run)`.
@@ -129,10 +133,10 @@ class EditCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Stop when the run has finished; show the outer parameters to what the Trainer does now."""
+        """Stop when the run has finished; prepare what the Trainer does now (see `_prepare`)."""
         if self._present().worker.finished:
             control.should_training_stop = True
-        self._show_outer(control)
+        self._prepare(control)
         return control
 
     def on_log(
@@ -156,8 +160,8 @@ class EditCallback(TrainerCallback):
                 state.log_history[-1].update(said)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Show the outer parameters to what the Trainer does once per pass over the data."""
-        self._show_outer(control)
+        """Prepare what the Trainer does once per pass over the data."""
+        self._prepare(control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Wait for the last outcome and leave the run."""
@@ -166,9 +170,15 @@ class EditCallback(TrainerCallback):
         attached, self._attached = self._present(), None
         attached.leave()
 
-    def _show_outer(self, control: TrainerControl) -> None:
-        if self._evaluate_outer and (control.should_evaluate or control.should_save):
+    def _prepare(self, control: TrainerControl) -> None:
+        """Before an evaluation or a save: show the outer parameters, if asked to; else take a fresh outcome, before callbacks
+        behind this one swap other parameters in."""
+        if not (control.should_evaluate or control.should_save):
+            return
+        if self._evaluate_outer:
             self._present().show_outer()
+        else:
+            self._present().take_fresh_outcome()
 
     def _count_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)

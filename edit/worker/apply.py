@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.collective import Collective
-from edit.errors import TransportError
+from edit.errors import ConfigError, TransportError
 from edit.fragments.digest import combine
 from edit.records import Commit, Committed, FragmentCommit, Here, RolledBack, Update, Verdict
 from edit.replica.replica import Progress, Replica
@@ -111,20 +111,33 @@ class ShareExchange:
         self.run(self.exchange.begin(self.replica.outer_step, anew=anew))
 
     def keep_local(self) -> None:
-        """Keep the local parameters as they were sent, while a contribution is pending: what follows is then kept with them."""
+        """Keep the local parameters as they were sent, while a contribution is pending: what follows is then kept with them.
+
+        Raises ConfigError as `take`.
+        """
         if self.exchange.pending is not None:
+            self._refuse_written()
             self._maker.keep_local(self.exchange.pending, self.sent)
 
+    def take(self, *, lazily: bool = False) -> None:
+        """Take a fresh outcome, see `Exchange.take`. Raises ConfigError, at every rank, where it would undo a write."""
+        if self.exchange.pending is not None and not self.exchange.pending.applied:
+            self._refuse_written()
+        self.run(self.exchange.take(lazily=lazily))
+
     def before_step(self) -> None:
-        """An optimizer step is about to be taken: apply what waits for a forward."""
-        self.run(self.exchange.take())
+        """An optimizer step is about to be taken: apply what waits for a forward. Raises ConfigError as `take`."""
+        self.take()
         self.apply_rest()
         if self._unchecked:
             self._check_applied()
             self.run(self.exchange.catch_up())
 
     def synchronize(self, *, block: bool = True) -> bool:
-        """Take the pending outcome, waiting for it if `block`, and every commit already known. False while there is none."""
+        """Take the pending outcome, waiting for it if `block`, and every commit already known. False while there is none.
+
+        Raises ConfigError as `take`.
+        """
         exchange = self.exchange
         pending, outer_step = exchange.pending, exchange.outer_step
         if pending is None:
@@ -133,15 +146,20 @@ class ShareExchange:
         if self._partial is not None:
             self.before_step()
         else:
+            self._refuse_written()
             self.run(exchange.resolve(block=block))
         return exchange.pending is not pending or exchange.outer_step > outer_step
 
     def leave(self) -> None:
-        """Wait for the pending outcome and apply it, but contribute no more."""
+        """Wait for the pending outcome and apply it, but contribute no more. What the loop wrote since it was sent stays."""
+        written = {i: self.replica.local_fragment(i) for i in self._written()}
+        self.sent.versions.update((i, self.replica.version(i)) for i in written)
         if self._partial is not None:
             self.before_step()
         self.run(self.exchange.leave())
         self._check_applied()
+        for i, local in written.items():
+            self.replica.load_local(i, local)
 
     def apply_fragments(self, fragments: Iterable[int]) -> None:
         """Apply the updates of these fragments, as far as they still wait; returns when they are in."""
@@ -150,10 +168,33 @@ class ShareExchange:
                 self._apply_one(self._partial, i)
 
     def apply_rest(self) -> None:
-        """Apply all updates that still wait for a forward."""
+        """Apply all updates that still wait for a forward. Raises ConfigError as `take`."""
         if self._partial is not None:
+            self._refuse_written()
             self.replica.transfers.mark_changing()  # a backward may still read what no module's own forward announced
             self.apply_fragments(tuple(self._partial.waiting))
+
+    def _refuse_written(self) -> None:
+        """Raise ConfigError, at every rank, where something wrote to parameters after they were sent and nothing kept them."""
+
+        def look() -> None:
+            if written := [self.replica.schema.fragments[i].name for i in self._written()]:
+                raise ConfigError(
+                    f"parameters of {', '.join(written[:3])} were written after the optimizer.step() that contributed them: "
+                    "the outcome would undo that; call worker.synchronize() between optimizer.step() and the write (of an "
+                    "EditCallback: callback.worker.synchronize(); it stands before callbacks that swap in other parameters)"
+                )
+
+        if (pending := self.exchange.pending) is not None and any(i not in self.sent.sent_from for i in pending.missing):
+            self.replica.layout.ranks.together(look)
+
+    def _written(self) -> list[int]:
+        """Return the fragments on their way that something wrote to since they were sent; not those that are kept as they were
+        sent, nor buffers, which a forward writes and which become theta's."""
+        missing = self.exchange.pending.missing if self.exchange.pending is not None else []
+        fragments, sent, version = self.replica.schema.fragments, self.sent, self.replica.version
+        unkept = (i for i in missing if i not in sent.sent_from and not fragments[i].buffers)
+        return [i for i in unkept if version(i) != sent.versions.get(i, version(i))]
 
     def run(self, steps: Steps[_T]) -> _T:
         """Carry out one verb of the exchange, action by action."""

@@ -32,8 +32,9 @@ class WorkerConfig:
     # fragment, in fp32, and become the plain mean of the peers': no penalty, no outer optimizer. Integer buffers stay local.
     buffers: str = "local"
     # Whether nothing but optimizer.step() writes to the parameters. True: what a lossy codec leaves out of a contribution is
-    # computed when its outcome is known, and until then takes no memory. False: such a write is harmless in every mode, and
-    # "blocking" and "forward" keep a second residual while they wait. ("delayed" and "eager" keep what they need anyway.)
+    # computed when its outcome is known, and until then takes no memory; a write between, with `.data` too, which is not
+    # noticed, would damage it. False: "blocking" and "forward" keep a second residual while they wait. ("delayed" and "eager"
+    # keep what they need anyway.) Either way "blocking" and "forward" refuse a write while they wait; see `EditWorker`.
     only_steps_write: bool = False
     # Whether the run asks for privacy.level = "example": the model must then have the gradients of `edit.integrations.opacus`.
     private: bool = False

@@ -73,10 +73,12 @@ class EditWorker:
     parameter after entering (a new head, `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced
     one also on leaving. A compiled model takes the outcome before its next optimizer step. A compiled `optimizer.step` breaks
     its graph at the exchange.
-    Call `synchronize()` before other weights are swapped in for a validation (an average): else its forward takes the outcome,
-    and the weights that come back are without it and count twice. While adapters are merged into their base for one (PEFT's
-    `merge_adapter`; layers with frozen and trained parameters and a boolean `merged`), forwards take no outcome, and whatever
-    would move the adapters is a ConfigError.
+    After `optimizer.step()` call `synchronize()` before you write to the parameters yourself (a new head, `load_state_dict`,
+    clipped weights, an average swapped in for a validation). In modes "blocking" and "forward" the outcome would undo what is
+    written while it is waited for: a ConfigError at the next forward. A write by `parameter.data` is lost unnoticed; of an
+    average swapped in so, the weights that come back are without the outcome and count twice. While adapters are merged into
+    their base for a validation (PEFT's `merge_adapter`; layers with frozen and trained parameters and a boolean `merged`),
+    forwards take no outcome, and whatever would move the adapters is a ConfigError.
 
     A copy of the model (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a plain model. A torch optimizer of the model that
     was not given is not counted; what it does before `optimizer.step()` is part of that step, what it does after it of the next
@@ -337,7 +339,7 @@ class EditWorker:
             self._refuse_merged("take_awaited()")
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._entered:
-                each.run(each.exchange.take(lazily=self._config.sync.mode == "forward"))
+                each.take(lazily=self._config.sync.mode == "forward")
 
     def _take_awaited(self) -> None:
         """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
@@ -350,7 +352,7 @@ class EditWorker:
                 if pending is not None and pending.outer_step + 1 >= sync.outer_steps:
                     each.synchronize()
                 elif sync.mode == "blocking":
-                    each.run(each.exchange.take())
+                    each.take()
 
     def _look_on(self) -> None:
         """Learn what the run has done while nothing here led to a contribution."""
@@ -412,7 +414,8 @@ class EditWorker:
     def synchronize(self, *, block: bool = True) -> bool:
         """Wait for the pending outcome and apply it, and every commit already known. False when the carrier is cut off.
 
-        Call it before other weights are swapped in for a while (`EMAModel.store`, `copy_to`, `restore`).
+        Call it before your loop writes to the parameters, or swaps others in (`EMAModel.store`, `copy_to`, `restore`). Raises
+        ConfigError where that was done since the contribution, in modes "blocking" and "forward".
 
         block: False applies what is known and does not wait; an outcome that is still open is asked for after later steps.
         """
@@ -535,7 +538,7 @@ class EditWorker:
         with _outside_autograd(), self._stopwatch.paused():
             for each, update_points in zip(self._exchanges, self._update_points, strict=True):
                 if each.exchange.pending is not None:
-                    each.run(each.exchange.take(lazily=self._config.sync.mode == "forward"))
+                    each.take(lazily=self._config.sync.mode == "forward")
                     each.apply_fragments(update_points.get(module, ()))
 
     def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

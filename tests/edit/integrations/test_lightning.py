@@ -158,7 +158,8 @@ def test_validation_and_checkpoints_see_the_outer_parameters_if_asked_to(
         enable_checkpointing=True,
         max_steps=14,  # no boundary: there the local parameters are the outer ones
     )
-    assert [same(model, common) for model, common in zip(module.validated, seen, strict=True)] == [outer] * 4
+    validated = [same(model, common) for model, common in zip(module.validated, seen, strict=True)]
+    assert validated == [outer, outer, outer, True]  # after step 12, a boundary, the local ones are the outer ones
     saved = torch.load(tmp_path / "kept" / "step=6.ckpt", weights_only=True)["state_dict"]
     assert same(saved, seen[1]) == outer
     assert same(parameters(module), theta(run)), "whatever was looked at, training ends with them"
@@ -253,3 +254,48 @@ def test_the_run_hears_of_the_loss_whatever_is_accumulated(tmp_path: Path, micro
     collective = run_of().collective("me")
     fit(tmp_path, Constant(), [EditCallback(collective, CONFIG)], accumulate_grad_batches=micro_batches)
     assert collective.reported is not None and collective.reported.loss == 8
+
+
+class Swap(lightning.Callback):  # type: ignore[misc, name-defined]
+    """As Lightning's WeightAveraging: other parameters for a validation, which goes through the module, and for the module at
+    the end of training."""
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = parameters(pl_module)
+        self._put(pl_module, {name: torch.full_like(each, 0.5) for name, each in self.kept.items()})
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._put(pl_module, self.kept)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._put(pl_module, {name: torch.full_like(each, 0.5) for name, each in parameters(pl_module).items()})
+
+    def _put(self, pl_module: Any, values: dict[str, Tensor]) -> None:
+        for name, parameter in pl_module.named_parameters():
+            parameter.data.copy_(values[name])
+
+
+class Whole(Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs)  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self(batch["inputs"])
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the average", "behind it"])
+@pytest.mark.parametrize("mode", ["blocking", "forward", "delayed"])
+def test_an_average_swapped_in_for_validations_does_not_change_training(tmp_path: Path, mode: str, first: bool) -> None:
+    found = []
+    for every, swaps in ((0, []), (EVERY, [Swap()])):
+        run, module = run_of(lr=0.5), Whole()
+        callback = EditCallback(run.collective("me"), worker_config(every=EVERY, codec="fp32", mode=mode), leave="local")
+        callbacks = [callback, *swaps] if first else [*swaps, callback]
+        settings = {"val_check_interval": every, "num_sanity_val_steps": 0} if every else {"limit_val_batches": 0}
+        fit(tmp_path, module, callbacks, **settings)
+        found.append(theta(run))
+        assert len(module.validated) == (2 * STEPS // EVERY if every else 0)
+    assert bool((module.validated[0]["network.0.bias"] == 0.5).all()) and same(found[0], found[1])
+    if mode != "delayed":  # where the last outcome is still to come
+        assert all(bool((each == 0.5).all()) for each in parameters(module).values())

@@ -289,3 +289,56 @@ def test_a_callback_is_for_one_training(tmp_path: Path) -> None:
         trainer.train()
     with pytest.raises(ConfigError, match=r"abandon\(\) it, and make a new callback"):
         trainer.train()
+
+
+class Swap(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """As callbacks that average: other parameters for an evaluation."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if control.should_evaluate:
+            self.kept = parameters(model)
+            self._put(model, {name: each * 0.5 for name, each in self.kept.items()})
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._put(model, self.kept)
+
+    def _put(self, model: Any, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(values[name])
+
+
+@pytest.mark.parametrize("mode", ["blocking", "forward", "delayed"])
+def test_an_average_swapped_in_for_evaluations_does_not_change_training(tmp_path: Path, mode: str) -> None:
+    found = []
+    for behind, settings in (([], {}), ([Swap()], {"eval_strategy": "steps", "eval_steps": EVERY})):
+        run = run_of(lr=0.5)
+        callback = EditCallback(run.collective("me"), worker_config(every=EVERY, codec="fp32", mode=mode))
+        trainer_of(tmp_path, [callback, *behind], **settings).train()  # type: ignore[arg-type]
+        found.append(theta(run))
+    assert same(found[0], found[1])
+
+
+def test_one_that_swaps_before_the_callback_is_told_so(tmp_path: Path) -> None:
+    with EditCallback(run_of(lr=0.5).collective("me"), CONFIG) as callback:
+        trainer = trainer_of(tmp_path, [Swap(), callback], eval_strategy="steps", eval_steps=EVERY)
+        with pytest.raises(ConfigError, match=r"were written .* stands before callbacks that swap in other parameters"):
+            trainer.train()
+
+
+class Clip(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    def __init__(self, edit: EditCallback) -> None:
+        self.edit = edit
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        assert self.edit.worker is not None
+        self.edit.worker.synchronize()
+        with torch.no_grad():
+            model.lm_head.weight.fill_(3.0)
+
+
+def test_a_callback_can_write_to_the_parameters_after_the_outcome(tmp_path: Path) -> None:
+    callback = EditCallback(run_of().collective("me"), CONFIG, leave="local")
+    trainer = trainer_of(tmp_path, [callback, Clip(callback)])
+    trainer.train()
+    assert bool((trainer.model.lm_head.weight == 3.0).all())

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -257,6 +258,115 @@ def test_a_step_that_an_overflow_skips_does_not_count(fused: bool) -> None:
             optimizer.zero_grad()
         assert worker.inner_steps == 3 and not collective.contributed
         raise KeyboardInterrupt
+
+
+class TestAWriteAfterTheContribution:
+    """What is on its way was read already: the outcome would undo what is written now."""
+
+    @staticmethod
+    def written(mode: str, taken: str = "") -> Peer:
+        p = entered(mode=mode)
+        p.step()
+        match taken:
+            case "synchronize":
+                commit_next(p)
+                p.worker.synchronize()
+            case "take_awaited":
+                commit_next(p)
+                p.worker.take_awaited()
+        with torch.no_grad():
+            p.model[2].bias.fill_(7.0)  # type: ignore[index]
+        return p
+
+    @pytest.mark.parametrize("mode", ["blocking", "forward"])
+    @pytest.mark.parametrize("what", ["forward", "step", "another's step", "synchronize", "take_awaited"])
+    def test_is_an_error_before_the_outcome_is_taken(self, what: str, mode: str) -> None:
+        p = self.written(mode)
+        commit_next(p)
+        before, theta = flat(p.model), p.theta
+        calls: dict[str, Callable[[], object]] = {
+            "forward": p.forward,
+            "step": p.optimizer.step,
+            "another's step": torch.optim.SGD(p.model.parameters(), lr=0.1).step,
+            "synchronize": p.worker.synchronize,
+            "take_awaited": p.worker.take_awaited,
+        }
+        with pytest.raises(ConfigError, match=r"parameters of 2 were written after .* call worker\.synchronize\(\)"):
+            calls[what]()
+        assert same(flat(p.model), before) and same(p.theta.fragments, theta.fragments) and p.worker.outer_step == 0
+
+    @pytest.mark.parametrize("mode", ["blocking", "forward"])
+    def test_is_kept_after_the_outcome(self, mode: str) -> None:
+        p = self.written(mode, taken="synchronize")
+        p.forward()
+        assert bool((p.model[2].bias == 7.0).all())  # type: ignore[index]
+        p.step()  # contributes it
+        sent = decode(p.collective.rounds()[1][1].payload)[-3:]
+        torch.testing.assert_close(-sent, torch.full((3,), 7.0) - p.theta.fragments[1][-3:], atol=0.05, rtol=0.0)
+
+    @pytest.mark.parametrize("mode", ["delayed", "eager"])
+    def test_is_kept_where_training_goes_on_meanwhile(self, mode: str) -> None:
+        p = self.written(mode)
+        commit_next(p)
+        p.worker.synchronize()
+        assert bool((p.model[2].bias > 6.0).all())  # type: ignore[index,operator]
+
+    def test_is_an_error_before_a_part_of_the_outcome_that_waits(self) -> None:
+        p = self.written("forward", taken="take_awaited")
+        with pytest.raises(ConfigError, match="parameters of 2 were written"):
+            p.forward()
+
+    def test_of_a_part_that_no_forward_used(self) -> None:
+        p = entered(mode="forward")
+        p.step()
+        commit_next(p)
+        p.worker.take_awaited()
+        p.model[0](next(p.batches)[0])  # type: ignore[index]  # takes the update of fragment 0 only
+        with torch.no_grad():
+            p.model[2].bias.fill_(7.0)  # type: ignore[index]
+        with pytest.raises(ConfigError, match="parameters of 2 were written"):
+            p.optimizer.step()
+
+    @pytest.mark.parametrize("leave", ["outer", "local"])
+    def test_on_leaving_it_stays_with_the_local_parameters(self, leave: Literal["outer", "local"]) -> None:
+        model = small_mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        collective = Locked()
+        worker = EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32"), leave=leave)
+        with worker:
+            p = Peer(model, optimizer, collective, worker, regression_batches(0))
+            p.step()
+            after = commit_next(p)
+            with torch.no_grad():
+                model[2].bias.fill_(7.0)
+        found = flat(model)
+        assert torch.equal(found[0], after.fragments[0])
+        assert bool((model[2].bias == 7.0).all()) == (leave == "local") and torch.equal(found[1], after.fragments[1]) == (
+            leave == "outer"
+        )
+
+    def test_buffers_may_be_written_by_a_forward_of_a_part(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        collective = Locked()
+        worker = EditWorker(model, optimizer, collective, worker_config(every=1, codec="fp32", buffers="average"))
+        worker.__enter__()
+        inputs = next(regression_batches(0))[0]
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        model[1](torch.randn(8, 6))
+        collective.answers[0].append(Finished(0))
+        model(inputs)
+        assert worker.finished
+
+    def test_the_outer_parameters_for_a_while_are_no_write(self) -> None:
+        p = entered()
+        p.step()
+        with p.worker.outer_parameters():
+            p.model.load_state_dict(copy.deepcopy(p.model.state_dict()))
+        after = commit_next(p)
+        p.forward()
+        assert same(flat(p.model), after.fragments)
 
 
 class TestASecondOptimizer:
