@@ -6,6 +6,7 @@ must be in; and whether an adapter is merged into its base, so that nothing may 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from edit.errors import ConfigError
 from edit.replica.layout import clean_name
 
 __all__ = ["ParameterModules", "reshard"]
+
+_log = logging.getLogger(__name__)
 
 
 class ParameterModules:
@@ -27,6 +30,7 @@ class ParameterModules:
         owners = _owners(self._modules)
         self._owners = [[name for tensor in fragment for name in owners.get(id(tensor), [])] for fragment in tensors]
         self._trainable = _trainable(model)
+        self._said_frozen = False
         self._adapters = _adapters(self._modules)
         self._sharding = [list(dict.fromkeys(self._sharding_modules(names))) for names in self._owners]
 
@@ -70,6 +74,17 @@ class ParameterModules:
             raise ConfigError(
                 f"trainable, but frozen when the EditWorker was entered, so not exchanged: {_first(unfrozen)}; "
                 "unfreeze parameters before entering, or leave and enter again"
+            )
+
+    def warn_frozen(self) -> None:
+        """Say once which parameters were trainable and no longer are: they are still exchanged."""
+        now = _trainable(self._root)
+        if not self._said_frozen and (frozen := [name for name in self._trainable if name not in now]):
+            self._said_frozen = True
+            _log.warning(
+                "frozen since the EditWorker was entered, but exchanged all the same: %s; merges and the outer momentum go on "
+                "moving them: to keep them still, freeze them at all peers before entering a new run",
+                _first(frozen),
             )
 
     def refuse_replaced(self, named: Mapping[str, Tensor]) -> None:

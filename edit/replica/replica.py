@@ -184,13 +184,16 @@ class Replica:
     # Checking.
 
     def refuse_changes(self) -> None:
-        """Raise ConfigError, at every rank, for a parameter that became trainable, or was replaced, after this was made."""
+        """Raise ConfigError, at every rank, for a parameter that became trainable, or was replaced, after this was made; warn
+        once of one that was frozen."""
 
         def look() -> None:
             self.modules.refuse_unfrozen()
             self.modules.refuse_replaced(self.layout.named)
 
         self.layout.ranks.together(look)
+        if self.layout.ranks.leads:
+            self.modules.warn_frozen()
 
     def refuse_replaced(self) -> None:
         """Raise ConfigError, at every rank, when the model no longer has what is exchanged (see `ParameterModules`)."""

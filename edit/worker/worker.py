@@ -68,11 +68,12 @@ class EditWorker:
 
     A context manager: entering joins the run and loads its outer parameters into the model (they replace the model's own,
     unless this peer founds the run, or `load_state_dict` came before); leaving waits for the last outcome and removes every
-    hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. Frozen parameters
-    are not exchanged, and must be equal at all peers; buffers are exchanged as the configuration says. To unfreeze or replace a
-    parameter after entering (a new head, `load_state_dict(assign=True)`) is a ConfigError at the next contribution, a replaced
-    one also on leaving. A compiled model takes the outcome before its next optimizer step. A compiled `optimizer.step` breaks
-    its graph at the exchange.
+    hook. In between, loop as always: only `optimizer.step()` counts, however many backwards stand behind it. Parameters frozen
+    before entering are not exchanged, and must be equal at all peers; buffers are exchanged as the configuration says. To
+    unfreeze or replace a parameter after entering (a new head, `load_state_dict(assign=True)`) is a ConfigError at the next
+    contribution, a replaced one also on leaving. One that is frozen after entering is still exchanged, and moved by merges and
+    by the outer momentum: a warning says so once. A compiled model takes the outcome before its next optimizer step. A
+    compiled `optimizer.step` breaks its graph at the exchange.
     After `optimizer.step()` call `synchronize()` before you write to the parameters yourself (a new head, `load_state_dict`,
     clipped weights, an average swapped in for a validation). In modes "blocking" and "forward" the outcome would undo what is
     written while it is waited for: a ConfigError at the next forward. A write by `parameter.data` is lost unnoticed; of an

@@ -155,6 +155,19 @@ class TestUnfreezing:
         p.step()
         assert len(p.collective.rounds()) == 1
 
+    def test_freezing_is_said_once_with_a_contribution(self, caplog: pytest.LogCaptureFixture) -> None:
+        p = entered(every=2)
+        p.model[0].requires_grad_(False)  # type: ignore[index]
+        p.step()
+        assert not caplog.records
+        p.step()
+        commit_next(p)
+        p.step(2)
+        assert len(p.collective.rounds()) == 2
+        assert [each.getMessage().partition(";")[0] for each in caplog.records] == [
+            "frozen since the EditWorker was entered, but exchanged all the same: 0.weight, 0.bias"
+        ]
+
 
 def a_new_head(model: nn.Module) -> None:
     model[2] = nn.Linear(6, 5)  # type: ignore[operator]
