@@ -461,10 +461,15 @@ class Saved:
         """Return what a survivor keeps when an operator decides that the majority is gone for good.
 
         The lineage is new, and the survivor the only member: all others join anew, and cannot be confused with who they were.
-        The parts go on from what the survivor has. Raises StorageError if it lacks a part.
+        The parts go on from what the survivor has. Raises StorageError if it lacks a part, or has a record whose counts cannot
+        grow.
         """
         if self.record is None:
             raise StorageError("this member has no record to recover from")
+        if self.term > MOST_COUNT // 2 or not self.record.has_room:
+            raise StorageError(
+                "a count in this member's record is too large, as one that lied may have written it: recover at another"
+            )
         parts = []
         for part, state in zip(self.record.parts, states, strict=True):
             if not state.has(part):
