@@ -23,7 +23,8 @@ Who counts
     has no record takes the first that a leader sends it, and only ever one of its own run. What another lineage says does not
     count, but for the log.
     A term or a grant may be FAR ahead of the one here, a version or an outer step FARTHER, not more: a member that lies cannot
-    use up the numbers. Which settings and which model a run has never changes.
+    use up the numbers. Voters in terms beyond that are followed where the others that are connected are no quorum: else one
+    that lies could part all for good. Which settings and which model a run has never changes.
  2. A quorum is more than half of the voters, or exactly half with the oldest among them; while the voters change, of both
     lists. So of two members the older goes on alone.
 
@@ -193,6 +194,7 @@ from edit.council.events import (
 )
 from edit.council.parts import Parts
 from edit.council.record import (
+    MOST_COUNT,
     MOST_ENROLLED,
     MOST_EVICTED,
     MOST_HOLDERS,
@@ -225,6 +227,7 @@ SAMPLES = 4  # of which the shortest counts, per peer
 DEAF_LEASES = 4  # after which a leader that does nothing about an owner that stalls is left
 SHUNNED_LEASES = 20  # for which it is neither followed nor elected then
 PARDONED = 10  # times stall_s, after which an owner that stalled may own parts again
+MOST_TERM = MOST_COUNT // 4  # to which voters that are too far ahead are followed: later ones are still left
 STEADY_LEASES = 5  # a voter that was live for so long may get parts of others
 NOBODY = Stamp(0, 0, 0)
 
@@ -324,6 +327,7 @@ class Council:
         self._connected = set[str]()
         self._told: dict[str, str] = {}  # by peer_id, what was noticed of it last
         self._older = set[str]()  # peers of an earlier lineage
+        self._far: dict[str, int] = {}  # by name of a voter, a term that it said, too far ahead
         self._parts = Parts(self._me, states, self._connected, self._effects.append, self._tell_leader, self._say_states)
 
         self.role = Role.FOLLOWER
@@ -517,6 +521,12 @@ class Council:
                     self._vote(sender, message)
                 case Accepted() if message.stamp.lineage == record.lineage and self._is_near(message.term):
                     self._accept(sender, message)
+                case Append(stamp) if stamp.lineage == record.lineage:
+                    self._note_far(sender, stamp.term)
+                case Ask(term, stamp) | Accepted(term, stamp) if stamp.lineage == record.lineage:
+                    self._note_far(sender, term)
+                case Vote(term):
+                    self._note_far(sender, term)
                 case Stall():
                     self._count_stall(sender, message)
                 case Release() | Ended() | Leave() | Claim() if self.role is Role.LEADER:
@@ -693,9 +703,7 @@ class Council:
                     peer_id, f"{peer_id} leads with a record that cannot be of this run: one of the two joins anew"
                 )
         elif self.term > append.stamp.term + FAR:
-            terms = (
-                f"{peer_id} leads in term {append.stamp.term}, this member is in {self.term}, and was let in by one that lied"
-            )
+            terms = f"{peer_id} leads in term {append.stamp.term}, this member is in {self.term}, as one that lied has said"
             self._notice_once(peer_id, f"{terms}: it joins anew (edit-peer swarm rejoin)")
         self._say_states(peer_id, append.sent)
 
@@ -825,6 +833,19 @@ class Council:
                 self._step_down()
             self.role = Role.FOLLOWER
             self._save(term=term, vote="")
+
+    def _note_far(self, sender: str, term: int) -> None:
+        """Rule 1: follow voters that are too far ahead, once the others can agree on nothing. Who has no vote does at once."""
+        record = self.record
+        assert record is not None
+        if sender in record.electors:
+            self._far[sender] = term
+        far = {name: said for name, said in self._far.items() if name in record.electors and not self._is_near(said)}
+        others = {name for name in record.electors - far.keys() if peer_of(name) in {self._peer_id, *self._connected}}
+        needed = self._me not in record.electors or not record.agreed(others)
+        if far and needed and (least := min(far.values())) <= MOST_TERM:
+            self._follow_term(least)
+            self._stand_soon()
 
     # -- a leader: what the next version changes ---------------------------------------------------------------------------
 

@@ -395,7 +395,7 @@ def test_a_new_member_takes_no_news_of_one_that_does_not_lead() -> None:
     ("changes", "text"),
     [
         ({"lineage": 2}, "a is of lineage 1, not 2: it joins anew, or, where nobody recovered the swarm, this member does"),
-        ({"term": 4 * FAR}, "a leads in term 2, this member is in 4194304, and was let in by one that lied: it joins anew"),
+        ({"term": 4 * FAR}, "a leads in term 2, this member is in 4194304, as one that lied has said: it joins anew"),
         ({"term": 1, "config_hash": "0" * 64}, "a leads with a record that cannot be of this run: one of the two joins anew"),
     ],
 )
@@ -446,6 +446,34 @@ def test_a_member_that_lies_about_terms_does_not_use_them_up(term: int) -> None:
         for peer_id in "ac":
             table.say("b#1", peer_id, message)
     assert {council.term for council in table.councils.values()} == {2}
+
+
+@pytest.mark.parametrize("with_a_vote", [False, True])
+@pytest.mark.parametrize("message", ["Append", "Ask", "Accepted"])
+def test_members_that_one_that_lied_has_parted_by_terms_come_together(message: str, with_a_vote: bool) -> None:
+    table = Table("abcd" if with_a_vote else "abc", learners="" if with_a_vote else "d", owners="ab")
+    table.elect("a")
+    table.run(LEASE_S)
+    for peer_id, steps in (("b", 8), ("c", 4)):
+        for step in range(1, steps + 1):
+            stamp = Stamp(1, 2 + step * FAR, 1)
+            said = {
+                "Append": ev.Append(stamp, stamp),
+                "Ask": ev.Ask(stamp.term, stamp, False),
+                "Accepted": ev.Accepted(stamp.term, stamp, ()),
+            }
+            if message == "Ask":
+                table.councils[peer_id]._leader_at = 0.0  # hears no leader
+            table.say("d#1", peer_id, said[message])
+    table.kill("d")
+    table.cut.add("d")
+    table.mail.clear()
+    assert [council.term // FAR for council in table.councils.values()] == [0, 8, 4]
+    table.run(8 * LEASE_S)
+    assert len(table.leaders) == 1
+    table.make(table.record.parts[0].owner)
+    table.run(LEASE_S)
+    assert table.record.parts[0].outer_step == 1
 
 
 def test_one_leader_is_followed_in_a_term() -> None:
