@@ -851,7 +851,10 @@ class Host:
         if record is not None and len(record.parts) != len(self.parts):
             raise ConfigError(f"the swarm's model has {len(record.parts)} parts, this member's {len(self.parts)}")
         if record is not None and self._settings is not None and record.config_hash not in ("", self._settings.config_hash):
-            raise ConfigError("run.toml is not the one that the swarm was founded with; restore it from another member's")
+            raise ConfigError(
+                "run.toml is not the one that the swarm was founded with; restore it from another member's, or, if "
+                "it is equal to theirs, join anew (edit-peer swarm rejoin): one that lied may have let this member in"
+            )
 
     def _reach(self, record: Record | None) -> None:
         members = record.members if record is not None else {}

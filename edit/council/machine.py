@@ -20,9 +20,11 @@ Who counts
  1. A message counts when its sender is a member of the newest record here, in that life, or one of its voters. The shell says
     who the sender is. Everybody else gets nothing; but a Hello lets a peer in (rule 9) unless it was evicted, or comes from a
     machine that has another key than the one for which the name is enrolled. A member that
-    has no record takes the first that it gets, and only ever one of its own run. What another lineage says does not count.
+    has no record takes the first that a leader sends it, and only ever one of its own run. What another lineage says does not
+    count, but for the log.
     A term or a grant may be FAR ahead of the one here, a version or an outer step FARTHER, not more: a member that lies cannot
-    use up the numbers. Which settings and which model a run has never changes.
+    use up the numbers. Voters in terms beyond that are followed where the others that are connected are no quorum: else one
+    that lies could part all for good. Which settings and which model a run has never changes.
  2. A quorum is more than half of the voters, or exactly half with the oldest among them; while the voters change, of both
     lists. So of two members the older goes on alone.
 
@@ -192,6 +194,7 @@ from edit.council.events import (
 )
 from edit.council.parts import Parts
 from edit.council.record import (
+    MOST_COUNT,
     MOST_ENROLLED,
     MOST_EVICTED,
     MOST_HOLDERS,
@@ -224,6 +227,7 @@ SAMPLES = 4  # of which the shortest counts, per peer
 DEAF_LEASES = 4  # after which a leader that does nothing about an owner that stalls is left
 SHUNNED_LEASES = 20  # for which it is neither followed nor elected then
 PARDONED = 10  # times stall_s, after which an owner that stalled may own parts again
+MOST_TERM = MOST_COUNT // 4  # to which voters that are too far ahead are followed: later ones are still left
 STEADY_LEASES = 5  # a voter that was live for so long may get parts of others
 NOBODY = Stamp(0, 0, 0)
 
@@ -321,7 +325,9 @@ class Council:
         self._electors, self._round_trip_s, self._measured_lease_s, self._lease_s = frozenset[str](), 0.0, 0.0, 0.0
         self._note_record()
         self._connected = set[str]()
-        self._foreign: dict[str, int] = {}  # of which other lineage a peer is, as was noticed
+        self._told: dict[str, str] = {}  # by peer_id, what was noticed of it last
+        self._older = set[str]()  # peers of an earlier lineage
+        self._far: dict[str, int] = {}  # by name of a voter, a term that it said, too far ahead
         self._parts = Parts(self._me, states, self._connected, self._effects.append, self._tell_leader, self._say_states)
 
         self.role = Role.FOLLOWER
@@ -496,11 +502,11 @@ class Council:
         if isinstance(message, Hello):
             self._hello(sender, message, key)
         elif record is None:
-            if isinstance(message, (Append, News)):
+            if isinstance(message, Append):
                 self._take_first(sender, message)
-        elif isinstance(message, News) and message.record.lineage > record.lineage:
-            if message.record.run_id == record.run_id and record.knows(sender):
-                self._notice_recovery(peer_of(sender), message.record.lineage)
+        elif isinstance(message, News) and message.record.lineage != record.lineage:
+            if message.record.run_id == record.run_id:
+                self._notice_lineage(sender, message.record.lineage)
         elif isinstance(message, News):
             if not self._hears_leader and self._is_newer(message.record) and self._may_learn(sender, message.record):
                 self._follow_term(message.record.term)
@@ -515,6 +521,12 @@ class Council:
                     self._vote(sender, message)
                 case Accepted() if message.stamp.lineage == record.lineage and self._is_near(message.term):
                     self._accept(sender, message)
+                case Append(stamp) if stamp.lineage == record.lineage:
+                    self._note_far(sender, stamp.term)
+                case Ask(term, stamp) | Accepted(term, stamp) if stamp.lineage == record.lineage:
+                    self._note_far(sender, term)
+                case Vote(term):
+                    self._note_far(sender, term)
                 case Stall():
                     self._count_stall(sender, message)
                 case Release() | Ended() | Leave() | Claim() if self.role is Role.LEADER:
@@ -522,15 +534,26 @@ class Council:
                 case _:
                     pass
 
-    def _notice_recovery(self, peer_id: str, lineage: int) -> None:
-        """Say that the swarm went on without this member. Once: a member that lies changes nothing here."""
-        if self._foreign.get(peer_id) != lineage:
-            self._foreign[peer_id] = lineage
-            assert self.record is not None
-            text = (
-                f"{peer_id} says that the swarm was recovered: it is of lineage {lineage}, this member of {self.record.lineage}"
-            )
-            self._effects.append(Noticed(f"{text}, and must join anew (edit-peer swarm rejoin)"))
+    def _notice_once(self, peer_id: str, text: str) -> None:
+        """Say for the log what a peer claims. Once: a member that lies changes nothing here."""
+        if self._told.get(peer_id) != text:
+            self._told[peer_id] = text
+            self._effects.append(Noticed(text))
+
+    def _notice_lineage(self, sender: str, lineage: int) -> None:
+        """Say that another one is of another lineage: one of the two joins anew."""
+        assert self.record is not None
+        peer_id, mine = peer_of(sender), self.record.lineage
+        if lineage > mine:
+            if self.record.knows(sender):
+                text = f"{peer_id} says that the swarm was recovered: it is of lineage {lineage}, this member of {mine}"
+                self._notice_once(peer_id, f"{text}, and must join anew (edit-peer swarm rejoin)")
+            return
+        self._older.add(peer_id)
+        text = f"{peer_id} is of lineage {lineage}, not {mine}: it joins anew"
+        if 2 * len(self._older & self._connected) > len(self._connected):  # then a member that lied may have let this one in
+            text += ", or, where nobody recovered the swarm, this member does (edit-peer swarm rejoin)"
+        self._notice_once(peer_id, text)
 
     def _may_learn(self, sender: str, record: Record) -> bool:
         """Rule 5: whom to believe, when the voters may have changed while this member was away."""
@@ -539,14 +562,14 @@ class Council:
         stranger = not mine.knows(sender) and peer_of(sender) not in mine.evicted
         return (mine.knows(sender) or stranger) and record.knows(sender) and record.knows(self._me)
 
-    def _take_first(self, sender: str, message: Append | News) -> None:
-        record = message.record
-        if record is None or record.run_id != self._run_id or self._me not in record.names:
+    def _take_first(self, sender: str, append: Append) -> None:
+        """Rule 1. Nothing here says who is right, so a leader that lies is believed; what shows that later is noticed."""
+        record = append.record
+        if record is None or record.run_id != self._run_id or self._me not in record.names or not record.has_room:
             return
         self._follow_term(record.term)
         self._save(record=record)
-        if isinstance(message, Append):
-            self._append(sender, message)
+        self._append(sender, append)
 
     def _disconnected(self, peer_id: str) -> None:
         self._connected.discard(peer_id)
@@ -675,6 +698,13 @@ class Council:
                 vote = self._saved.vote if append.stamp.term == self.term else ""
                 self._save(term=append.stamp.term, vote=vote, record=record)  # I6
             self._note_committed(append.committed)
+            if append.record is not None and append.record.stamp > self._stamp:
+                self._notice_once(
+                    peer_id, f"{peer_id} leads with a record that cannot be of this run: one of the two joins anew"
+                )
+        elif self.term > append.stamp.term + FAR:
+            terms = f"{peer_id} leads in term {append.stamp.term}, this member is in {self.term}, as one that lied has said"
+            self._notice_once(peer_id, f"{terms}: it joins anew (edit-peer swarm rejoin)")
         self._say_states(peer_id, append.sent)
 
     def _is_current(self, term: int) -> bool:
@@ -803,6 +833,19 @@ class Council:
                 self._step_down()
             self.role = Role.FOLLOWER
             self._save(term=term, vote="")
+
+    def _note_far(self, sender: str, term: int) -> None:
+        """Rule 1: follow voters that are too far ahead, once the others can agree on nothing. Who has no vote does at once."""
+        record = self.record
+        assert record is not None
+        if sender in record.electors:
+            self._far[sender] = term
+        far = {name: said for name, said in self._far.items() if name in record.electors and not self._is_near(said)}
+        others = {name for name in record.electors - far.keys() if peer_of(name) in {self._peer_id, *self._connected}}
+        needed = self._me not in record.electors or not record.agreed(others)
+        if far and needed and (least := min(far.values())) <= MOST_TERM:
+            self._follow_term(least)
+            self._stand_soon()
 
     # -- a leader: what the next version changes ---------------------------------------------------------------------------
 
@@ -982,16 +1025,11 @@ class Council:
         enrolled = record.enrolled.get(peer_id)
         if key and enrolled is not None and enrolled.key != key:
             return
-        if hello.stamp.lineage > record.lineage:
-            self._notice_recovery(peer_id, hello.stamp.lineage)
-            return
-        if 0 < hello.stamp.lineage < record.lineage:
+        if hello.stamp.lineage not in (0, record.lineage):
             self._effects.append(Send(peer_id, News(record)))  # so that it can say why nobody lets it in
-            if self._foreign.get(peer_id) != hello.stamp.lineage:
-                self._foreign[peer_id] = hello.stamp.lineage
-                text = f"{peer_id} is of lineage {hello.stamp.lineage}, not {record.lineage}: it joins anew"
-                self._effects.append(Noticed(text))
+            self._notice_lineage(sender, hello.stamp.lineage)
             return
+        self._older.discard(peer_id)
         if self.record is not None and self.record.knows(sender) and NOBODY < hello.stamp < self.record.stamp:
             self._effects.append(Send(peer_id, News(self.record)))
         if self.role is not Role.LEADER:

@@ -463,10 +463,14 @@ class Saved:
         The lineage is new, and the survivor the only member: all others join anew, and cannot be confused with who they were.
         The parts go on from what the survivor has. A run that had finished runs again if a part goes back.
 
-        Raises StorageError if the survivor lacks a part.
+        Raises StorageError if the survivor lacks a part, or has a record whose counts cannot grow.
         """
         if self.record is None:
             raise StorageError("this member has no record to recover from")
+        if self.term > MOST_COUNT // 2 or not self.record.has_room:
+            raise StorageError(
+                "a count in this member's record is too large, as one that lied may have written it: recover at another"
+            )
         parts, phase = [], self.record.phase
         for part, state in zip(self.record.parts, states, strict=True):
             if not state.has(part):

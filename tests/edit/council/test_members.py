@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from edit.council import events as ev
-from edit.council.machine import FAR
+from edit.council.machine import FAR, Council
 from edit.council.record import (
     MOST_COUNT,
     MOST_HOLDERS,
@@ -18,6 +19,7 @@ from edit.council.record import (
     Phase,
     Record,
     Root,
+    Saved,
     Stamp,
 )
 from tests.support.council.table import LEASE_S, Table, start_digest
@@ -360,6 +362,55 @@ def test_a_survivor_recovers_and_the_others_join_anew() -> None:
     assert table.record.voters == ("c#1", "b#2")
 
 
+def first_record_of(table: Table, **changes: Any) -> Council:
+    """Let m, which lies and is then gone, be the first that a new member d hears: it says that it leads."""
+    table.elect("a")
+    table.run(LEASE_S / 2)
+    record = table.record
+    false = replace(record, **{"members": {**record.members, "d": Member(incarnation=1)}} | changes)
+    table.kill("m")
+    table.cut.add("m")
+    table.disks["d"], table.states["d"] = Saved(incarnation=1), []
+    table.start("d")
+    table.mail.clear()
+    table.say("m#1", "d", ev.Append(false.stamp, Stamp(0, 0, 0), false))
+    table.run(10 * LEASE_S)
+    return table.councils["d"]
+
+
+@pytest.mark.parametrize("changes", [{"lineage": MOST_COUNT}, {"term": MOST_COUNT}, {"version": MOST_COUNT}])
+def test_a_new_member_takes_no_record_whose_counts_cannot_grow(changes: dict[str, int]) -> None:
+    assert first_record_of(table := Table("abc", learners="m"), **changes).leader == "a"
+    assert "d#1" in table.record.voters
+
+
+def test_a_new_member_takes_no_news_of_one_that_does_not_lead() -> None:
+    table = Table("abc", blank="d")
+    record = table.record
+    table.say("b#1", "d", ev.News(replace(record, members={**record.members, "d": Member(incarnation=1)})))
+    assert table.councils["d"].record is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"lineage": 2}, "a is of lineage 1, not 2: it joins anew, or, where nobody recovered the swarm, this member does"),
+        ({"term": 4 * FAR}, "a leads in term 2, this member is in 4194304, as one that lied has said: it joins anew"),
+        ({"term": 1, "config_hash": "0" * 64}, "a leads with a record that cannot be of this run: one of the two joins anew"),
+    ],
+)
+def test_a_new_member_that_was_let_in_by_one_that_lied_says_so_once(changes: dict[str, Any], text: str) -> None:
+    table = Table("abc", learners="m")
+    assert first_record_of(table, **changes).committed is None
+    assert len([notice for notice in table.done(ev.Noticed, "d") if notice.text.startswith(text)]) == 1
+    assert table.leaders == ["a"]
+    table.kill("d")
+    table.wipe("d", 2)
+    table.start("d")
+    table.run(3 * LEASE_S)
+    assert "d#2" in table.record.voters, "it joins anew"
+
+
 def test_messages_of_another_lineage_do_not_count() -> None:
     table = Table("abc")
     table.elect("a")
@@ -395,6 +446,34 @@ def test_a_member_that_lies_about_terms_does_not_use_them_up(term: int) -> None:
         for peer_id in "ac":
             table.say("b#1", peer_id, message)
     assert {council.term for council in table.councils.values()} == {2}
+
+
+@pytest.mark.parametrize("with_a_vote", [False, True])
+@pytest.mark.parametrize("message", ["Append", "Ask", "Accepted"])
+def test_members_that_one_that_lied_has_parted_by_terms_come_together(message: str, with_a_vote: bool) -> None:
+    table = Table("abcd" if with_a_vote else "abc", learners="" if with_a_vote else "d", owners="ab")
+    table.elect("a")
+    table.run(LEASE_S)
+    for peer_id, steps in (("b", 8), ("c", 4)):
+        for step in range(1, steps + 1):
+            stamp = Stamp(1, 2 + step * FAR, 1)
+            said = {
+                "Append": ev.Append(stamp, stamp),
+                "Ask": ev.Ask(stamp.term, stamp, False),
+                "Accepted": ev.Accepted(stamp.term, stamp, ()),
+            }
+            if message == "Ask":
+                table.councils[peer_id]._leader_at = 0.0  # hears no leader
+            table.say("d#1", peer_id, said[message])
+    table.kill("d")
+    table.cut.add("d")
+    table.mail.clear()
+    assert [council.term // FAR for council in table.councils.values()] == [0, 8, 4]
+    table.run(8 * LEASE_S)
+    assert len(table.leaders) == 1
+    table.make(table.record.parts[0].owner)
+    table.run(LEASE_S)
+    assert table.record.parts[0].outer_step == 1
 
 
 def test_one_leader_is_followed_in_a_term() -> None:

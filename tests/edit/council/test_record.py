@@ -322,5 +322,10 @@ def test_a_run_that_had_finished_runs_again_where_the_survivor_lacks_its_last_st
 def test_a_member_without_a_part_cannot_recover() -> None:
     with pytest.raises(StorageError, match="no state of a part"):
         Saved(incarnation=1, record=record()).recovered("b", [PartState()] * 3)
+    with pytest.raises(StorageError, match="too large"):
+        Saved(incarnation=1, term=MOST_COUNT, record=record()).recovered("b", [PartState(4, D[0])] * 3)
+    for changes in ({"lineage": MOST_COUNT}, {"parts": (replace(record().parts[0], grant=MOST_COUNT),) * 3}):
+        with pytest.raises(StorageError, match="too large"):
+            Saved(incarnation=1, record=record(**changes)).recovered("b", [PartState(4, D[0])] * 3)
     with pytest.raises(StorageError, match="no record"):
         Saved(incarnation=1).recovered("b", [])
