@@ -239,8 +239,10 @@ class GossipMember:
         first = self._phi is None  # in this process: the host was away
         found = await self._do(store.recover)
         settlings, theta = self._replica.state.outer_step, self._replica.outer.theta
-        if found is not None and found.settlings > settlings:
-            _log.warning("phi/ has settled %d times, and the swarm %d: it is of a lost lineage", found.settlings, settlings)
+        agreed = max(settlings, self._settled())  # part 0 may have to take the last one again: its digest is not synced
+        if found is not None and found.settlings > agreed:
+            _log.warning("phi/ has settled %d times, and the swarm %d: it is of a lost lineage", found.settlings, agreed)
+            await self._do(store.forget)
             found = None
         phi, changed = found, found is None
         if phi is None:

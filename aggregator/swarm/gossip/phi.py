@@ -312,6 +312,15 @@ class PhiStore(Store):
             super().begin_fragment(round_id, record).result()
         super().append_commit(round_id, outer_step, met.reason, tokens, injected, base)
 
+    def forget(self) -> None:
+        """Remove what is on disk: else a later start would go on from it, as from the newest. Raises StorageError."""
+        self._close_journal()
+        try:
+            for file in self._folder.glob("step-*"):
+                file.unlink()
+        except OSError as error:
+            raise StorageError(f"{self._folder}: cannot be written ({error.strerror})") from error
+
     def end(self, reason: str) -> None:
         """Give up the swap, and each that is begun later."""
         self._over = reason

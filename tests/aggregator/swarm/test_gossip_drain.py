@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from aggregator.storage.store import Store
 from aggregator.swarm.gossip.member import GossipMember
-from aggregator.swarm.gossip.phi import Calendar, Phi
+from aggregator.swarm.gossip.phi import Calendar, Phi, PhiStore
 from aggregator.swarm.offers import Offer
 from aggregator.swarm.replication import PartReplica
 from edit.config.run import RunConfig
@@ -45,7 +46,10 @@ class Member:
             self._replica.found(outer_state(settling(self._config), 0))
         self.calendar, self._phi, self._schema = Calendar.of(self._config), None, self._replica.outer.schema
         self.proposed = list[Offer]()
-        self._settled_resting = False
+        self._settled_resting, self.agreed = False, 0
+
+    def _settled(self) -> int:
+        return max(self._replica.state.outer_step, self.agreed)
 
     async def _do(self, call: Any, *arguments: Any) -> Any:
         return call(*arguments)
@@ -75,7 +79,7 @@ class Member:
         """Begin with a phi that has taken so many swaps and settlings; return at which outer step."""
         phi = Phi.begun("a", self._schema, self._config, settlings, self._replica.outer.theta)
         phi.state.begin_at(swaps, phi.theta, [0.0] * len(phi.theta))
-        store = SimpleNamespace(recover=lambda: phi, replace=lambda phi: None)
+        store = SimpleNamespace(recover=lambda: phi, replace=lambda phi: None, forget=lambda: None)
         found: Phi = asyncio.run(self.recovered(store))  # type: ignore[misc]
         return found.outer_step
 
@@ -109,4 +113,32 @@ def test_what_has_settled_more_often_than_all_is_of_a_lost_lineage_and_is_not_go
     assert one.starts(swaps=3) == 3 and not caplog.text
     assert one.starts(swaps=13, settlings=1) == 0, "at what all have: the first parameters"
     assert "has settled 1 times" in caplog.text
+    one._store.close()
+
+
+def test_where_part_0_has_yet_to_take_the_last_settling_again_a_member_goes_on_from_its_own_parameters(tmp_path: Path) -> None:
+    one = Member(tmp_path, 10, drains=False)
+    one.agreed = 1  # by the record, while the digest that part 0 wrote last was lost with the power
+    assert one.starts(swaps=13, settlings=1) == 14
+    one._store.close()
+
+
+def test_nothing_of_a_lost_lineage_comes_back_at_a_later_settling(tmp_path: Path) -> None:
+    one, folder = Member(tmp_path / "part", 10, drains=False), tmp_path / "phi"
+
+    def begins() -> Phi:
+        store = PhiStore(folder, one._config, RUN, lambda *_: Future())
+        found: Phi = asyncio.run(one.recovered(store))  # type: ignore[misc]
+        store.close()
+        return found
+
+    store = PhiStore(folder, one._config, RUN, lambda *_: Future())
+    assert store.recover() is None
+    lost = [part + 7 for part in one._replica.outer.theta]
+    store.replace(Phi.begun("a", one._schema, one._config, 2, lost))
+    store.close()
+    assert begins().outer_step == 0
+    assert one.settles(1) == 2
+    phi = begins()
+    assert phi.settlings == 2 and all(bool((a == b).all()) for a, b in zip(phi.theta, one._replica.outer.theta, strict=True))
     one._store.close()
