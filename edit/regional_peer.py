@@ -170,7 +170,9 @@ class RegionalPeer:
         self._upper = upper
         self.adopt(lower)
         self._below = below
-        self._collective = _Noting(collective, self._keep, self._resolved)
+        if below.injected is not None and below.injected.run_id != run_id:  # before this run learns anything of the site's
+            raise RefusedError(f"the run below follows run {below.injected.run_id}, not {run_id}; begin a new one below it")
+        self._collective = _Noting(collective, self._keep, self._resolved, self._check_may_found)
         self._run_id = run_id
         self._memory = memory
         self._model = OuterModule(schema)
@@ -302,9 +304,14 @@ class RegionalPeer:
                 for i in self._early.work:
                     self._early.work[i] = flatten(self._parameters[i]) - theta[i]
 
+    def _check_may_found(self) -> None:
+        if (injected := self._below.injected) is not None:
+            raise RefusedError(
+                f"the run below has outer step {injected.upper_step} of the run above, which has no parameters now: begin a new run "
+                "below it"
+            )
+
     def _check_follows(self, injected: Injected) -> None:
-        if injected.run_id != self._run_id:
-            raise RefusedError(f"the run below follows run {injected.run_id}, not {self._run_id}; begin a new one below it")
         if injected.upper_step > self.worker.outer_step:
             raise RefusedError(
                 f"the run below has outer step {injected.upper_step} of the run above, which is at {self.worker.outer_step}: "
@@ -517,7 +524,7 @@ class RegionalPeer:
 class _Noting:
     """A `Collective` that does as `collective`. It calls `note` before each contribution it is given, once, and `resolved` with
     the outer step of each commit with this peer and the fragments in which it has a verdict, and of each snapshot and None,
-    before they are applied. It waits for no outcome unless `waits` is set: whoever asks for one has a run below to look at."""
+    before they are applied, and `founds` before this peer founds the run. It waits for no outcome unless `waits` is set: whoever asks for one has a run below to look at."""
 
     waits = False
 
@@ -526,8 +533,9 @@ class _Noting:
         collective: Collective,
         note: Callable[[Contribution], None],
         resolved: Callable[[int, Collection[int] | None], None],
+        founds: Callable[[], None],
     ) -> None:
-        self._collective, self._note, self._resolved = collective, note, resolved
+        self._collective, self._note, self._resolved, self._founds = collective, note, resolved, founds
         self._given: set[tuple[int, int]] = set()  # outer step and fragment, of the present contribution
 
     @property
@@ -541,7 +549,11 @@ class _Noting:
         shards: Sequence[Shard] | None = None,
         lacks: Lacks | None = None,
     ) -> Snapshot:
-        return self._collective.join(schema, found, shards, lacks)
+        def founded() -> Sequence[Tensor]:
+            self._founds()
+            return found()
+
+        return self._collective.join(schema, founded, shards, lacks)
 
     def plan(self, outer_step: int) -> tuple[FragmentPlan, ...] | None:
         return cast("PlansRounds", self._collective).plan(outer_step)

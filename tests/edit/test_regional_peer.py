@@ -21,7 +21,7 @@ from edit.config.run import (
     StorageConfig,
     SyncConfig,
 )
-from edit.errors import ConfigError, RefusedError, RemoteProtocolError, StaleError
+from edit.errors import ConfigError, LocalProtocolError, RefusedError, RemoteProtocolError, StaleError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
 from edit.local import LocalRun
 from edit.merging.injection import Injected, Injection
@@ -850,10 +850,17 @@ def test_a_run_below_follows_one_run_above_for_ever() -> None:
     upper, east, west = two_sites()
     turns((east, west), 2)
     east.crash()
+    other = LocalRun(east.upper_config, ["east"])  # another run that is still to be founded learns nothing of the site's
     with pytest.raises(RefusedError, match="the run below follows run above, not elsewhere"):
         RegionalPeer(
-            east.run.state.schema, east.below(), upper.collective("east"), east.upper_config, east.config, "elsewhere"
+            east.run.state.schema, east.below(), other.collective("east"), east.upper_config, east.config, "elsewhere"
         ).__enter__()
+    with pytest.raises(RefusedError, match="has outer step 1 of the run above, which has no parameters now"):
+        RegionalPeer(
+            east.run.state.schema, east.below(), other.collective("east"), east.upper_config, east.config, ABOVE
+        ).__enter__()
+    with pytest.raises(LocalProtocolError):
+        _ = other.state
 
 
 def test_somebody_elses_injection_is_noticed() -> None:
