@@ -121,7 +121,8 @@ class ShareExchange:
 
     def take(self, *, lazily: bool = False) -> None:
         """Take a fresh outcome, see `Exchange.take`. Raises ConfigError, at every rank, where it would undo a write."""
-        if self.exchange.pending is not None and not self.exchange.pending.applied:
+        # Not while updates are applied one by one: ranks may come here differently often, each module before its forward.
+        if self._partial is None:
             self._refuse_written()
         self.run(self.exchange.take(lazily=lazily))
 
@@ -162,30 +163,39 @@ class ShareExchange:
             self.replica.load_local(i, local)
 
     def apply_fragments(self, fragments: Iterable[int]) -> None:
-        """Apply the updates of these fragments, as far as they still wait; returns when they are in."""
-        for i in fragments:
+        """Apply the updates of these fragments, as far as they still wait; returns when they are in. Raises ConfigError as
+        `take`."""
+        if (partial := self._partial) is None or not (waiting := [i for i in fragments if i in partial.waiting]):
+            return
+        self._refuse_written(waiting)
+        for i in waiting:
             if self._partial is not None and i in self._partial.waiting:
                 self._apply_one(self._partial, i)
 
     def apply_rest(self) -> None:
         """Apply all updates that still wait for a forward. Raises ConfigError as `take`."""
         if self._partial is not None:
-            self._refuse_written()
             self.replica.transfers.mark_changing()  # a backward may still read what no module's own forward announced
             self.apply_fragments(tuple(self._partial.waiting))
 
-    def _refuse_written(self) -> None:
-        """Raise ConfigError, at every rank, where something wrote to parameters after they were sent and nothing kept them."""
+    def _refuse_written(self, among: Iterable[int] | None = None) -> None:
+        """Raise ConfigError, at every rank, where something wrote to parameters after they were sent and nothing kept them.
+
+        among: the fragments looked at; None: all that are on their way.
+        """
+        if (pending := self.exchange.pending) is None:
+            return
+        looked_at = [i for i in (pending.missing if among is None else among) if i not in self.sent.sent_from]
 
         def look() -> None:
-            if written := [self.replica.schema.fragments[i].name for i in self._written()]:
+            if written := [self.replica.schema.fragments[i].name for i in self._written() if i in looked_at]:
                 raise ConfigError(
                     f"parameters of {', '.join(written[:3])} were written after the optimizer.step() that contributed them: "
                     "the outcome would undo that; call worker.synchronize() between optimizer.step() and the write (of an "
                     "EditCallback: callback.worker.synchronize(); it stands before callbacks that swap in other parameters)"
                 )
 
-        if (pending := self.exchange.pending) is not None and any(i not in self.sent.sent_from for i in pending.missing):
+        if looked_at:
             self.replica.layout.ranks.together(look)
 
     def _written(self) -> list[int]:

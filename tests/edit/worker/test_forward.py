@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from edit.errors import RemoteProtocolError, TransportError
+from edit.errors import ConfigError, RemoteProtocolError, TransportError
 from edit.fragments.digest import digest
 from edit.records import Aborted, Committed, EncodedTensor, NeedsSnapshot, Outcome, Snapshot, Verdict
 from edit.replica.device_copies import Transfers
+from edit.replica.ranks import Ranks
 from edit.replica.replica import Replica
 from edit.worker.worker import EditWorker
 from tests.support.models import TinyTransformer, token_batches, train_step
@@ -574,3 +576,30 @@ def test_strict_takes_no_snapshot_for_an_answer_until_it_has_one() -> None:
     p.forward()
     assert p.worker.outer_step == 9 and same(p.local, target.fragments)
     p.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+def test_ranks_agree_on_a_write_as_often_however_often_each_calls_a_layer(peer: Callable[..., Peer], monkeypatch: Any) -> None:
+    """A layer that is not of this outer step: one rank's batch may call it more often than another's (tokens, experts)."""
+    p = peer(config={"every": 2, "groups": 2})
+    p.step()
+    steps = [step if i % 2 == 0 else None for i, step in enumerate(random_steps(p.theta))]
+    commit = committed(p.theta, steps, [Verdict.OK] * 5)[0].commit
+    p.collective.answers[0].append(Committed(dataclasses.replace(commit, fragments=commit.fragments[::2])))
+    agreed: list[object] = []
+    together = Ranks.together
+
+    def counted(ranks: Ranks, call: Callable[[], Any]) -> Any:
+        agreed.append(call)
+        return together(ranks, call)
+
+    monkeypatch.setattr(Ranks, "together", counted)
+    p.worker.take_awaited()
+    assert p.worker.pending and agreed
+    agreed.clear()
+    for _ in range(3):
+        p.model.blocks[0](torch.zeros(1, 2, 8))  # type: ignore[index,operator]
+    assert not agreed
+    with torch.no_grad():
+        p.model.embed.weight.fill_(7.0)  # type: ignore[union-attr,operator]
+    with pytest.raises(ConfigError, match="parameters of embed were written"):
+        p.forward()
