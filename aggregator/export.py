@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from aggregator.storage.high_water import read_mark
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.config.run import RunConfig
@@ -123,7 +124,18 @@ def write_pretrained(run: Committed, out: Path, *, averaged: bool = False) -> Ex
 
 def _of_coordinator(folders: Sequence[StateFolder]) -> Committed:
     ordered = _of_one_run(folders)
-    return Committed(ordered[0].run_id, ordered[0].config(), tuple(load_outer(folder) for folder in ordered))
+    return Committed(ordered[0].run_id, ordered[0].config(), tuple(map(_last_of, ordered)))
+
+
+def _last_of(folder: StateFolder) -> OuterState:
+    mark = read_mark(folder.high_water)  # before the state: a commit may come meanwhile
+    outer = load_outer(folder)
+    if mark is not None and outer.outer_step < mark.outer_step:
+        raise ConfigError(
+            f"{folder.path}: holds outer step {outer.outer_step}, but outer step {mark.outer_step} was committed; restore the "
+            "folder outer from a newer copy, or go on from there with `serve --accept-rollback`, and export then"
+        )
+    return outer
 
 
 def _named_of(run: Committed, *, averaged: bool) -> tuple[dict[str, Tensor], Exported]:

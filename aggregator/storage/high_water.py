@@ -15,7 +15,7 @@ from aggregator.run_feed import RunEvent, StepCommitted
 from edit.durable_files import read_json, write_json
 from edit.errors import ConfigError, StorageError
 
-__all__ = ["HighWaterMark", "Mark"]
+__all__ = ["HighWaterMark", "Mark", "read_mark"]
 
 FORMAT = 1  # of high-water.json
 _log = logging.getLogger(__name__)
@@ -86,12 +86,17 @@ class HighWaterMark:
             _log.warning("%s; the mark before it stays", error)
 
     def _read(self) -> Mark | None:
-        try:
-            values = read_json(self._path, version=FORMAT)
-            return Mark(int(values["outer_step"]), str(values["digest"]))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(
-                f"{self._path}: is damaged ({error!r}); `serve --accept-rollback` makes it anew of what the folder outer holds"
-            ) from error
+        return read_mark(self._path)
+
+
+def read_mark(path: Path) -> Mark | None:
+    """Return the mark in a file; None: there is none. Raises StorageError when it is damaged."""
+    try:
+        values = read_json(path, version=FORMAT)
+        return Mark(int(values["outer_step"]), str(values["digest"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"{path}: is damaged ({error!r}); `serve --accept-rollback` makes it anew of what the folder outer holds"
+        ) from error

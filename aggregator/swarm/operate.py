@@ -566,7 +566,13 @@ def _recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
 
     folder, config = _Folder(path), merging(RunConfig.from_toml(path / "run.toml"))
     if folder.saved is None or (record := folder.saved.record) is None:
-        raise ConfigError(f"{path}: this member was never let in; there is nothing to recover from")
+        earlier = sorted(each.name for each in path.glob("lineage-*"))
+        left = (
+            f"`rejoin` has moved what it had to {', '.join(earlier)}: move what is in one of them back, and repeat"
+            if earlier
+            else ""
+        )
+        raise ConfigError(f"{path}: {left or 'this member was never let in; there is nothing to recover from'}")
     asyncio.run(_check_gone(folder, record))
     states, logs = [], list[str]()
     for number in range(len(record.parts)):

@@ -191,8 +191,9 @@ class ShareExchange:
             if written := [self.replica.schema.fragments[i].name for i in self._written() if i in looked_at]:
                 raise ConfigError(
                     f"parameters of {', '.join(written[:3])} were written after the optimizer.step() that contributed them: "
-                    "the outcome would undo that; call worker.synchronize() between optimizer.step() and the write (of an "
-                    "EditCallback: callback.worker.synchronize(); it stands before callbacks that swap in other parameters)"
+                    "the outcome would undo that; call worker.synchronize() between optimizer.step() and the write, also where "
+                    "a forward writes (of an EditCallback: callback.worker.synchronize(); it stands before callbacks that swap "
+                    "in other parameters); register a step hook that writes before the EditWorker is entered"
                 )
 
         if looked_at:

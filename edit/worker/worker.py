@@ -77,7 +77,8 @@ class EditWorker:
     After `optimizer.step()` call `synchronize()` before you write to the parameters yourself (a new head, `load_state_dict`,
     clipped weights, an average swapped in for a validation). In modes "blocking" and "forward" the outcome would undo what is
     written while it is waited for: a ConfigError at the next forward. A write by `parameter.data` is lost unnoticed; of an
-    average swapped in so, the weights that come back are without the outcome and count twice. While adapters are merged into
+    average swapped in so, the weights that come back are without the outcome and count twice. A step hook that writes (a
+    mask, a clamp) is registered before entering, so that it runs before the contribution. While adapters are merged into
     their base for a validation (PEFT's `merge_adapter`; layers with frozen and trained parameters and a boolean `merged`),
     forwards take no outcome, and whatever would move the adapters is a ConfigError.
 

@@ -35,6 +35,9 @@ class StepResult:
     seconds: float  # wall-clock time, device included
 
 
+MOST_THREADS = 4096
+
+
 def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
     """Return the device to train on: `name`, else CUDA if available, else the CPU. Each rank on a machine has its own.
 
@@ -44,6 +47,8 @@ def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ConfigError(f"--device {name}: no such kind of device; use cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: is not supported; use cpu, cuda or cuda:N")
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
@@ -63,11 +68,14 @@ def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
 
 
 def use_threads(count: int | None) -> None:
-    """Set the number of torch's CPU threads in this process; None keeps torch's choice. Raises ConfigError below 1."""
+    """Set the number of torch's CPU threads in this process; None keeps torch's choice.
+
+    Raises ConfigError for none, or for more than MOST_THREADS.
+    """
     if count is None:
         return
-    if count < 1:
-        raise ConfigError(f"--threads {count}: must be at least 1")
+    if not 1 <= count <= MOST_THREADS:
+        raise ConfigError(f"--threads {count}: must be between 1 and {MOST_THREADS}")
     torch.set_num_threads(count)
 
 

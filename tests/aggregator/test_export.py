@@ -159,3 +159,16 @@ def test_without_transformers_the_command_to_install_it_is_told(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'edit-localsgd\[hf\]'"):
         configuration(ModelConfig(name="hf:gpt2"))
+
+
+def test_a_folder_that_lost_its_end_is_not_exported(tmp_path: Path) -> None:
+    folder, _ = founded(tmp_path / "run", GPT2)
+    out = tmp_path / "out.safetensors"
+    for outer_step in (0, 1):
+        folder.high_water.write_text(json.dumps({"format": 1, "outer_step": outer_step, "digest": "0" * 64}))
+        if outer_step == 0:
+            export_parameters([folder], out)
+    out.unlink()
+    with pytest.raises(ConfigError, match="holds outer step 0, but outer step 1 was committed"):
+        export_parameters([folder], out)
+    assert not out.exists()

@@ -847,7 +847,7 @@ def test_the_peers_below_protect_examples_of_the_length_above(context: int) -> N
 
 
 def test_a_run_below_follows_one_run_above_for_ever() -> None:
-    upper, east, west = two_sites()
+    _, east, west = two_sites()
     turns((east, west), 2)
     east.crash()
     other = LocalRun(east.upper_config, ["east"])  # another run that is still to be founded learns nothing of the site's

@@ -446,6 +446,10 @@ def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: P
         seen_file(folders["b"], 0).write_text("what its peer has seen of the audit log of that lineage")
         await in_thread(operate.rejoin, folders["b"])
         (aside,) = folders["b"].glob("lineage-1-*")
+        with pytest.raises(
+            ConfigError, match=f"`rejoin` has moved what it had to {aside.name}: move what is in one of them back"
+        ):
+            await in_thread(operate.recover, folders["b"], lambda plan: True)
         assert seen_file(aside, 0).exists() and not seen_file(folders["b"], 0).exists()
         await swarm.start("b")
         await swarm.until(lambda: swarm.settled("cb") and swarm.steps() == {"c": 1, "b": 1}, passes=1.0)

@@ -203,7 +203,7 @@ class TestDevice:
     def test_as_told(self) -> None:
         assert choose_device("cpu") == CPU
 
-    @pytest.mark.parametrize("name", ["quantum", "cuda:99", "cpu:x"])
+    @pytest.mark.parametrize("name", ["quantum", "cuda:99", "cpu:x", "meta", "mps"])
     def test_wrong(self, name: str) -> None:
         with pytest.raises(ConfigError, match=f"--device {name}"):
             choose_device(name)
@@ -236,7 +236,8 @@ def test_threads() -> None:
         assert torch.get_num_threads() == before + 1
         use_threads(None)
         assert torch.get_num_threads() == before + 1
-        with pytest.raises(ConfigError, match="--threads 0"):
-            use_threads(0)
+        for count in (0, 4097, 10**11):
+            with pytest.raises(ConfigError, match=f"--threads {count}: must be between 1 and 4096"):
+                use_threads(count)
     finally:
         torch.set_num_threads(before)
