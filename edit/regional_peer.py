@@ -307,8 +307,8 @@ class RegionalPeer:
     def _check_may_found(self) -> None:
         if (injected := self._below.injected) is not None:
             raise RefusedError(
-                f"the run below has outer step {injected.upper_step} of the run above, which has no parameters now: begin a new "
-                "run below it"
+                f"the run below has outer step {injected.upper_step} of the run above, which has no parameters now: begin a "
+                "new run below it"
             )
 
     def _check_follows(self, injected: Injected) -> None:
@@ -524,8 +524,8 @@ class RegionalPeer:
 class _Noting:
     """A `Collective` that does as `collective`. It calls `note` before each contribution it is given, once, and `resolved` with
     the outer step of each commit with this peer and the fragments in which it has a verdict, and of each snapshot and None,
-    before they are applied, and `founds` before this peer founds the run. It waits for no outcome unless `waits` is set: whoever
-    asks for one has a run below to look at."""
+    before they are applied, and `founds` before this peer founds the run. It waits for no outcome unless `waits` is set:
+    whoever asks for one has a run below to look at."""
 
     waits = False
 
