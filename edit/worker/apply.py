@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from edit.codecs.error_feedback import ErrorFeedback
 from edit.collective import Collective
-from edit.errors import ConfigError, TransportError
+from edit.errors import ConfigError, LocalProtocolError, TransportError
 from edit.fragments.digest import combine
 from edit.records import Commit, Committed, FragmentCommit, Here, RolledBack, Update, Verdict
 from edit.replica.replica import Progress, Replica
@@ -179,7 +179,8 @@ class ShareExchange:
             self.apply_fragments(tuple(self._partial.waiting))
 
     def _refuse_written(self, among: Iterable[int] | None = None) -> None:
-        """Raise ConfigError, at every rank, where something wrote to parameters after they were sent and nothing kept them.
+        """Raise ConfigError, at every rank, where something wrote to parameters after they were sent and nothing kept them;
+        with `only_steps_write` LocalProtocolError.
 
         among: the fragments looked at; None: all that are on their way.
         """
@@ -189,11 +190,17 @@ class ShareExchange:
 
         def look() -> None:
             if written := [self.replica.schema.fragments[i].name for i in self._written() if i in looked_at]:
+                names = ", ".join(written[:3])
+                if self.config.only_steps_write:
+                    raise LocalProtocolError(
+                        f"the parameters of {names} changed after optimizer.step() had contributed them; "
+                        "only_steps_write says no"
+                    )
                 raise ConfigError(
-                    f"parameters of {', '.join(written[:3])} were written after the optimizer.step() that contributed them: "
-                    "the outcome would undo that; call worker.synchronize() between optimizer.step() and the write, also where "
-                    "a forward writes (of an EditCallback: callback.worker.synchronize(); it stands before callbacks that swap "
-                    "in other parameters); register a step hook that writes before the EditWorker is entered"
+                    f"the parameters of {names} were written after the optimizer.step() that contributed them: the outcome "
+                    "would undo that; call worker.synchronize() between optimizer.step() and the write, also where a forward writes "
+                    "(of an EditCallback: callback.worker.synchronize(); it stands before callbacks that swap in other "
+                    "parameters); register a step hook that writes before the EditWorker is entered"
                 )
 
         if looked_at:

@@ -114,7 +114,7 @@ async def test_there_is_no_such_port_unless_the_operator_says_so_and_one_in_use_
             await taken.start()
         await taken.close()
         for name in ("a..b", "x" * 70):  # that no host can have
-            with pytest.raises(ConfigError, match=rf"metrics_listen: {name}:0 cannot be bound \(encoding with 'idna'"):
+            with pytest.raises(ConfigError, match=rf"server\.metrics_listen '{name}:0': must be HOST:PORT"):
                 await MetricsPage(collector, f"{name}:0", lambda: True, named="server.metrics_listen").start()
 
 

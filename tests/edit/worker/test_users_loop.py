@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -304,7 +305,7 @@ class TestAWriteAfterTheContribution:
             "synchronize": p.worker.synchronize,
             "take_awaited": p.worker.take_awaited,
         }
-        with pytest.raises(ConfigError, match=r"parameters of 2 were written after .* call worker\.synchronize\(\)"):
+        with pytest.raises(ConfigError, match=r"the parameters of 2 were written after .* call worker\.synchronize\(\)"):
             calls[what]()
         assert same(flat(p.model), before) and same(p.theta.fragments, theta.fragments) and p.worker.outer_step == 0
 
@@ -326,7 +327,7 @@ class TestAWriteAfterTheContribution:
 
     def test_is_an_error_before_a_part_of_the_outcome_that_waits(self) -> None:
         p = self.written("forward", taken="take_awaited")
-        with pytest.raises(ConfigError, match="parameters of 2 were written"):
+        with pytest.raises(ConfigError, match="the parameters of 2 were written"):
             p.forward()
 
     def test_of_a_part_that_no_forward_used(self) -> None:
@@ -337,8 +338,19 @@ class TestAWriteAfterTheContribution:
         p.model[0](next(p.batches)[0])  # type: ignore[index]  # takes the update of fragment 0 only
         with torch.no_grad():
             p.model[2].bias.fill_(7.0)  # type: ignore[index]
-        with pytest.raises(ConfigError, match="parameters of 2 were written"):
+        with pytest.raises(ConfigError, match="the parameters of 2 were written"):
             p.optimizer.step()
+
+    def test_where_only_steps_may_write_it_is_an_error_whatever_the_codec(self) -> None:
+        model = small_mlp()
+        optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), worker_config(every=1, codec="fp32")
+        worker = EditWorker(model, optimizer, Locked(), dataclasses.replace(config, only_steps_write=True))
+        worker.__enter__()
+        optimizer.step()
+        with torch.no_grad():
+            model[2].bias.fill_(7.0)
+        with pytest.raises(LocalProtocolError, match=r"of 2 changed after .* only_steps_write says no"):
+            model(next(regression_batches(0))[0])
 
     @pytest.mark.parametrize("leave", ["outer", "local"])
     def test_on_leaving_it_stays_with_the_local_parameters(self, leave: Literal["outer", "local"]) -> None:
