@@ -198,8 +198,8 @@ class ShareExchange:
                     )
                 raise ConfigError(
                     f"the parameters of {names} were written after the optimizer.step() that contributed them: the outcome "
-                    "would undo that; call worker.synchronize() between optimizer.step() and the write, also where a forward writes "
-                    "(of an EditCallback: callback.worker.synchronize(); it stands before callbacks that swap in other "
+                    "would undo that; call worker.synchronize() between optimizer.step() and the write, also where a forward "
+                    "writes (of an EditCallback: callback.worker.synchronize(); it stands before callbacks that swap in other "
                     "parameters); register a step hook that writes before the EditWorker is entered"
                 )
 
