@@ -15,7 +15,8 @@ from edit.errors import ConfigError
 
 __all__ = ["listen_at"]
 
-_NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # the machine has no such address, as without IPv6
+# The machine has no such address, as without IPv6; EINVAL: a link-local one without its interface.
+_NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EINVAL)
 
 
 def listen_at(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
@@ -55,7 +56,8 @@ def _addresses(host: str, port: int) -> list[str]:
                 raise
             refused = error
         else:
-            found.append(f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0]))
+            scope = f"%{place[3]}" if len(place) > 3 and place[3] else ""  # of a link-local one, which is no address without
+            found.append(f"[{place[0]}{scope}]" if family == socket.AF_INET6 else str(place[0]))
     if not found:
         raise refused
     return found

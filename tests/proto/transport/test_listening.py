@@ -88,7 +88,16 @@ def test_where_another_program_has_one_of_them_it_listens_nowhere(taken: dict[st
     assert not server.at
 
 
-@pytest.mark.parametrize("missing", [errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL])
+def test_a_link_local_address_is_bound_with_its_interface(taken: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the name of the machine itself has one, where systemd looks it up."""
+    there = [(socket.AF_INET6, 1, 6, "", ("fe80::1", 7, 0, 4)), (socket.AF_INET, 1, 6, "", (V4, 7))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: there)
+    server = Server()
+    assert listen(server, "own.test:7") == 7
+    assert server.at == ["[fe80::1%4]:7", f"{V4}:7"]
+
+
+@pytest.mark.parametrize("missing", [errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EINVAL])
 def test_a_machine_without_ipv6_listens_at_the_others(taken: dict[str, int], missing: int) -> None:
     server, taken[V6] = Server(), missing
     assert listen(server, "both.test:7") == 7
