@@ -129,7 +129,9 @@ def _refused(error: OSError) -> int:
     """Return the descriptor of which this is the error, stdout or stderr: it refuses an end of line, too. 0: another file's."""
     if error.filename is not None or error.errno not in (*_REFUSED, errno.EPIPE):
         return 0
-    for number in (1, 2):
+    for number, stream in (1, sys.__stdout__), (2, sys.__stderr__):
+        if stream is None:  # it was closed (`>&-`): the descriptor may be a file of the command
+            continue
         try:
             os.write(number, b"\n")
         except OSError as again:

@@ -192,6 +192,23 @@ def test_where_stderr_cannot_be_written_the_exit_code_is_the_same(error: str, co
     assert (done.returncode, done.stdout.strip()) == (code, b"")
 
 
+def test_where_stdout_is_closed_nothing_is_written_into_the_file_that_has_its_descriptor(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("0123456789")
+    program = f"""
+import os
+from edit.command_line import run_command
+def command():
+    assert os.open({str(kept)!r}, os.O_RDWR) == 1
+    os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+run_command("program", command)
+"""
+    closed = 'exec "$@" >&-'
+    done = subprocess.run(["sh", "-c", closed, "sh", sys.executable, "-c", program], stderr=-1, timeout=60, check=False)
+    assert done.returncode == 70 and b"No space left on device" in done.stderr
+    assert kept.read_text() == "0123456789"
+
+
 def test_grpc_looks_names_up_as_the_system_does_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for environment, said in (dict[str, str](), "native"), ({"GRPC_DNS_RESOLVER": "ares"}, "ares"):
         monkeypatch.setattr(os, "environ", environment)
