@@ -153,6 +153,7 @@ class DailyLimit(SendLimit):
 
     The file has what the day's processes have taken; one that is killed has taken up to a block more than it sent. A clock that
     is set back by up to a day begins no new day. By more, it was ahead: what was taken then counts for the day that it shows.
+    The file keeps the day that a jump of the clock has left, too: when the clock shows that again, its bytes are still taken.
 
     Args:
         most_bytes: per day.
@@ -223,21 +224,23 @@ class DailyLimit(SendLimit):
 
     def _read(self, today: int) -> tuple[int, int]:
         """Return the day that counts, and what was taken of it: all where the file is damaged."""
-        data = os.pread(self._file, struct.calcsize(_DAY_FORMAT) + 1, 0)
+        size = struct.calcsize(_DAY_FORMAT)
+        data = os.pread(self._file, 2 * size + 1, 0)
         if not data:
             return today, 0
         try:
-            day, taken = struct.unpack(_DAY_FORMAT, data)
+            day, taken = struct.unpack(_DAY_FORMAT, data[:size])
+            left, of_left = struct.unpack(_DAY_FORMAT, data[size:]) if len(data) > size else (-1, 0)
         except struct.error:
             os.ftruncate(self._file, 0)
-            taken = self._most
-        else:
-            if today <= day <= today + 1:
-                return day, taken
-            if day < today:
-                return today, 0
-        os.pwrite(self._file, struct.pack(_DAY_FORMAT, today, taken), 0)
-        return today, taken
+            os.pwrite(self._file, struct.pack(_DAY_FORMAT, today, self._most), 0)
+            return today, self._most
+        if today <= day <= today + 1:
+            return day, taken
+        now = max(taken, of_left) if left == today else taken if day > today else 0
+        if day != today - 1:
+            os.pwrite(self._file, struct.pack(_DAY_FORMAT, today, now) + struct.pack(_DAY_FORMAT, day, taken), 0)
+        return today, now
 
     def _say(self, today: int, why: str) -> None:
         if self._told != today:

@@ -8,6 +8,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,22 @@ def test_a_clock_that_was_ahead_stops_nothing_for_longer_than_the_day_that_it_sh
         later = Daily(tmp_path / "sent", at=2 * DAY_S)
         await later.limit.room(6400)
         assert not later.naps
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("away", [-3, 9])
+def test_a_clock_that_jumps_and_comes_back_gives_no_day_its_bytes_again(tmp_path: Path, away: int) -> None:
+    async def body() -> None:
+        await Daily(tmp_path / "sent").limit.room(6400)
+        there = Daily(tmp_path / "sent", at=away * DAY_S)
+        await there.limit.room(1)
+        for at in 0, away, 0:
+            again = Daily(tmp_path / "sent", at=at * DAY_S, most=6300 if at else 6400)
+            waiting = asyncio.ensure_future(again.limit.room(6400))
+            await until(partial(bool, again.naps))
+            waiting.cancel()
+        assert (tmp_path / "sent").stat().st_size == 32
 
     asyncio.run(body())
 
