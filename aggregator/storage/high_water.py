@@ -54,7 +54,7 @@ class HighWaterMark:
             else:
                 self._path.unlink(missing_ok=True)
             return
-        mark = self._read()
+        mark = read_mark(self._path)
         if mark is None:
             return
         if recovered is None or recovered.outer_step < mark.outer_step:
@@ -84,9 +84,6 @@ class HighWaterMark:
             write_json(self._path, mark._asdict(), version=FORMAT)
         except StorageError as error:
             _log.warning("%s; the mark before it stays", error)
-
-    def _read(self) -> Mark | None:
-        return read_mark(self._path)
 
 
 def read_mark(path: Path) -> Mark | None:

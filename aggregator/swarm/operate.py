@@ -566,13 +566,10 @@ def _recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
 
     folder, config = _Folder(path), merging(RunConfig.from_toml(path / "run.toml"))
     if folder.saved is None or (record := folder.saved.record) is None:
-        earlier = sorted(each.name for each in path.glob("lineage-*"))
-        left = (
-            f"`rejoin` has moved what it had to {', '.join(earlier)}: move what is in one of them back, and repeat"
-            if earlier
-            else ""
-        )
-        raise ConfigError(f"{path}: {left or 'this member was never let in; there is nothing to recover from'}")
+        if earlier := sorted(each.name for each in path.glob("lineage-*")):
+            moved = f"`rejoin` has moved what it had to {', '.join(earlier)}"
+            raise ConfigError(f"{path}: {moved}: move what is in one of them back, and repeat")
+        raise ConfigError(f"{path}: this member was never let in; there is nothing to recover from")
     asyncio.run(_check_gone(folder, record))
     states, logs = [], list[str]()
     for number in range(len(record.parts)):

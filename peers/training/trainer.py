@@ -25,6 +25,8 @@ from peers.training.torchrun import ALONE, Launch
 
 __all__ = ["StepResult", "Trainer", "choose_device", "learning_rate", "use_threads"]
 
+MOST_THREADS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -33,9 +35,6 @@ class StepResult:
     loss: float  # mean nats per token, before the step
     tokens: int  # targets
     seconds: float  # wall-clock time, device included
-
-
-MOST_THREADS = 4096
 
 
 def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
@@ -47,10 +46,10 @@ def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ConfigError(f"--device {name}: no such kind of device; use cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: is not supported; use cpu, cuda or cuda:N")
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device
+    if device.type != "cuda":
+        raise ConfigError(f"--device {name}: is not supported; use cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     if launch.size > 1:
         if device.index is not None:
@@ -70,7 +69,7 @@ def choose_device(name: str | None, launch: Launch = ALONE) -> torch.device:
 def use_threads(count: int | None) -> None:
     """Set the number of torch's CPU threads in this process; None keeps torch's choice.
 
-    Raises ConfigError for none, or for more than MOST_THREADS.
+    Raises ConfigError for fewer than 1 or more than MOST_THREADS.
     """
     if count is None:
         return
