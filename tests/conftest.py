@@ -17,6 +17,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is first imported
 
+# Nothing waits for the disk: what a killed program wrote stays, and only a power cut would lose it.
+os.fsync = os.fstat  # type: ignore[assignment]
+
 PROCESSES = (
     "tests/aggregator/swarm/test_discovery.py",
     "tests/docker/test_images.py::test_the_entry_scripts_train_in_fresh_folders",

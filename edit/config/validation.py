@@ -99,7 +99,9 @@ class Matches:
         return self.test(value)
 
 
-_bounds: dict[type, Mapping[str, Bound]] = {}  # of the classes that were asked for: hints take milliseconds to resolve
+# Of the classes that were asked for: hints take milliseconds to resolve.
+_bounds: dict[type, Mapping[str, Bound]] = {}
+_hints: dict[type, Mapping[str, Any]] = {}
 
 
 def bounds_of(cls: type) -> Mapping[str, Bound]:
@@ -135,7 +137,8 @@ def build(cls: type[_T], mapping: Mapping[str, Any], prefix: str) -> _T:
 
     Raises ConfigError for unknown keys and wrong types, and whatever the class itself raises.
     """
-    hints = typing.get_type_hints(cls)
+    if (hints := _hints.get(cls)) is None:
+        hints = _hints[cls] = typing.get_type_hints(cls)
     for key in mapping:
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1)

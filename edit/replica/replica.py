@@ -77,6 +77,8 @@ class Replica:
         self._kept = [False] * len(self._ids)
         self._undone = [0] * len(self._ids)  # writes to the local parameters, by fragment, that `restore` has undone
         self._versions = [0] * len(self._ids)  # of the local parameters when `load_outer` replaced them
+        # Called with a fragment before its local parameters are written.
+        self.on_write: Callable[[int], object] | None = None
 
     @property
     def outer(self) -> Outer:
@@ -366,8 +368,13 @@ class Replica:
         if local is None:
             self._load(fragment_id, self._outer.fragments[fragment_id], kept)
 
-    def _local_to_write(self, fragment_id: int) -> LocalVector | None:
+    def _before_write(self, fragment_id: int) -> None:
         self.modules.before_write(fragment_id)
+        if self.on_write is not None:
+            self.on_write(fragment_id)
+
+    def _local_to_write(self, fragment_id: int) -> LocalVector | None:
+        self._before_write(fragment_id)
         parameters = self.layout.locals(fragment_id)
         return LocalVector(parameters) if LocalVector.readable(parameters) else None
 
@@ -407,7 +414,7 @@ class Replica:
 
     def load_local(self, fragment_id: int, vector: Tensor) -> None:
         """Write a held vector into the local parameters of one fragment."""
-        self.modules.before_write(fragment_id)
+        self._before_write(fragment_id)
         with self.transfers.beside():
             load_fragment(vector, self.layout.locals(fragment_id))
 

@@ -45,6 +45,7 @@ from edit.worker.exchange import (
 )
 from edit.worker.local_progress import kept, scrub, trains, unmerged, unsent
 from edit.worker.masked import GridStaging, PlansRounds
+from edit.worker.undone_merges import UndoneMerges
 from edit.worker.updates import Updates, without_payloads
 
 __all__ = ["ShareExchange"]
@@ -89,6 +90,7 @@ class ShareExchange:
         # Puts contributions on the grid of their round; None: they are not masked.
         self.grid = GridStaging(replica, self.feedback, config.penalty) if config.masked else None
         self.estimator: Estimator | None = LastStepEstimator(config.outer) if sync.mode == "eager" else None
+        self.undone_merges = UndoneMerges(replica, optimizers)
         # What is kept of the pending contribution.
         self.sent = SentTensors()
         # The commit applied last, without its payloads.

@@ -94,8 +94,8 @@ class EditWorker:
         model: also as accelerate's `prepare`, Fabric's `setup`, DistributedDataParallel or torch.compile have wrapped it.
         optimizer: what trains it, wrapped or not. Several, as Muon for the matrices and AdamW for the rest: the last one's
             `step()` ends an inner step. Within a backward (one for each parameter, which a hook steps as soon as its gradient
-            is there) the inner step ends with that backward. None that writes its own copy of the parameters into them (fp32
-            master weights, Lookahead): that undoes merges, unnoticed.
+            is there) the inner step ends with that backward. None that writes its own copy of the parameters into them: that
+            undoes merges. If each step does (fp32 master weights), a ConfigError after three merges; Lookahead is not noticed.
         collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
         config: `WorkerConfig.of(run)`.
         ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else
@@ -578,6 +578,9 @@ class EditWorker:
             self._keep_local()
         else:
             self._take_rest()
+        with _outside_autograd():
+            for each in self._exchanges:
+                each.undone_merges.before_step()
 
     def _take_rest(self) -> None:
         """Take what no forward has taken."""
@@ -591,6 +594,8 @@ class EditWorker:
         self._other_steps.clear()
         if self._skipped(optimizer):
             return
+        for each in self._exchanges:
+            each.undone_merges.after_step()
         if in_backward():
             self._backward = after_backward(self._end_backward, self._backward)
         else:

@@ -1,0 +1,107 @@
+"""Notices steps that undo merges: an optimizer writes its own copy of the parameters, such as fp32 master weights.
+
+What entering the run or a merge changed in the parameters is compared with what the next inner step changed. A few hundred
+values of each fragment are looked at, and only until one merge has clearly outlasted a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import sqrt
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from edit.errors import ConfigError
+from edit.replica.replica import Replica
+
+__all__ = ["UndoneMerges"]
+
+_SAMPLED: Final = 256  # values of a fragment, about
+_FEWEST: Final = 32  # values: of fewer a step may well be the opposite of a merge by chance
+_UNDONE: Final = 3  # merges, one after the other
+_LOOKS: Final = 32  # a merge that is smaller than a step shows nothing
+
+
+class UndoneMerges:
+    """The watch of one replica: call `before_step`, step the optimizers, call `after_step`.
+
+    It only reads. The ranks of a replica call it together. optimizers: of the model, for the message.
+    """
+
+    def __init__(self, replica: Replica, optimizers: Iterable[Optimizer]) -> None:
+        self._replica = replica
+        self._optimizers = optimizers
+        # By fragment, of those that were written since the last step: the values before, and as the next step found them.
+        self._before: dict[int, Tensor] = {}
+        self._after: dict[int, Tensor] = {}
+        self._stepped = False
+        self._products: list[list[float]] = []  # of merges that a step followed, see `_look`
+        self._undone, self._looks = 0, _LOOKS
+        replica.on_write = self._note
+
+    def before_step(self) -> None:
+        """An optimizer is about to step. Raises ConfigError, at every rank, when a step undid each of the last three merges."""
+        if not self._looks or (self._replica.transfers.pinned and torch.cuda.is_current_stream_capturing()):
+            return
+        self._look()
+        products, self._products = self._products, []
+        for one in products:
+            of_ranks = self._replica.layout.ranks.collect(one)
+            self._judge(*(sum(values) for values in zip(*of_ranks, strict=True)))
+        if not self._looks:
+            self._replica.on_write, self._before, self._after = None, {}, {}
+        for i in self._before.keys() - self._after.keys():
+            self._after[i] = self._sample(i)
+
+    def after_step(self) -> None:
+        """The last of the optimizers has stepped."""
+        self._stepped = bool(self._after)
+
+    def _note(self, i: int) -> None:
+        """Fragment i of the local parameters is about to be written."""
+        self._look()
+        self._after.pop(i, None)
+        if i not in self._before and not self._replica.schema.fragments[i].buffers:
+            self._before[i] = self._sample(i)
+
+    def _look(self) -> None:
+        """If a step followed: compute how many values were looked at, and of merge and step the products with each other and
+        with themselves."""
+        if not self._stepped:
+            return
+        found = torch.zeros(4, dtype=torch.float64, device="cpu")
+        for i, after in self._after.items():
+            merged, stepped = after - self._before[i], self._sample(i) - after
+            found[0] += len(after)
+            found[1:] += torch.stack((merged.dot(stepped), merged.dot(merged), stepped.dot(stepped)))
+        self._products.append(found.tolist())
+        self._before, self._after, self._stepped = {}, {}, False
+
+    def _judge(self, values: float, product: float, merged: float, stepped: float) -> None:
+        self._looks -= 1
+        if values < _FEWEST or not merged * stepped > 0.0:
+            return
+        if -product > 0.9 * sqrt(merged * stepped) and 0.7 < -product / merged < 1.3:
+            self._undone += 1
+            if self._undone == _UNDONE:
+                names = " or ".join(sorted({type(each).__name__ for each in self._optimizers}))
+                raise ConfigError(
+                    f"each of the last {_UNDONE} merges was undone by the next optimizer step: {names} writes a copy of the "
+                    "parameters that it made before, such as fp32 master weights, so this peer trains alone; keep the model in "
+                    "fp32 and train under autocast, or give an optimizer that keeps no copy"
+                )
+            return
+        self._undone = 0
+        if merged > stepped:
+            self._looks = 0
+
+    def _sample(self, i: int) -> Tensor:
+        """Return some values of fragment i as this rank holds it, fp64 on the CPU."""
+        held = self._replica.layout.locals(i)
+        each = -(-_SAMPLED // max(1, len(held)))
+        with self._replica.transfers.beside():
+            some = [flat[:: -(-flat.numel() // each)] for part in held if (flat := part.detach().reshape(-1)).numel()]
+            return torch.cat([part.to("cpu", torch.float64) for part in some] or [torch.zeros(0, dtype=torch.float64)])

@@ -1,0 +1,87 @@
+"""An optimizer that writes its own copy of the parameters into them undoes what others have contributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from edit.errors import ConfigError
+from edit.records import Snapshot
+from edit.worker.worker import EditWorker
+from tests.support.models import regression_batches, small_mlp
+from tests.support.scripted import ScriptedCollective
+from tests.support.scripted_peer import Peer, commit_next
+from tests.support.settings import worker_config
+
+UNDONE = "each of the last 3 merges was undone by the next optimizer step: MasterWeights writes a copy of the parameters"
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """AdamW on fp32 copies, which each step writes into the model's bf16 parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(list(model.parameters()), {})
+        self.masters = [parameter.detach().float().clone() for parameter in model.parameters()]
+        self.inner = torch.optim.AdamW(self.masters, lr=1e-2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        for master, parameter in zip(self.masters, group["params"], strict=True):
+            master.grad = parameter.grad.float()
+        self.inner.step()
+        for master, parameter in zip(self.masters, group["params"], strict=True):
+            parameter.copy_(master)
+
+
+def peer(model: nn.Module, optimizer: torch.optim.Optimizer, theta: Snapshot | None = None, **sync: Any) -> Peer:
+    collective = ScriptedCollective(theta)
+    worker = EditWorker(model, optimizer, collective, worker_config(**{"codec": "fp32", "every": 4} | sync))
+    worker.__enter__()
+    return Peer(model, optimizer, collective, worker, regression_batches(0, next(model.parameters()).dtype))
+
+
+def train(p: Peer, rounds: int, every: int = 4) -> None:
+    for seed in range(rounds):
+        p.step(every)
+        commit_next(p, seed=seed)
+
+
+@pytest.mark.parametrize("sync", [{"mode": "blocking"}, {"mode": "forward"}, {"mode": "delayed", "delay": 2}])
+class TestMasterWeights:
+    def test_the_third_merge_that_is_undone_is_an_error(self, sync: dict[str, Any]) -> None:
+        model = small_mlp(dtype=torch.bfloat16)
+        p = peer(model, MasterWeights(model), **sync)
+        begun = p.worker.outer_step
+        train(p, 2)
+        with pytest.raises(ConfigError, match=UNDONE):
+            train(p, 2)
+        assert p.worker.outer_step == begun + 3
+
+    def test_the_same_optimizer_without_copies_goes_on(self, sync: dict[str, Any]) -> None:
+        model = small_mlp(dtype=torch.bfloat16)
+        p = peer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **sync)
+        train(p, 6)
+        assert p.worker.outer_step >= 5
+
+
+def test_what_entering_the_run_loads_counts_as_a_merge() -> None:
+    founder = small_mlp(seed=1, dtype=torch.bfloat16)
+    theta = peer(founder, MasterWeights(founder)).theta
+    model = small_mlp(seed=2, dtype=torch.bfloat16)
+    p = peer(model, MasterWeights(model), theta)
+    train(p, 1)
+    with pytest.raises(ConfigError, match=UNDONE):
+        train(p, 2)
+    assert p.worker.outer_step == theta.outer_step + 2
+
+
+def test_steps_that_change_nothing_undo_nothing() -> None:
+    model = small_mlp()
+    p = peer(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    begun = p.worker.outer_step
+    train(p, 6)
+    assert p.worker.outer_step == begun + 5
