@@ -37,8 +37,8 @@ class UndoneMerges:
         # By fragment, of those that were written since the last step: the values before, and as the next step found them.
         self._before: dict[int, Tensor] = {}
         self._after: dict[int, Tensor] = {}
-        self._stepped = False
-        self._products: list[list[float]] = []  # of merges that a step followed, see `_look`
+        self._ended, self._stepped = False, False  # an inner step; one after what was written
+        self._products = [0.0] * 4  # of the merge that a step followed last, see `_look`
         self._undone, self._looks = 0, _LOOKS
         replica.on_write = self._note
 
@@ -46,19 +46,20 @@ class UndoneMerges:
         """An optimizer is about to step. Raises ConfigError, at every rank, when a step undid each of the last three merges."""
         if not self._looks or (self._replica.transfers.pinned and torch.cuda.is_current_stream_capturing()):
             return
-        self._look()
-        products, self._products = self._products, []
-        for one in products:
-            of_ranks = self._replica.layout.ranks.collect(one)
+        if self._ended:  # not before each of several optimizers: the ranks wait for each other
+            self._look()
+            of_ranks = self._replica.layout.ranks.collect(self._products)
+            self._ended, self._products = False, [0.0] * 4
             self._judge(*(sum(values) for values in zip(*of_ranks, strict=True)))
         if not self._looks:
             self._replica.on_write, self._before, self._after = None, {}, {}
+            return
         for i in self._before.keys() - self._after.keys():
             self._after[i] = self._sample(i)
 
     def after_step(self) -> None:
         """The last of the optimizers has stepped."""
-        self._stepped = bool(self._after)
+        self._ended, self._stepped = True, bool(self._after)
 
     def _note(self, i: int) -> None:
         """Fragment i of the local parameters is about to be written."""
@@ -77,13 +78,13 @@ class UndoneMerges:
             merged, stepped = after - self._before[i], self._sample(i) - after
             found[0] += len(after)
             found[1:] += torch.stack((merged.dot(stepped), merged.dot(merged), stepped.dot(stepped)))
-        self._products.append(found.tolist())
+        self._products = found.tolist()
         self._before, self._after, self._stepped = {}, {}, False
 
     def _judge(self, values: float, product: float, merged: float, stepped: float) -> None:
-        self._looks -= 1
         if values < _FEWEST or not merged * stepped > 0.0:
             return
+        self._looks -= 1
         if -product > 0.9 * sqrt(merged * stepped) and 0.7 < -product / merged < 1.3:
             self._undone += 1
             if self._undone == _UNDONE:

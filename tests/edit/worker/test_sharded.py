@@ -196,6 +196,7 @@ def all_settings() -> dict[str, Any]:
     seen["gathered"] = gathered()
     seen["replaced"] = replaced_at_one_rank()
     seen["update points"] = update_points()
+    seen["undone"] = undone()
     return seen
 
 
@@ -298,6 +299,34 @@ def update_points() -> list[list[str]]:
     return found
 
 
+class OwnCopies(torch.optim.Optimizer):
+    """Trains copies of the parameters, and writes them into the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(list(model.parameters()), {})
+        self.copies = [parameter.detach().clone() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter, copy in zip(self.param_groups[0]["params"], self.copies, strict=True):
+            copy.sub_(parameter.grad.sign(), alpha=1e-4)
+            parameter.copy_(copy)
+
+
+def undone() -> tuple[int, str]:
+    model, _, oracle, _ = peer(True)
+    optimizer = OwnCopies(model)
+    worker = EditWorker(model, optimizer, oracle, worker_config(every=EVERY, codec="fp32"))
+    step = 0
+    try:
+        with worker:
+            for step in range(ROUNDS * EVERY):
+                train_step(model, optimizer, batches(step))
+    except ConfigError as error:
+        return step, str(error)
+    return step, ""
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return at_every_rank(all_settings, 2, tmp_path_factory.mktemp("ranks"))
@@ -359,6 +388,12 @@ def test_explicit_forward_prefetch_and_ranks_that_disagree_are_refused(two_ranks
     for seen in two_ranks:
         assert "prefetches the parameters of later modules" in seen["prefetch"]
         assert seen["disagree"].startswith("the ranks of this replica disagree on the worker's configuration")
+
+
+def test_an_optimizer_that_undoes_merges_is_an_error_at_every_rank_at_the_same_step(two_ranks: list[dict[str, Any]]) -> None:
+    (step, told), other = (seen["undone"] for seen in two_ranks)
+    assert told.startswith("each of the last 3 merges was undone by the next optimizer step: OwnCopies writes a copy")
+    assert other == (step, told) and step > 2 * EVERY
 
 
 # A checkpoint of one number of ranks, loaded by another.
