@@ -1,18 +1,21 @@
-"""What the page of a run asks of its coordinator: statuses as they come, and the operator's orders."""
+"""What the page of a run asks of its coordinator: statuses as they come, who may look, and the operator's orders."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+from cryptography import x509
+
 from aggregator.operator_client import ask_every, drain_run, evict_peer, pause_run, resume_run, watch_run
 from aggregator.past import last_status
-from aggregator.security.members import OPERATOR_ID
+from aggregator.security.members import OPERATOR_ID, Members
 from aggregator.storage.state_folder import StateFolder
-from edit.errors import TransportError
+from edit.errors import StorageError, TransportError
 from edit.view.overlaid import overlaid
 from edit.web.feed import Source
 from edit.web.serve import EVERY_S, page_tls, serve_page
@@ -39,13 +42,36 @@ def serve_operators_page(
     Args:
         certificate, key: what the page's server shows to others than this machine, in PEM; None: the coordinator's own.
         beside: other runs, whose curves are shown, too.
+
+    Raises as `edit.web.serve.serve_page`, and StorageError where members.json is needed and cannot be read.
     """
     own = (folder.path / "server.pem", folder.path / "server.key")
     tls = page_tls(listen, certificate, key, folder.path / "ca.pem", own)
     identity = Identity(folder.run_id, "operator", OPERATOR_ID)
     serve_page(
-        statuses_of_operator(folder, beside), identity, listen=listen, tls=tls, give_order=partial(give_order, folder), say=say
+        statuses_of_operator(folder, beside),
+        identity,
+        listen=listen,
+        tls=tls,
+        give_order=partial(give_order, folder),
+        why_refused=_Enrolled(folder.path / "members.json").why_refused if tls is not None else None,
+        say=say,
     )
+
+
+class _Enrolled:
+    """Who may look, by what members.json says now: `serve`, in another process, writes it. Raises StorageError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._members, self._read = Members(path), b""
+
+    def why_refused(self, identity: Identity, certificate: x509.Certificate) -> str | None:
+        """As `Members.why_refused`. While the file cannot be read, what it said last counts."""
+        with contextlib.suppress(OSError, StorageError):
+            if (found := self._path.read_bytes()) != self._read:
+                self._members, self._read = Members(self._path), found
+        return self._members.why_refused(identity, certificate)
 
 
 def statuses_of_operator(folder: StateFolder, beside: Mapping[str, RunStatus]) -> Source:

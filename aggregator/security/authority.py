@@ -3,6 +3,8 @@
 An invitation lies in invitations/ as `<sha256 of its token>.json`, never with the token itself. Redeeming renames it to
 `<sha256>.<sha256 of the public key>.used` before a certificate is issued: the rename succeeds once, and its name says for which
 key. So a crash or a lost reply costs the machine that redeemed it nothing: it asks again and gets the same certificate.
+Each has a number, which says which of two for one name was made later: once that was redeemed, the earlier one is void. Those
+of before there were numbers have 0.
 
 A renewed certificate is for the same identity and the same key: only the certificate is replaced, so nothing can end up with a
 key and a certificate that do not fit, and whoever has the earlier certificate of that key goes on with it until it expires.
@@ -190,7 +192,10 @@ class Authority:
         if wrong is not None or len(enrol) > MAX_ENDPOINTS:
             raise ConfigError(f"server.advertise: an invitation needs 1 to {MAX_ENDPOINTS} addresses HOST:PORT, not {wrong!r}")
         token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)
-        record = {"peer_id": peer_id, "role": role, "expires": expires}
+        number = 1 + max(
+            self._last_number(peer_id, "*.json"), self._last_number(peer_id, "*.used")
+        )  # redeemed meanwhile: there
+        record = {"peer_id": peer_id, "role": role, "expires": expires, "number": number}
         write_json(self._invitations / f"{_hash(token.encode())}.json", record, version=INVITATION_FORMAT, mode=0o600)
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
 
@@ -235,7 +240,8 @@ class Authority:
         """Return (certificate in DER, identity) for the machine that holds the key of the request.
 
         The same key may ask again until the invitation expires, and gets the same certificate. Raises RefusedError (unknown,
-        used, expired, evicted), RemoteProtocolError (request damaged), StorageError. Nothing is used up by an error.
+        used, a later one used, expired, evicted), RemoteProtocolError (request damaged), StorageError. Nothing is used up by an
+        error.
         """
         if not TOKEN.fullmatch(token):
             raise RefusedError(_UNKNOWN)
@@ -247,10 +253,12 @@ class Authority:
         if not used.exists() and not pending.exists():
             raise RefusedError(self._why_gone(pending))
         record = _read_record(used if used.exists() else pending)
-        identity = Identity(self.run_id, str(record["role"]), str(record["peer_id"]))
+        identity = Identity(self.run_id, record["role"], record["peer_id"])
         self._check_invitable(identity)
         if now >= float(record["expires"]):
             raise RefusedError("this invitation has expired; ask the run's operator for a new one")
+        if "certificate" not in record and self._last_number(identity.peer_id, "*.used") > record["number"]:
+            raise RefusedError(f"a later invitation for {identity.peer_id} was used; ask the run's operator for a new one")
         if not used.exists():
             self._claim(pending, used)
         if "certificate" not in record:
@@ -296,6 +304,20 @@ class Authority:
         if self._used is None:
             self._used = {path.name.partition(".")[0] for path in self._invitations.glob("*.used")}
         return self._used
+
+    def _last_number(self, peer_id: str, pattern: str) -> int:
+        """Return the greatest number of this name's invitations in files of that pattern; 0: there is none, or none has one."""
+        last = 0
+        for path in self._invitations.glob(pattern):
+            try:
+                record = _read_record(path)
+            except StorageError:
+                if path.exists():
+                    raise
+                continue  # redeemed or withdrawn since the folder was listed
+            if record["peer_id"] == peer_id:
+                last = max(last, record["number"])
+        return last
 
     def _check_invitable(self, identity: Identity) -> None:
         if identity.peer_id in (OPERATOR_ID, COORDINATOR_ID):
@@ -425,6 +447,13 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
 def _read_record(path: Path) -> dict[str, Any]:
     try:
         record = read_json(path, version=INVITATION_FORMAT)
-        return {**record, "expires": float(record["expires"])}
+        peer_id, role = str(record["peer_id"]), str(record["role"])
+        return {
+            **record,
+            "peer_id": peer_id,
+            "role": role,
+            "expires": float(record["expires"]),
+            "number": int(record.get("number", 0)),
+        }
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(f"{path}: is damaged; delete it and invite again ({error})") from error

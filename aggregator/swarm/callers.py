@@ -15,6 +15,7 @@ only once it is voted out), not enrolled by what is known here, or on another ma
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 
+from aggregator.security.certificates import public_hash
 from aggregator.security.members import Members
 from edit.council.record import Record, peer_of
 from edit.errors import EvictedError, RefusedError, StaleError
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
-__all__ = ["Callers", "certificate_of", "moved", "shut_out"]
+__all__ = ["Callers", "certificate_of", "moved", "shut_out", "why_outside"]
 
 _HERE = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")  # as gRPC names callers on this machine
 
@@ -128,7 +130,7 @@ class Callers:
             self._check_authority(identity.peer_id, certificate)
         record = self._record()
         if record is not None and not record.may_enter(identity.peer_id):
-            raise StaleError(f"{identity.peer_id} is not enrolled, whoever signed its certificate")
+            raise StaleError(_not_enrolled(identity.peer_id))
         if self._members.superseded(identity.peer_id, certificate):
             raise RefusedError(moved(identity.peer_id))
         if identity.role == "peer":
@@ -164,3 +166,29 @@ def moved(peer_id: str) -> str:
 def shut_out(record: Record) -> frozenset[str]:
     """Return the evicted whom nobody needs any more. A voter, also one that is being voted out, may be needed for a quorum."""
     return frozenset(record.evicted.keys() - {peer_of(name) for name in record.electors})
+
+
+def why_outside(record: Record, identity: Identity, certificate: x509.Certificate) -> str | None:
+    """Return why the record shuts the holder of a certificate out, which an authority of the run signed; None: it does not.
+
+    The record may be what another member says: an authority in it that cannot be read has signed nothing.
+    """
+    peer_id, enrolled = identity.peer_id, record.enrolled.get(identity.peer_id)
+    if identity.role in ("operator", "observer") and record.roots:
+        try:
+            present = x509.load_der_x509_certificate(base64.b64decode(record.roots[-1].certificate))
+        except ValueError:
+            return "the certificate of the run's authority cannot be read"
+        if not is_signed_by(certificate, present):
+            return "the authority that signed it was replaced"
+    if identity.role == "operator":
+        return None
+    if peer_id in record.evicted:
+        return record.evicted[peer_id]
+    if not record.may_enter(peer_id):
+        return _not_enrolled(peer_id)
+    return moved(peer_id) if enrolled is not None and enrolled.key != public_hash(certificate) else None
+
+
+def _not_enrolled(peer_id: str) -> str:
+    return f"{peer_id} is not enrolled, whoever signed its certificate"

@@ -210,7 +210,7 @@ def web(
             async for status in told:
                 yield overlaid(status, others)
 
-    serve_page(statuses, watching.identity, listen=listen, tls=tls, say=typer.echo)
+    serve_page(statuses, watching.identity, listen=listen, tls=tls, why_refused=watching.why_refused, say=typer.echo)
 
 
 @app.command()

@@ -16,9 +16,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from cryptography import x509
+
 from aggregator.control.shown_settings import settings_of
 from aggregator.past import Past, Saved
 from aggregator.swarm.admission import OwnCertificate, take_settings
+from aggregator.swarm.callers import why_outside
 from aggregator.swarm.host_folder import HostFolder, Settings, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.operate import Survey, part_control, renewed, survey
@@ -26,6 +29,7 @@ from aggregator.swarm.standing import Report
 from edit.config.run import RunConfig
 from edit.council.record import Phase
 from edit.errors import EditError, TransportError
+from editpb.identity import Identity
 from editpb.run_status import CouncilMember, CouncilPart, CouncilStatus, MemberStatus, RunStatus
 from editpb.transport.watch import watch
 from editpb.validity import duration
@@ -58,11 +62,15 @@ class SwarmWatch:
         path: the folder.
         every_s: between two statuses.
         unix: seconds since 1970.
+
+    Raises ConfigError, StorageError for what the folder has.
     """
 
     def __init__(self, path: Path, every_s: float = 1.0, unix: Callable[[], float] = time.time) -> None:
         self._path, self._every_s, self._unix = path, every_s, unix
         self.identity = identity_of(path)
+        saved = MemberFolder(path).saved()
+        self._record = saved.record if saved is not None else None  # the newest that was seen
         self._config, self._fragments = _settings(path)
         self._shown = settings_of(self._config)
         self._gossips = self._config.outer.algorithm == "gossip"
@@ -84,6 +92,8 @@ class SwarmWatch:
         try:
             while True:
                 found = await survey(self._path)
+                if self._record is None or self._record.stamp < found.record.stamp:
+                    self._record = found.record
                 if self.identity.role == "observer":
                     await self._keep_folder(found)
                 for number, part in enumerate(found.record.parts[: len(self._parts)]):
@@ -107,6 +117,15 @@ class SwarmWatch:
             self._owners.clear()
             for task in tasks.values():
                 await _ended(task)
+
+    def why_refused(self, identity: Identity, certificate: x509.Certificate) -> str | None:
+        """Return why the swarm shuts the holder of a certificate out, by the newest record that was seen; None: it does not.
+
+        Until a host has answered, that is the record in the folder; without it everybody is refused.
+        """
+        if self._record is None:
+            return "the swarm has not answered yet, and who is its member is not known"
+        return why_outside(self._record, identity, certificate)
 
     def _serves(self, owner: str) -> str | None:
         """Return whom to ask for the rounds of a part: its owner. With gossip each host tells its own peer, and nobody else."""

@@ -19,11 +19,13 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from cryptography import x509
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from edit.plain_text import printable
 from edit.web.page import render_notice
 from editpb.identity import Identity
 
@@ -59,10 +61,11 @@ class Viewer:
 
 @dataclass(frozen=True, slots=True)
 class Certified:
-    """What the certificate of a TLS connection says. until: its end, in seconds since 1970."""
+    """The certificate of a TLS connection, and what it says. until: its end, in seconds since 1970."""
 
     identity: Identity
     until: float
+    certificate: x509.Certificate
 
 
 class Access(Protocol):
@@ -156,12 +159,12 @@ class MemberAccess:
 
     Args:
         run_id: of the certificates.
-        evicted: whether a member was evicted since it got its certificate.
+        why_refused: why the run shuts the holder of a certificate out, in words; None: it does not.
         unix: seconds since 1970.
     """
 
-    def __init__(self, run_id: str, evicted: Callable[[str], bool], unix: Callable[[], float]) -> None:
-        self._run_id, self._evicted, self._unix = run_id, evicted, unix
+    def __init__(self, run_id: str, why_refused: Callable[[Certified], str | None], unix: Callable[[], float]) -> None:
+        self._run_id, self._why_refused, self._unix = run_id, why_refused, unix
 
     def viewer(self, request: Request) -> Viewer | Response:
         """Return the member, who gives no orders."""
@@ -171,8 +174,8 @@ class MemberAccess:
             return _refused(request, "This page needs the certificate of a member of the run.", 403)
         if self._unix() > certified.until:  # the connection may be older
             return _refused(request, "The certificate has expired.", 403)
-        if self._evicted(identity.peer_id):
-            return _refused(request, "This member was evicted from the run.", 403)
+        if (why := self._why_refused(certified)) is not None:
+            return _refused(request, f"Not open to this certificate: {printable(why)}.", 403)
         return Viewer(identity.peer_id, identity.role)
 
 

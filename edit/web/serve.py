@@ -24,10 +24,13 @@ from edit.errors import ConfigError, RefusedError
 from edit.web.access import Access, Certified, Guard, LocalAccess, MemberAccess
 from edit.web.app import GiveOrder, make_app
 from edit.web.feed import Feed, Source
-from editpb.identity import Identity, from_uri
+from editpb.identity import Identity, from_certificate, is_signed_by
 
-__all__ = ["EVERY_S", "PageServer", "Tls", "page_tls", "serve_page"]
+__all__ = ["EVERY_S", "PageServer", "Tls", "WhyRefused", "page_tls", "serve_page"]
 
+WhyRefused = Callable[[Identity, x509.Certificate], str | None]  # why the run shuts somebody out; None: it does not
+
+_log = logging.getLogger(__name__)
 MOST_CONNECTIONS = 128
 EVERY_S = 2.0  # between two statuses that the page asks the run for: each costs an aggregator a few milliseconds
 
@@ -68,6 +71,7 @@ def serve_page(
     listen: str = "127.0.0.1:0",
     tls: Tls | None = None,
     give_order: GiveOrder | None = None,
+    why_refused: WhyRefused | None = None,
     say: Callable[[str], None],
 ) -> None:
     """Serve the page until Ctrl-C or SIGTERM.
@@ -78,13 +82,15 @@ def serve_page(
         listen: HOST:PORT. On loopback a printed link opens the page; elsewhere a member's certificate does.
         tls: see `page_tls`.
         give_order: carries out an order of whoever opened the printed link; None: there are none.
+        why_refused: decides with `tls` who of the run's authority's members may look, at each request and each message of a
+            stream. None: who was evicted by the status may not, and nobody before there is one.
         say: prints a line.
 
     Raises ConfigError for an address or a certificate that cannot be used, and what the source raises.
     """
 
     async def run() -> None:
-        server = PageServer(source, identity, listen=listen, tls=tls, give_order=give_order, say=say)
+        server = PageServer(source, identity, listen=listen, tls=tls, give_order=give_order, why_refused=why_refused, say=say)
         await server.run()
 
     asyncio.run(run())
@@ -101,6 +107,7 @@ class PageServer:
         listen: str,
         tls: Tls | None = None,
         give_order: GiveOrder | None = None,
+        why_refused: WhyRefused | None = None,
         say: Callable[[str], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,6 +117,8 @@ class PageServer:
                 f"--listen {listen}: on an address that others reach, the page needs TLS: give --certificate and --key"
             )
         context = _ssl_context(tls) if tls is not None else None
+        roots = _Roots(tls.authority, context) if tls is not None and context is not None else None
+        told = why_refused or self._why_evicted
         names = ("localhost", "127.0.0.1", "[::1]") if tls is None else _names_in(tls.certificate)
         self._socket = _bind(host, port, listen)
         self._feed = Feed(source)
@@ -117,7 +126,7 @@ class PageServer:
         scheme = "https" if tls else "http"
         self.address = f"{scheme}://{_bracketed(host) if tls is None else names[0]}:{port}"
         access: Access
-        if tls is None:
+        if roots is None:
             access = LocalAccess(
                 identity.peer_id,
                 identity.role,
@@ -127,7 +136,11 @@ class PageServer:
                 cookie=f"edit-{port}",
             )
         else:
-            access = MemberAccess(identity.run_id, self._is_evicted, time.time)
+
+            def why(who: Certified) -> str | None:
+                return roots.why_refused(who.certificate) or told(who.identity, who.certificate)
+
+            access = MemberAccess(identity.run_id, why, time.time)
             say(f"{self.address}  (with a certificate of a member of {identity.run_id})")
         hosts = {f"{name.lower()}:{port}" for name in names} | (
             {name.lower() for name in names} if port in (80, 443) else set()
@@ -135,9 +148,11 @@ class PageServer:
         app = make_app(self._feed, give_order if tls is None else None, monotonic=monotonic)
         self._server = _Server(_config(Guard(app, access, hosts, scheme), context), self._feed)
 
-    def _is_evicted(self, peer_id: str) -> bool:
-        status = self._feed.status
-        return status is None or any(row.peer_id == peer_id and row.state == "evicted" for row in status.members)
+    def _why_evicted(self, identity: Identity, certificate: x509.Certificate) -> str | None:
+        if (status := self._feed.status) is None:
+            return "the run has not answered yet, and who was evicted is not known"
+        evicted = any(row.peer_id == identity.peer_id and row.state == "evicted" for row in status.members)
+        return "this member was evicted from the run" if evicted else None
 
     async def run(self) -> None:
         """Serve until a signal, or until the source fails for good; then raise what it raised."""
@@ -153,6 +168,40 @@ class PageServer:
     def stop(self) -> None:
         """End `run` soon."""
         self._server.should_exit = True
+
+
+class _Roots:
+    """The run's authorities, as their file names them now: a swarm can put another in the place of its own.
+
+    A context forgets none that it was told. So handshakes go on with one that was replaced, and here its members are refused.
+
+    Args:
+        file: in PEM.
+        context: of the server. It is told before each handshake who is new.
+    """
+
+    def __init__(self, file: Path, context: ssl.SSLContext) -> None:
+        self._file, self._context = file, context
+        self._pem, self._roots = b"", list[x509.Certificate]()
+        self._look()
+        context.sni_callback = lambda *_: self._look()
+
+    def why_refused(self, certificate: x509.Certificate) -> str | None:
+        """Return that none of the authorities signed this, or None."""
+        self._look()
+        signed = any(is_signed_by(certificate, root) for root in self._roots)
+        return None if signed else "the authority that signed it was replaced"
+
+    def _look(self) -> None:
+        """Read the file; while that cannot be done, what it said last counts."""
+        try:
+            pem = self._file.read_bytes()
+            if pem != self._pem:
+                roots = x509.load_pem_x509_certificates(pem)
+                self._context.load_verify_locations(self._file)
+                self._pem, self._roots = pem, roots
+        except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
+            _log.debug("%s: cannot be read (%s)", self._file, error)
 
 
 class _Server(uvicorn.Server):
@@ -183,9 +232,9 @@ class _MemberProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        certificate = transport.get_extra_info("peercert")
-        if certificate:
-            self.app = _Named(self.app, _certified(certificate))
+        tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+        if tls is not None and (der := tls.getpeercert(binary_form=True)):
+            self.app = _Named(self.app, _certified(der))
 
 
 class _Named:
@@ -197,12 +246,12 @@ class _Named:
         await self._app(scope, receive, send)
 
 
-def _certified(certificate: dict[str, Any]) -> Certified | None:
+def _certified(der: bytes) -> Certified | None:
     """Return what a verified certificate says; None: it names no member, or several."""
-    uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
     try:
-        return Certified(from_uri(uris[0]), ssl.cert_time_to_seconds(certificate["notAfter"])) if len(uris) == 1 else None
-    except RefusedError:
+        certificate = x509.load_der_x509_certificate(der)
+        return Certified(from_certificate(certificate), certificate.not_valid_after_utc.timestamp(), certificate)
+    except (RefusedError, ValueError):
         return None
 
 

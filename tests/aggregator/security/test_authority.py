@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 import aggregator.security.authority as authority_module
 import aggregator.security.members as members_module
 from aggregator.security.authority import Authority
-from aggregator.security.certificates import key_pem
+from aggregator.security.certificates import key_pem, public_hash
 from aggregator.security.members import Members
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, StorageError
 from editpb.identity import Identity, from_certificate
@@ -210,6 +211,53 @@ def test_a_crash_between_claim_and_certificate_burns_nothing_for_that_key(
     certificate = redeem(again, token, key)
     record = again.members.get("alice")
     assert record is not None and record.serial == f"{certificate.serial_number:x}"
+
+
+def test_an_earlier_invitation_is_void_once_a_later_one_for_the_name_was_used(authority: Authority, tmp_path: Path) -> None:
+    first, _, later, key = *(invite(authority).token for _ in range(3)), new_key()
+    bob = invite(authority, "bob").token
+    before = redeem(authority, first, key)
+    second, joined = invite(authority).token, new_key()
+    redeem(authority, second, joined)
+    again = Authority.load(tmp_path, RUN)
+    with pytest.raises(RefusedError, match="a later invitation for alice was used; ask the run's operator for a new one"):
+        redeem(again, later, new_key())
+    assert redeem(again, first, key) == before, "the same key may repeat"
+    record = again.members.get("alice")
+    assert record is not None and record.key == public_hash(redeem(again, second, joined))
+    redeem(again, bob, new_key())
+    redeem(again, invite(again).token, new_key())
+
+
+def test_a_claim_without_a_certificate_is_void_once_a_later_invitation_was_used(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, key = invite(authority).token, new_key()
+
+    def full(*_: object) -> str:
+        raise StorageError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(authority, "_enrol", full)
+        with pytest.raises(StorageError):
+            redeem(authority, token, key)
+    redeem(authority, invite(authority).token, new_key())
+    with pytest.raises(RefusedError, match="a later invitation for alice was used"):
+        redeem(authority, token, key)
+
+
+def test_an_invitation_of_before_there_were_numbers_counts_until_a_later_one_was_used(
+    authority: Authority, tmp_path: Path
+) -> None:
+    tokens = [invite(authority).token for _ in range(2)]
+    for path in (tmp_path / "invitations").iterdir():
+        path.write_text(re.sub(r',\s*"number": [0-9]+', "", path.read_text()))
+        assert "number" not in path.read_text()
+    redeem(authority, tokens[1], new_key())
+    later = invite(authority).token
+    redeem(authority, later, new_key())
+    with pytest.raises(RefusedError, match="a later invitation for alice was used"):
+        redeem(authority, tokens[0], new_key())
 
 
 def test_an_expired_one_is_refused_and_can_not_be_used_later_either(authority: Authority) -> None:

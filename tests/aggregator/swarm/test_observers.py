@@ -48,6 +48,19 @@ async def observer(swarm: Hosts, home: Path, name: str = "eye") -> Path:
     return home
 
 
+def page_of(swarm: Hosts, peer_id: str) -> SwarmWatch:
+    """What the page of a member's folder asks."""
+    folder = swarm.path / peer_id
+    (folder / "run.toml").write_bytes((swarm.path / "run" / "run.toml").read_bytes())
+    HostFolder(listen=swarm.running[peer_id].listen, advertise="127.0.0.1").save(folder)
+    return SwarmWatch(folder, every_s=0.0)
+
+
+def certified(home: Path) -> tuple[Identity, x509.Certificate]:
+    certificate = x509.load_pem_x509_certificate((home / "peer.pem").read_bytes())
+    return from_certificate(certificate), certificate
+
+
 async def first(home: Path) -> object:
     async with aclosing(SwarmWatch(home, every_s=0.0).statuses()) as statuses:
         return await anext(statuses)
@@ -98,10 +111,17 @@ def test_an_observer_is_no_member_gives_no_orders_and_can_be_evicted(tmp_path: P
             is_member(home)
         async with aclosing(SwarmWatch(home, every_s=0.0).statuses()) as statuses:
             await anext(statuses)
+            watching = page_of(swarm, "a")
+            assert watching.why_refused(*certified(home)) is None
             told = await in_thread(operate.evict, swarm.path / "a", "eye", "looked too long")
             assert told.startswith("eye is evicted") and swarm.record.members.keys() == {*"abc"}
             with pytest.raises(EvictedError, match="looked too long"):
                 await first_that(statuses, lambda status: False)
+        async with aclosing(watching.statuses()) as seen:
+            await anext(seen)
+        for of_a in (watching, SwarmWatch(swarm.path / "a")):  # by what hosts say; by what lies in the folder
+            assert of_a.why_refused(*certified(home)) == "looked too long"
+        assert "has not answered yet" in (SwarmWatch(home).why_refused(*certified(home)) or "")
         with pytest.raises(RefusedError, match="eye was evicted"):
             invite(swarm.path / "a", "eye", role="observer", hours=1, now=time.time())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from aggregator.security.certificates import make_ca
 from edit.errors import TransportError
 from edit.web.access import HEADERS, LINK_S, MOST_SESSIONS, SESSION_S, Certified, Guard, LocalAccess, MemberAccess
 from edit.web.app import make_app
@@ -23,6 +24,7 @@ RUN = "ocean-5f3a91c2"
 SAME_SITE = {"origin": f"http://{HOST}", "sec-fetch-site": "same-origin"}
 CROSS_SITE = {"origin": "http://evil.example", "sec-fetch-site": "cross-site"}
 EXPIRY = 1000.0
+_, CERTIFICATE = make_ca(RUN, 0.0)
 READS = ("/", "/stream", "/rounds/3", "/report.html", "/status.json")
 
 
@@ -238,7 +240,7 @@ async def test_static_files_are_those_of_the_page_only() -> None:
 
 def as_member(role: str, peer_id: str = "basel", run_id: str = RUN) -> dict[str, Any]:
     """What the connection's certificate names, as `edit.web.serve` puts it into the scope."""
-    return {"scheme": "https", "edit.certified": Certified(Identity(run_id, role, peer_id), until=EXPIRY)}
+    return {"scheme": "https", "edit.certified": Certified(Identity(run_id, role, peer_id), EXPIRY, CERTIFICATE)}
 
 
 def members_page(status: RunStatus, evicted: Collection[str] = (), now: float = 0.0) -> Guard:
@@ -250,7 +252,7 @@ def members_page(status: RunStatus, evicted: Collection[str] = (), now: float = 
 def guard_for_members(feed: Feed, evicted: Collection[str] = (), now: float = 0.0) -> Guard:
     return Guard(
         make_app(feed, monotonic=lambda: 0.0),
-        MemberAccess(RUN, lambda peer_id: peer_id in evicted, lambda: now),
+        MemberAccess(RUN, lambda who: "<b>evicted" if who.identity.peer_id in evicted else None, lambda: now),
         {HOST},
         "https",
     )

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from aggregator.security.certificates import Issuer, key_pem, make_ca, new_key
+from aggregator.security.certificates import Issuer, key_pem, make_ca, new_key, public_hash
 from edit.errors import ConfigError, RefusedError
 from edit.web import check_installed
 from edit.web.feed import Source
@@ -186,6 +187,58 @@ async def test_over_tls_a_members_certificate_opens_the_page_and_no_other(tmp_pa
             with pytest.raises(OSError):  # the handshake fails, or the connection is cut behind it
                 await ask_as(stranger)
     assert given == []
+
+
+@on_a_loop
+async def test_who_may_look_is_decided_by_certificate_and_by_the_authority_of_now(tmp_path: Path) -> None:
+    ours, later = Authority(tmp_path / "ours"), Authority(tmp_path / "later")
+    tls = Tls(*ours.issue("coordinator", "coordinator", ("127.0.0.1",)), tmp_path / "ours" / "ca.pem")
+    trusts = tmp_path / "trusts.pem"
+    trusts.write_bytes(tls.authority.read_bytes())
+    keys = set[str]()
+
+    def why(identity: Identity, certificate: x509.Certificate) -> str | None:
+        return f"{identity.peer_id} has another key" if public_hash(certificate) in keys else None
+
+    async with served(busy_run(3), tls=tls, why_refused=why) as (server, _):
+        host = server.address.removeprefix("https://")
+
+        async def ask_as(member: tuple[Path, Path]) -> tuple[int, str]:
+            code, _, text = await get(http.client.HTTPSConnection(host, context=ours.browser(trusts, member)), "/", {})
+            return code, text
+
+        old = ours.issue("peer", "basel")
+        assert (await ask_as(old))[0] == 200
+        open_ = http.client.HTTPSConnection(host, context=ours.browser(trusts, old))
+        stream = await asyncio.to_thread(lambda: open_.request("GET", "/stream") or open_.getresponse())
+        keys.add(public_hash(x509.load_pem_x509_certificate(old[0].read_bytes())))
+        server._feed._changed()
+        await asyncio.to_thread(stream.read)  # ends, and properly
+        open_.close()
+        code, text = await ask_as(old)
+        assert code == 403 and "Not open to this certificate: basel has another key." in text
+        ada, new = ours.issue("observer", "ada"), later.issue("observer", "ada")
+        with pytest.raises(OSError):
+            await ask_as(new)
+        tls.authority.write_bytes((later.folder / "ca.pem").read_bytes() + tls.authority.read_bytes())
+        assert [(await ask_as(who))[0] for who in (new, ada)] == [200, 200], "both, while there are certificates of both"
+        tls.authority.write_bytes((later.folder / "ca.pem").read_bytes())
+        code, text = await ask_as(ada)
+        assert code == 403 and "the authority that signed it was replaced" in text
+        tls.authority.write_bytes(b"damaged")
+        assert [(await ask_as(who))[0] for who in (ada, new)] == [403, 200]
+
+
+@on_a_loop
+async def test_before_the_run_has_answered_nobody_looks_where_only_its_status_says_who_was_evicted(tmp_path: Path) -> None:
+    ours = Authority(tmp_path / "ours")
+    tls = Tls(*ours.issue("coordinator", "coordinator", ("localhost",)), tmp_path / "ours" / "ca.pem")
+    async with served(busy_run(3), tls=tls) as (server, _):
+        basel = Identity(RUN, "peer", "basel")
+        status, server._feed.status = server._feed.status, None
+        assert "has not answered yet" in (server._why_evicted(basel, ours.issuer.certificate) or "")
+        server._feed.status = status or busy_run(3)
+        assert server._why_evicted(basel, ours.issuer.certificate) is None
 
 
 def test_a_certificate_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
