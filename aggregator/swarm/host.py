@@ -864,7 +864,9 @@ class Host:
                 self._moved.add(peer_id)
         moved = {*self._moved, *(peer_id for peer_id, member in members.items() if member.incarnation == 0)}  # its life is over
         found, seeds = ({p: at for p, at in each.items() if p not in moved} for each in (self._found, self._seeds))
-        sources = known, found, seeds
+        relay = (self._place.relay,) if self._place.relay else ()  # they may be at this one, wherever they were last
+        behind = [p for p, member in members.items() if member.relayed] if record is not None else [*seeds]
+        sources = known, found, seeds, dict.fromkeys(behind, relay)
         peers = {*known, *found, *seeds} - (shut_out(record) if record is not None else set())
         self.links.reach({p: tuple(dict.fromkeys(each for source in sources for each in source.get(p, ()))) for p in peers})
         if self._discovery is not None:
