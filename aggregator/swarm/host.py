@@ -111,7 +111,6 @@ from edit.errors import (
     EditError,
     EvictedError,
     GoneError,
-    LocalProtocolError,
     RefusedError,
     RemoteProtocolError,
     StaleError,
@@ -267,8 +266,8 @@ class Host:
         settings: what new members are told, and the record must say.
         authority: the run's, where this member can let others in.
         relayed: by which it is reached, where its place has a relay.
+        signer: has the key of this member's certificate.
         certificate: of this member, for it to be renewed.
-        signer: has the key of this member's certificate, for the entries of a run with an audit log; None: the run has none.
         limit: of what is sent to others; not of what stays on this machine.
         on_commit: is told of each outer step that is taken here, in the part's thread.
         subscribers: returns who is told what happens in the rounds of a part, each time that this member begins to serve it.
@@ -288,6 +287,7 @@ class Host:
         server: grpc.ServerCredentials,
         members: Members,
         *,
+        signer: Signer,
         seeds: Addresses | None = None,
         timing: Timing | None = None,
         discovery: Discovery | None = None,
@@ -296,7 +296,6 @@ class Host:
         authority: Authority | None = None,
         relayed: RelayedPort | None = None,
         certificate: OwnCertificate | None = None,
-        signer: Signer | None = None,
         limit: SendLimit = UNLIMITED,
         on_commit: Callable[[int, Commit], None] = lambda part, commit: None,
         subscribers: Callable[[int], Sequence[Subscriber]] = lambda part: (),
@@ -310,8 +309,6 @@ class Host:
         self._enrolled: dict[str, str] = {}  # for which key each name was enrolled when it was heard of first
         self._moved = set[str]()  # who was enrolled for another since: only the record says where the new machine is
         self._settings, self._authority, self._certificate, self._signer = settings, authority, certificate, signer
-        if config.audit.enabled and signer is None:
-            raise LocalProtocolError("a member of a run with an audit log needs the key of its certificate")
         self._subscribers = subscribers
         self._trust = Trust(folder.path) if certificate is not None else None
         if self._trust is not None:
@@ -391,7 +388,7 @@ class Host:
         if not any(state.digest for state in states):
             states = []
         self._council = Council(self.run_id, self.peer_id, member, saved, states, self._timing, self._clock.monotonic())
-        self._links = Links(self.run_id, self.peer_id, saved.incarnation, self._credentials, self)
+        self._links = Links(self.run_id, self.peer_id, saved.incarnation, self._credentials, self._signer, self)
         await self._server.start()
         self._reach(saved.record)
         for part in self.parts:
@@ -721,21 +718,21 @@ class Host:
         await self._room.acquire()
         self._events.put_nowait((ev.Received(sender, word, key), True))
 
-    def key_of(self, peer_id: str) -> str:
-        """See `Listener`."""
+    def _key_of(self, peer_id: str) -> str:
+        """Return for which key a name is enrolled, as far as known here; '': it is not."""
         record = self._newest_record()
         enrolled = record.enrolled.get(peer_id) if record is not None else None
         return enrolled.key if enrolled is not None else ""
 
-    def _why_over(self, stream: Stream) -> EditError | None:
-        """Return why a stream counts no more: its certificate is over, or its peer has another key.
+    def why_over(self, stream: Stream) -> EditError | None:
+        """See `Listener`: its certificate is over, or its peer has another key than was enrolled.
 
-        A voter with another key is heard until it is voted out, which may need it.
+        A voter of an earlier life is heard with another key until it is voted out, which may need it.
         """
         if stream.certificate is not None and (text := self.callers.why_over(stream.peer_id, stream.certificate)):
             return RefusedError(text)
-        record = self.council.committed
-        if record is None or stream.name in record.electors:
+        record = self.council.committed or self.council.record
+        if record is None or stream.name in record.electors - record.names:
             return None
         if stream.key and (enrolled := record.enrolled.get(stream.peer_id)) is not None and enrolled.key != stream.key:
             return RefusedError(moved(stream.peer_id))
@@ -770,7 +767,7 @@ class Host:
     @property
     def _is_replaced(self) -> bool:
         own = public_hash(self._certificate.present) if self._certificate is not None else ""
-        return own != "" and self.key_of(self.peer_id) not in ("", own)
+        return own != "" and self._key_of(self.peer_id) not in ("", own)
 
     def failed(self, error: BaseException) -> None:
         """See `Listener`."""
@@ -864,7 +861,9 @@ class Host:
                 self._moved.add(peer_id)
         moved = {*self._moved, *(peer_id for peer_id, member in members.items() if member.incarnation == 0)}  # its life is over
         found, seeds = ({p: at for p, at in each.items() if p not in moved} for each in (self._found, self._seeds))
-        sources = known, found, seeds
+        relay = (self._place.relay,) if self._place.relay else ()  # they may be at this one, wherever they were last
+        behind = [p for p, member in members.items() if member.relayed] if record is not None else [*seeds]
+        sources = known, found, seeds, dict.fromkeys(behind, relay)
         peers = {*known, *found, *seeds} - (shut_out(record) if record is not None else set())
         self.links.reach({p: tuple(dict.fromkeys(each for source in sources for each in source.get(p, ()))) for p in peers})
         if self._discovery is not None:
@@ -907,7 +906,7 @@ class Host:
         self._members.pin({peer_id: enrolled.key for peer_id, enrolled in record.enrolled.items()}, closed=bool(record.roots))
         for engine in engines:
             engine.run.end_replaced()
-        self.links.end_over(self._why_over)
+        self.links.end_over()
         self._follow_roots(record)
         for peer_id in shut_out(record):
             self.links.drop(peer_id, EvictedError(record.evicted[peer_id]))
@@ -1305,7 +1304,7 @@ class Host:
     def _entries(self, number: int, grant: int) -> OwnerEntries | None:
         """Return what makes a part's entries of the audit log under this grant; None: the run has none."""
         log = self._stores[number].part_log
-        if log is None or self._signer is None:
+        if log is None:
             return None
         unix = self._clock.unix
         return OwnerEntries(log, self.run_id, number, grant, self._config, self.peer_id, self._signer, unix)
@@ -1392,7 +1391,7 @@ class Host:
         """End the streams whose certificates are over."""
         while True:
             await asyncio.sleep(STREAMS_LOOK_S)
-            self.links.end_over(self._why_over)
+            self.links.end_over()
 
     def _certified_by(self) -> str:
         """Return whose certificate this member has, as the record names it; '': it is not said."""

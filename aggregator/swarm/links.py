@@ -5,16 +5,20 @@ host reaches it dials until there is a stream: at once, then after REDIAL_S. Wha
 messages, the oldest of which is dropped: whatever matters is said again. A stream that is not read for STALL_S ends. What comes
 is taken one message after the other, so a sender waits for a host that is slow.
 
-The sender of a message is the peer of its certificate, in the life that it said at first.
+The sender of a message is the peer of its certificate, in the life that it said at first. A host that is dialled proves its key
+besides (`editpb.introductions`): a name may have been enrolled again, and the machine before may answer in its place.
+Bytes are fetched only from members that there is a stream to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -24,9 +28,11 @@ from aggregator.security.certificates import public_hash
 from edit.council.events import Message
 from edit.council.record import name_of
 from edit.errors import EditError, RefusedError, RemoteProtocolError, StaleError, TransportError
+from edit.trust.signatures import Signer, key_hash
 from editpb import council_pb2 as pb
-from editpb.council_messages import Introduction, Told, Word, message_from_pb, message_to_pb
+from editpb.council_messages import NONCE_BYTES, Introduction, Told, Word, message_from_pb, message_to_pb
 from editpb.identity import Identity
+from editpb.introductions import check_proof, proven
 from editpb.messages import PROTOCOL
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
@@ -52,8 +58,8 @@ class Listener(Protocol):
         """Take a message. sender: `name_of` a peer. key: see `Stream`."""
         ...
 
-    def key_of(self, peer_id: str) -> str:
-        """Return for which key a name is enrolled, as far as known here; '': it is not."""
+    def why_over(self, stream: Stream) -> EditError | None:
+        """Return why a stream does not count, or no more."""
         ...
 
     def connected(self, peer_id: str) -> None:
@@ -78,8 +84,7 @@ class Stream:
 
     Args:
         name: `name_of` the peer.
-        key: SHA-256 of the public key that the peer has shown. Where this side has dialled, gRPC does not tell it: then the one
-            for which the peer was enrolled at that time; '': that was not known.
+        key: SHA-256 of the public key that the peer has shown, or proven.
         certificate: of a peer that has dialled.
     """
 
@@ -117,11 +122,19 @@ class Links:
     Args:
         incarnation: of this member.
         credentials: of this member as a client.
+        signer: has the key of its certificate.
     """
 
     def __init__(
-        self, run_id: str, peer_id: str, incarnation: int, credentials: grpc.ChannelCredentials, listener: Listener
+        self,
+        run_id: str,
+        peer_id: str,
+        incarnation: int,
+        credentials: grpc.ChannelCredentials,
+        signer: Signer,
+        listener: Listener,
     ) -> None:
+        self._signer = signer
         self._run_id, self._peer_id, self._credentials, self._listener = run_id, peer_id, credentials, listener
         self._introduction = Introduction(run_id, incarnation)
         self._streams: dict[str, list[Stream]] = {}  # by peer_id, the newest last
@@ -173,15 +186,19 @@ class Links:
         for stream in self._streams.get(peer_id, ()):
             stream.end(reason)
 
-    def end_over(self, why_over: Callable[[Stream], EditError | None]) -> None:
-        """End the streams that count no more. why_over: returns why one does not."""
+    def end_over(self) -> None:
+        """End the streams that count no more."""
         for stream in [each for streams in self._streams.values() for each in streams]:
-            stream.key = stream.key or self._listener.key_of(stream.peer_id)
-            if (reason := why_over(stream)) is not None:
+            if (reason := self._listener.why_over(stream)) is not None:
                 stream.end(reason)
 
     def stub(self, peer_id: str) -> Any:
-        """Return what fetches bytes from a peer, over a connection of its own. Raises TransportError when it has no address."""
+        """Return what fetches bytes from a peer, over a connection of its own.
+
+        Raises TransportError when it has no address, and when there is no stream to it: a stream's peer has proven its key.
+        """
+        if peer_id not in self._streams:
+            raise TransportError(f"{peer_id} is not connected")
         return council_stub(self.channel(peer_id))
 
     def channel(self, peer_id: str) -> grpc.aio.Channel:
@@ -227,13 +244,15 @@ class Links:
         peer_id: str,
         messages: AsyncIterator[pb.CouncilMessage],
         write: Write,
-        certificate: x509.Certificate | None = None,
+        certificate: x509.Certificate,
     ) -> None:
         """Take a stream that a peer opened. Raises EditError: why it ended. certificate: that the peer has shown."""
         async with _introducing(peer_id):
             first = await anext(messages, None)
-        stream = self._introduced(peer_id, first, certificate)
-        await write(message_to_pb(self._introduction))
+        asked, key = self._introduced(peer_id, first), public_hash(certificate)
+        answer = proven(self._introduction, self._peer_id, asked, peer_id, key, self._signer)
+        stream = Stream(peer_id, name_of(peer_id, asked.incarnation), key, certificate)
+        await write(message_to_pb(answer))
         await self._converse(stream, messages, write)
 
     async def _keep_dialling(self, peer_id: str) -> None:
@@ -263,11 +282,16 @@ class Links:
         """Open a stream; return or raise when it ended."""
         channel = self._channel(peer_id, address)
         call: Any = council_stub(channel).Meet()
+        nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             async with _introducing(peer_id):
-                await call.write(message_to_pb(self._introduction))
+                await call.write(message_to_pb(replace(self._introduction, nonce=nonce)))
                 first = await call.read()
-            stream = self._introduced(peer_id, None if first is grpc.aio.EOF else first)
+            answer = self._introduced(peer_id, None if first is grpc.aio.EOF else first)
+            key = check_proof(answer, peer_id, nonce, self._peer_id, key_hash(self._signer.public_key))
+            stream = Stream(peer_id, name_of(peer_id, answer.incarnation), key, None)
+            if (reason := self._listener.why_over(stream)) is not None:
+                raise reason
             self._reached[peer_id] = address
             await self._converse(stream, _read(call), call.write)
         except grpc.aio.AioRpcError as error:
@@ -279,7 +303,7 @@ class Links:
             call.cancel()
             await channel.close()
 
-    def _introduced(self, peer_id: str, first: pb.CouncilMessage | None, certificate: x509.Certificate | None = None) -> Stream:
+    def _introduced(self, peer_id: str, first: pb.CouncilMessage | None) -> Introduction:
         word = message_from_pb(first) if first is not None else None
         if not isinstance(word, Introduction):
             raise RemoteProtocolError("a stream begins with an introduction")
@@ -287,8 +311,7 @@ class Links:
             raise RemoteProtocolError(f"{peer_id} speaks protocol {word.protocol}, this host {PROTOCOL}; update the older one")
         if word.run_id != self._run_id:
             raise RefusedError(f"this is run {self._run_id}, not another")
-        key = public_hash(certificate) if certificate is not None else self._listener.key_of(peer_id)
-        return Stream(peer_id, name_of(peer_id, word.incarnation), key, certificate)
+        return word
 
     async def _converse(self, stream: Stream, messages: AsyncIterator[pb.CouncilMessage], write: Write) -> None:
         """Send and take messages until the stream ends; raise why."""

@@ -168,7 +168,7 @@ async def _open(path: Path, limit: SendLimit, allowed: frozenset[str], told: Tel
         authority=open_authority(path),
         relayed=RelayedPort(folder.relay, path, identity) if folder.relay else None,
         certificate=OwnCertificate(path, identity, time.time),
-        signer=Signer(read_private(path / "peer.key")) if config.audit.enabled else None,
+        signer=Signer(read_private(path / "peer.key")),
         limit=limit,
         subscribers=lambda part: (RoundSpans(told, identity.run_id, part).on_event,) if told is not None else (),
     )

@@ -6,7 +6,8 @@ that member dials the relay, and the first message of its TLS names, in the clea
 runs through both, from end to end. Who dials notices nothing: the relay's address is the member's.
 
     the first bytes are ...
-    TLS for the relay         a member's own connection: "edit-relay 1", then "ping" now and then; it is told "open TOKEN"
+    TLS for the relay         a member's own connection: "edit-relay 1", then "ping" now and then; it is told "open TOKEN",
+                              or at once "moved": of two keys for one name, the one whose certificate was issued later counts
     TLS for a member          held until that member has dialled back, then passed on, beginning with these bytes
     BACK and a token          a member that dials back
     anything else             closed
@@ -39,6 +40,7 @@ from typing import Any
 from cryptography import x509
 
 from aggregator.file_limit import raise_file_limit
+from aggregator.security.certificates import public_hash
 from edit.errors import ConfigError, EditError, RefusedError
 from editpb.identity import Identity, from_certificate
 
@@ -47,6 +49,7 @@ __all__ = [
     "HELLO",
     "HELLO_S",
     "MOST_OF_MEMBER",
+    "MOVED",
     "PING_S",
     "SILENT_S",
     "TOKEN_BYTES",
@@ -59,7 +62,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-HELLO, READY = b"edit-relay 1\n", b"ready\n"
+HELLO, READY, MOVED = b"edit-relay 1\n", b"ready\n", b"moved\n"
 BACK, TOKEN_BYTES = b"editback", 32
 HELLO_S = 10.0  # within which a connection says what it is, and a member dials back
 PING_S, SILENT_S = 15.0, 45.0  # between two pings of a member; without one for so long it is gone
@@ -187,6 +190,9 @@ class Relay:
         self._run_id, self._context = run_id, context
         self._own = relay_identity(run_id).server_name
         self._members: dict[str, _Registered] = {}  # by server name
+        self._issued: dict[
+            str, tuple[tuple[float, int], str]
+        ] = {}  # likewise: the order of the latest certificate, and its key
         self._awaited: dict[bytes, asyncio.Future[Ends]] = {}  # who dials back, by token
         self._undecided: Counter[str] = Counter()  # connections, by address
         self._streams = 0
@@ -288,6 +294,10 @@ class Relay:
 
     async def _serve_member(self, identity: Identity, ends: Ends, address: str) -> None:
         (reader, writer), name = ends, identity.server_name
+        if self._is_earlier(name, _certificate(writer)):
+            _log.info("%s has another machine now: an earlier one called, from %s", identity.peer_id, address)
+            await _say_last(writer, MOVED)
+            return
         if (before := self._members.get(name)) is not None:
             before.replaced.set()
         member = self._members[name] = _Registered(identity.peer_id, writer)
@@ -302,12 +312,17 @@ class Relay:
             writer.transport.abort()
 
     def _identity(self, writer: asyncio.StreamWriter) -> Identity:
-        tls = writer.get_extra_info("ssl_object")
-        certificate = tls.getpeercert(binary_form=True)
-        identity = from_certificate(x509.load_der_x509_certificate(certificate))
+        identity = from_certificate(_certificate(writer))
         if (identity.run_id, identity.role) != (self._run_id, "peer"):
             raise RefusedError(f"{identity.uri} is no member of {self._run_id}")
         return identity
+
+    def _is_earlier(self, name: str, certificate: x509.Certificate) -> bool:
+        """Return whether the name was certified later for another key: another machine is that member. Remember the latest."""
+        order = certificate.not_valid_before_utc.timestamp(), certificate.serial_number
+        shown = order, public_hash(certificate)
+        latest = self._issued[name] = max(shown, self._issued.get(name, shown))
+        return shown[1] != latest[1]
 
     async def _listen(self, reader: asyncio.StreamReader, member: _Registered) -> None:
         """Take pings until there are none, or the member has another connection."""
@@ -361,6 +376,22 @@ class Relay:
             return
         waiting.set_result((reader, writer))
         await writer.wait_closed()
+
+
+def _certificate(writer: asyncio.StreamWriter) -> x509.Certificate:
+    """Return what the other end of a TLS connection has shown."""
+    return x509.load_der_x509_certificate(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+
+
+async def _say_last(writer: asyncio.StreamWriter, line: bytes) -> None:
+    """Write a line, and close the connection."""
+    try:
+        writer.write(line)
+        writer.close()
+        async with asyncio.timeout(HELLO_S):
+            await writer.wait_closed()
+    finally:
+        writer.transport.abort()
 
 
 async def _first(sock: socket.socket) -> bytes:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from aggregator.swarm.callers import moved
 from aggregator.swarm.relay import (
     BACK,
     CHUNK_BYTES,
@@ -22,6 +23,7 @@ from aggregator.swarm.relay import (
     HELLO_S,
     MOST_LINE,
     MOST_OF_MEMBER,
+    MOVED,
     PING_S,
     READY,
     SILENT_S,
@@ -108,7 +110,10 @@ class RelayedPort:
                     *self._address, ssl=self._context(), server_hostname=name, limit=MOST_LINE
                 )
         except ssl.SSLCertVerificationError as error:
-            raise RefusedError(f"is not one of this run ({error.verify_message}); make its folder again") from None
+            raise RefusedError(
+                f"is of another authority than this member's ({error.verify_message}); after new-authority make the relay's "
+                "folder again, and if this member was off meanwhile, invite it again"
+            ) from None
         except ConnectionResetError:
             raise TransportError("ends the connection; is it a relay of this run?") from None
         except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: of a name that no host can have
@@ -117,7 +122,9 @@ class RelayedPort:
         pings = asyncio.ensure_future(_ping(writer))
         try:
             writer.write(HELLO)
-            if await _line(reader) != READY:
+            if (said := await _line(reader)) == MOVED:
+                raise RefusedError(f"refuses this machine: {moved(self._identity.peer_id)}")
+            if said != READY:
                 raise TransportError("refuses this member: is its certificate of this run, and still valid?")
             self._say("connected")
             while True:

@@ -31,6 +31,7 @@ from edit.fragments.schema import Schema
 from edit.plain_text import parse_json
 from edit.rounds.work_claims import Work
 from edit.trust.merkle import HASH_BYTES
+from edit.trust.signatures import MOST_KEY_BYTES, SIGNATURE_BYTES
 from editpb import council_pb2 as pb
 from editpb.data_messages import contribution_header_from_pb, contribution_header_to_pb
 from editpb.invitation import is_endpoint
@@ -52,6 +53,7 @@ from editpb.messages import PROTOCOL, ContributionHeader, LoggedEntry
 __all__ = [
     "COUNCIL_BYTES",
     "MOST_TOLD",
+    "NONCE_BYTES",
     "Introduction",
     "LogDoubt",
     "MergedContribution",
@@ -91,17 +93,21 @@ __all__ = [
 ]
 
 COUNCIL_BYTES = 8 << 20  # the largest message: a record with as many members, and as much text of each, as it may have
+NONCE_BYTES = 32
 MOST_TENSORS = 1 << 19  # of a part's state
 MOST_TOLD = 64  # outer steps after which it is said what a state comes to, unless that is asked again
 
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """The first message of each side."""
+    """The first message of each side. Who dials has a nonce, who is dialled a key and a proof (see `introductions`)."""
 
     run_id: str
     incarnation: int
     protocol: int = PROTOCOL
+    nonce: bytes = b""
+    key: bytes = b""  # SubjectPublicKeyInfo, DER
+    proof: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +219,11 @@ def message_to_pb(word: Word) -> pb.CouncilMessage:
     """Encode one message."""
     kinds = pb.CouncilMessage
     match word:
-        case Introduction(run_id, incarnation, protocol):
-            return kinds(introduction=pb.Introduction(run_id=run_id, protocol=protocol, incarnation=incarnation))
+        case Introduction(run_id, incarnation, protocol, nonce, key, proof):
+            shown = pb.Introduction(
+                run_id=run_id, protocol=protocol, incarnation=incarnation, nonce=nonce, key=key, proof=proof
+            )
+            return kinds(introduction=shown)
         case Hello(stamp, member):
             there = kinds.Member(
                 incarnation=member.incarnation,
@@ -497,7 +506,13 @@ def _state_from(message: pb.PartState) -> PartState:
 def _introduction(message: pb.CouncilMessage) -> Introduction:
     first = message.introduction
     within("incarnation", first.incarnation, 0, MOST_COUNT)
-    return Introduction(first.run_id, first.incarnation, first.protocol)
+    for name, data, most in (
+        ("nonce", first.nonce, NONCE_BYTES),
+        ("key", first.key, MOST_KEY_BYTES),
+        ("proof", first.proof, SIGNATURE_BYTES),
+    ):
+        within(f"bytes of the {name}", len(data), 0, most)
+    return Introduction(first.run_id, first.incarnation, first.protocol, first.nonce, first.key, first.proof)
 
 
 def _hello(message: pb.CouncilMessage) -> Hello:

@@ -57,7 +57,7 @@ __all__ = [
 
 # The version of the protocol, sent in Hello. Raise it when old and new daemons can no longer understand one another. The
 # coordinator refuses another version in `control_messages.hello_from_pb`, in one line that names both.
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 class PeerState(Enum):

@@ -11,7 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 
+from aggregator.security.certificates import public_hash
+from aggregator.swarm.callers import certificate_of
 from aggregator.swarm.host import MOST_ORDERS, ORDER_S, STREAMS_LOOK_S
 from aggregator.swarm.links import STALL_S
 from aggregator.swarm.standing import Standing
@@ -27,10 +30,13 @@ from edit.errors import (
     StaleError,
     TransportError,
 )
+from edit.trust.signatures import Signer
 from editpb import control_pb2 as cpb
-from editpb import control_pb2_grpc
+from editpb import control_pb2_grpc, council_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.council_messages import Introduction, Offering, Word, message_from_pb, message_to_pb
+from editpb.identity import from_auth_context
+from editpb.introductions import proven
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc
 from tests.support.council.hosts import Hosts, hosts
@@ -410,6 +416,54 @@ def test_a_voter_that_is_evicted_is_heard_until_it_is_voted_out(tmp_path: Path) 
     scenario(tmp_path, body, "abcd")
 
 
+class Impostor(council_pb2_grpc.CouncilServicer):
+    """A port that says to be b, in the life that the record has, and has the key of another machine of that name."""
+
+    def __init__(self, run_id: str, incarnation: int, key: bytes) -> None:
+        self._own, self._signer, self.heard = Introduction(run_id, incarnation), Signer(key), list[Word]()
+
+    async def Meet(self, messages: AsyncIterator[pb.CouncilMessage], context: Any) -> AsyncIterator[pb.CouncilMessage]:
+        asked = message_from_pb(await anext(messages))
+        assert isinstance(asked, Introduction)
+        caller = from_auth_context(context.auth_context()).peer_id
+        yield message_to_pb(proven(self._own, "b", asked, caller, public_hash(certificate_of(context)), self._signer))
+        async for message in messages:
+            self.heard.append(message_from_pb(message))
+
+
+def test_who_answers_for_a_member_with_another_key_than_was_enrolled_is_not_heard(tmp_path: Path) -> None:
+    """The machine before, where the name was enrolled again: it may answer where the member was, or at a relay."""
+
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            swarm.closed = True
+            swarm.found("a")
+            a = await swarm.start("a")
+            await swarm.until(lambda: swarm.leader == "a", passes=1.0)
+            await swarm.enrol("b")
+            b = await swarm.start("b")
+            await swarm.until(lambda: swarm.settled("ab"), passes=1.0)
+            await swarm.stop("b")
+            key, certificate = swarm.certificate("b")
+            impostor, server = Impostor(swarm.run_id, b.incarnation, key), grpc.aio.server()
+            council_pb2_grpc.add_CouncilServicer_to_server(impostor, server)
+            server.add_secure_port(b.listen, grpc.ssl_server_credentials([(key, certificate)], swarm.ca, True))
+            await server.start()
+            try:
+                await swarm.until(
+                    lambda: "enrolled again, with another key" in str(a.links.refusals.get("b")) or impostor.heard, passes=1.0
+                )
+                assert not impostor.heard and not a.links.connected
+                with pytest.raises(TransportError, match="b is not connected"):
+                    a.links.stub("b")
+            finally:
+                await server.stop(0)
+            await swarm.start("b")
+            await swarm.until(lambda: a.links.connected == {"b"}, passes=1.0)
+
+    run_held(body())
+
+
 def test_a_reader_that_reads_nothing_loses_its_stream(tmp_path: Path) -> None:
     """What is sent to it would be held for ever, and it would count as connected."""
 
@@ -426,7 +480,8 @@ def test_a_reader_that_reads_nothing_loses_its_stream(tmp_path: Path) -> None:
             yield message_to_pb(Introduction(swarm.run_id, 7))
             await asyncio.Event().wait()
 
-        serving = asyncio.ensure_future(links.serve("m", says(), write))
+        certificate = x509.load_pem_x509_certificate(swarm.certificate("m")[1])
+        serving = asyncio.ensure_future(links.serve("m", says(), write, certificate))
         await swarm.until(lambda: "m" in links.connected)
         links.send("m", ev.Leave())
         await swarm.until(lambda: len(written) == 2)

@@ -23,7 +23,17 @@ from aggregator.swarm import operate, relay, watching
 from aggregator.swarm.admission import invite
 from aggregator.swarm.host_folder import HostFolder, Settings
 from aggregator.swarm.process import settle
-from aggregator.swarm.relay import BACK, HELLO, MOST_UNDECIDED_FROM, READY, Relay, relay_context, relay_identity, server_name_of
+from aggregator.swarm.relay import (
+    BACK,
+    HELLO,
+    MOST_UNDECIDED_FROM,
+    MOVED,
+    READY,
+    Relay,
+    relay_context,
+    relay_identity,
+    server_name_of,
+)
 from aggregator.swarm.relayed import RelayedPort
 from aggregator.swarm.watching import SwarmWatch, begin_to_observe, whole_status
 from edit.durable_files import write_atomic
@@ -242,6 +252,30 @@ def test_members_come_back_to_a_relay_that_was_started_again(tmp_path: Path) -> 
     scenario(tmp_path, body)
 
 
+def test_members_meet_at_a_relay_that_has_moved(tmp_path: Path) -> None:
+    """The record, and what their folders say, has the address before."""
+
+    async def body(swarm: Hosts, one: Relay) -> None:
+        await grow(swarm, one, "ab")
+        for peer_id in "ab":
+            await swarm.stop(peer_id)
+        await one.close()
+        moved = Relay(swarm.run_id, relay_context(swarm.path / "relay")[1])
+        await moved.start("127.0.0.1:0")
+        try:
+            for peer_id, other in ("ab", "ba"):
+                await swarm.start(peer_id, seeds={other: (one.listen,)}, relay=moved.listen)
+            await swarm.until(lambda: swarm.running["a"].links.connected and swarm.leader, passes=1.0)
+            new = await swarm.start("c", seeds={"a": (one.listen,)}, relay=moved.listen)
+            assert new.links.addresses == {"a": (one.listen, moved.listen)}, "it has no record yet"
+        finally:
+            for peer_id in list(swarm.running):
+                await swarm.stop(peer_id)
+            await moved.close()
+
+    scenario(tmp_path, body)
+
+
 @pytest.mark.parametrize("passes", range(6))
 def test_a_relay_that_ends_as_somebody_calls_leaves_no_connection_open(tmp_path: Path, passes: int) -> None:
     """At each point between the call and its first word. A socket that is left over warns, and a warning fails the test."""
@@ -320,6 +354,28 @@ def test_only_peers_of_the_run_are_passed_on_to(tmp_path: Path) -> None:
     scenario(tmp_path, body)
 
 
+def test_of_two_machines_of_one_name_the_one_that_was_certified_later_has_it(tmp_path: Path) -> None:
+    """Also while that one is off. A renewed certificate is for the same key."""
+
+    async def body(swarm: Hosts, one: Relay) -> None:
+        identity, key = Identity(swarm.run_id, "peer", "b"), new_key()
+        before, first, renewed = swarm.certificate("b"), swarm._issued(identity, key), swarm._issued(identity, key)
+        assert [await register(one, swarm, each) for each in (before, renewed, first)] == [READY] * 3
+        await swarm.until(lambda: not one.members)
+        assert await register(one, swarm, before) == MOVED
+        assert not one.members
+        said, path = list[str](), swarm.folder("b").path
+        for name, data in (("peer.key", before[0]), ("peer.pem", before[1]), ("ca.pem", swarm.ca)):
+            (path / name).write_bytes(data)
+        running = asyncio.ensure_future(RelayedPort(one.listen, path, identity).run("127.0.0.1:1", said.append))
+        await swarm.until(lambda: said or running.done())
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert "refuses this machine: b was enrolled again, with another key: it is on another machine now" in said[0]
+
+    scenario(tmp_path, body)
+
+
 def test_connections_that_say_nothing_are_bounded(tmp_path: Path) -> None:
     async def body(swarm: Hosts, one: Relay) -> None:
         host, _, port = one.listen.rpartition(":")
@@ -389,7 +445,7 @@ def test_a_relay_of_another_run_is_not_connected_to(tmp_path: Path) -> None:
         (swarm.path / "a" / "ca.pem").write_bytes(
             make_ca(swarm.run_id, time.time())[1].public_bytes(serialization.Encoding.PEM)
         )
-        with pytest.raises(RefusedError, match="is not one of this run"):
+        with pytest.raises(RefusedError, match="if this member was off meanwhile, invite it again"):
             await RelayedPort(one.listen, swarm.path / "a", Identity(swarm.run_id, "peer", "a"))._stay()
 
     scenario(tmp_path, body)

@@ -184,7 +184,7 @@ class Hosts:
             limit=self.limits.get(peer_id, UNLIMITED),
             authority=open_authority(path),
             certificate=OwnCertificate(path, identity, self.unix) if self.renews else None,
-            signer=Signer(key) if self.config.audit.enabled else None,
+            signer=Signer((path / "peer.key").read_bytes() if self.renews else key),
             relayed=RelayedPort(relay, path, identity) if relay else None,
         )
         await host.start()
