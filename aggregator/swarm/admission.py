@@ -47,6 +47,7 @@ from edit.errors import (
     StorageError,
     TransportError,
 )
+from edit.trust.signatures import statement
 from editpb import council_pb2 as pb
 from editpb import enrolment_pb2 as epb
 from editpb.council_messages import SwarmDescription, description_from_pb
@@ -67,6 +68,7 @@ __all__ = [
     "Trust",
     "Waiting",
     "addresses_of",
+    "authority_context",
     "invite",
     "keep_authority",
     "open_authority",
@@ -169,6 +171,11 @@ def open_authority(path: Path) -> Authority | None:
     folder = authority_folder(path)
     there = all((folder / name).exists() for name in ("run.json", "ca.key"))
     return Authority.load(folder, run_of(path)) if there else None
+
+
+def authority_context(run_id: str, peer_id: str) -> bytes:
+    """Return with what the authority's key is sealed for a member."""
+    return statement("edit-authority-v1", (run_id, peer_id))
 
 
 def keep_authority(path: Path, run_id: str, key: bytes) -> Authority:

@@ -50,6 +50,7 @@ from aggregator.swarm.admission import (
     Trust,
     Waiting,
     addresses_of,
+    authority_context,
     keep_authority,
     root_of,
 )
@@ -1509,11 +1510,20 @@ class Host:
             raise RefusedError("this invitation was used already, by another key; ask for a new one")
         return used == claim.enrolled
 
-    async def take_authority(self, key: bytes) -> None:
+    @property
+    def public_key(self) -> bytes:
+        """Of this member's certificate (SubjectPublicKeyInfo, DER)."""
+        return self._signer.public_key
+
+    async def take_authority(self, sealed: bytes) -> None:
         """Keep a copy of the authority's key. Raises StaleError unless the record says that this member may, RefusedError."""
         record = self.council.committed
         if record is None or self.peer_id not in record.holders:
             raise StaleError(f"{self.peer_id} has not heard yet that it is to have the authority's key")
+        try:
+            key = self._signer.open_sealed(sealed, authority_context(self.run_id, self.peer_id))
+        except ValueError:
+            raise RefusedError(f"the authority's key was not sealed for {self.peer_id}") from None
         self.authority = await self._background.in_worker(keep_authority, self._folder.path, self.run_id, key)
         _log.info("%s has a copy of the authority's key, and lets others in", self.peer_id)
 
@@ -1808,11 +1818,18 @@ class _CouncilService:
             await self._host.give(context, ev.Entrust(check_id("peer_id", request.peer_id)))
         return pb.EntrustReply()
 
+    async def PublicKey(self, request: pb.PublicKeyRequest, context: Context) -> pb.PublicKeyReply:
+        """See the service."""
+        async with abort_on_error(context):
+            self._host.callers.operator(context)
+            return pb.PublicKeyReply(key=self._host.public_key)
+        raise AssertionError("unreachable: abort raises")
+
     async def TakeAuthority(self, request: pb.TakeAuthorityRequest, context: Context) -> pb.TakeAuthorityReply:
         """See the service."""
         async with abort_on_error(context):
             self._host.callers.operator(context)
-            await self._host.take_authority(request.key)
+            await self._host.take_authority(request.sealed)
         return pb.TakeAuthorityReply()
 
     async def ReplaceAuthority(self, request: pb.ReplaceAuthorityRequest, context: Context) -> pb.ReplaceAuthorityReply:

@@ -28,7 +28,7 @@ from aggregator.security.authority import COORDINATOR_ID, load_issuer
 from aggregator.security.certificates import CA_LIFETIME_S, key_pem, make_ca, new_key
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import lock_folder
-from aggregator.swarm.admission import Trust, addresses_of, root_of
+from aggregator.swarm.admission import Trust, addresses_of, authority_context, root_of
 from aggregator.swarm.host_folder import HostFolder, Settings, authority_folder, check_dht, credentials, identity_of
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.relay import relay_identity
@@ -37,6 +37,8 @@ from edit.config.run import RunConfig
 from edit.council.record import Record, Root, Saved
 from edit.durable_files import read_json, read_private, rename, write_atomic, write_json
 from edit.errors import BusyError, ConfigError, EditError, OutdatedError, RefusedError, StaleError, StorageError, TransportError
+from edit.trust.sealed import seal_for
+from edit.trust.signatures import key_hash
 from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.council_messages import COUNCIL_BYTES
@@ -93,6 +95,11 @@ class _Folder:
     @property
     def record(self) -> Record | None:
         return self.saved.record if self.saved is not None else None
+
+    def latest_record(self) -> Record | None:
+        """Return the newest record that the host of this folder has on disk by now."""
+        saved = self._member.saved()
+        return saved.record if saved is not None else None
 
     @property
     def has_host(self) -> bool:
@@ -412,12 +419,29 @@ async def _share(folder: _Folder, operator: grpc.ChannelCredentials, peer_id: st
                 raise TransportError("it has no address now")
             address = known[peer_id][0]
             async with _connected(folder, peer_id, address, operator) as channel:
-                await council_stub(channel).TakeAuthority(pb.TakeAuthorityRequest(key=key), timeout=ANSWER_S)
+                await _hand_over(folder, peer_id, channel, key)
             return f"{peer_id} has a copy of the authority's key; in all: {', '.join(said.record.holders)}"
         except (OutdatedError, TransportError) as error:  # another leads by now, or it has not heard yet
             if time.monotonic() >= until:
                 raise TransportError(f"{peer_id} does not take the authority's key: {error}; say it again") from error
         await asyncio.sleep(0.2)
+
+
+async def _hand_over(folder: _Folder, peer_id: str, channel: grpc.aio.Channel, key: bytes) -> None:
+    """Give a member the authority's key, sealed for the key that it was enrolled for by the record in this folder.
+
+    The connection says the name alone: the machine before, or who has stolen its key, may answer. Raises RefusedError for it.
+    """
+    record = folder.latest_record()
+    enrolled = record.enrolled.get(peer_id) if record is not None else None
+    reply: pb.PublicKeyReply = await council_stub(channel).PublicKey(pb.PublicKeyRequest(), timeout=ANSWER_S)
+    if enrolled is not None and key_hash(reply.key) != enrolled.key:
+        raise RefusedError(f"who answers as {peer_id} has another key than {peer_id} was enrolled for: nothing was given to it")
+    try:
+        sealed = seal_for(reply.key, key, authority_context(folder.identity.run_id, peer_id))
+    except ValueError as error:
+        raise RefusedError(f"{peer_id} shows no key that the authority's can be sealed for ({error})") from None
+    await council_stub(channel).TakeAuthority(pb.TakeAuthorityRequest(sealed=sealed), timeout=ANSWER_S)
 
 
 def new_authority(path: Path) -> str:
@@ -485,7 +509,7 @@ async def _replace_authority(folder: _Folder) -> str:
     while True:
         try:
             async with _connected(folder, me, own, operator) as channel:
-                await council_stub(channel).TakeAuthority(pb.TakeAuthorityRequest(key=key), timeout=ANSWER_S)
+                await _hand_over(folder, me, channel, key)
             break
         except (OutdatedError, TransportError, RefusedError) as error:  # it has not heard yet
             if time.monotonic() >= until:

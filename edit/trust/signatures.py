@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 
 from edit.errors import ConfigError
+from edit.trust.sealed import open_sealed
 
 __all__ = ["ECDSA_SHA256", "MOST_KEY_BYTES", "SIGNATURE_BYTES", "Signer", "is_signed", "key_hash", "statement"]
 
@@ -66,6 +67,10 @@ class Signer:
         """Return the signature of a statement: the same each time, where OpenSSL signs deterministically."""
         r, s = decode_dss_signature(self._key.sign(signed, ECDSA_SHA256))
         return r.to_bytes(_HALF, "big") + s.to_bytes(_HALF, "big")
+
+    def open_sealed(self, sealed: bytes, context: bytes) -> bytes:
+        """Return what was sealed for this key, see `edit.trust.sealed`. Raises ValueError for anything else."""
+        return open_sealed(self._key, sealed, context)
 
 
 def is_signed(public_key: bytes, signature: bytes, signed: bytes) -> bool:

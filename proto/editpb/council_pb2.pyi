@@ -450,11 +450,21 @@ class EntrustReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class TakeAuthorityRequest(_message.Message):
+class PublicKeyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PublicKeyReply(_message.Message):
     __slots__ = ("key",)
     KEY_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     def __init__(self, key: _Optional[bytes] = ...) -> None: ...
+
+class TakeAuthorityRequest(_message.Message):
+    __slots__ = ("sealed",)
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    sealed: bytes
+    def __init__(self, sealed: _Optional[bytes] = ...) -> None: ...
 
 class TakeAuthorityReply(_message.Message):
     __slots__ = ()

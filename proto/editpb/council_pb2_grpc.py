@@ -106,6 +106,11 @@ class CouncilStub(object):
                 request_serializer=editpb_dot_council__pb2.EntrustRequest.SerializeToString,
                 response_deserializer=editpb_dot_council__pb2.EntrustReply.FromString,
                 _registered_method=True)
+        self.PublicKey = channel.unary_unary(
+                '/editpb.Council/PublicKey',
+                request_serializer=editpb_dot_council__pb2.PublicKeyRequest.SerializeToString,
+                response_deserializer=editpb_dot_council__pb2.PublicKeyReply.FromString,
+                _registered_method=True)
         self.TakeAuthority = channel.unary_unary(
                 '/editpb.Council/TakeAuthority',
                 request_serializer=editpb_dot_council__pb2.TakeAuthorityRequest.SerializeToString,
@@ -222,6 +227,13 @@ class CouncilServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PublicKey(self, request, context):
+        """From an operator: for which key to seal what only this member may read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TakeAuthority(self, request, context):
         """From an operator, to that member: keep this copy, and let others in with it. Refused unless the record says so.
         """
@@ -315,6 +327,11 @@ def add_CouncilServicer_to_server(servicer, server):
                     servicer.Entrust,
                     request_deserializer=editpb_dot_council__pb2.EntrustRequest.FromString,
                     response_serializer=editpb_dot_council__pb2.EntrustReply.SerializeToString,
+            ),
+            'PublicKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublicKey,
+                    request_deserializer=editpb_dot_council__pb2.PublicKeyRequest.FromString,
+                    response_serializer=editpb_dot_council__pb2.PublicKeyReply.SerializeToString,
             ),
             'TakeAuthority': grpc.unary_unary_rpc_method_handler(
                     servicer.TakeAuthority,
@@ -712,6 +729,33 @@ class Council(object):
             '/editpb.Council/Entrust',
             editpb_dot_council__pb2.EntrustRequest.SerializeToString,
             editpb_dot_council__pb2.EntrustReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublicKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/editpb.Council/PublicKey',
+            editpb_dot_council__pb2.PublicKeyRequest.SerializeToString,
+            editpb_dot_council__pb2.PublicKeyReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,9 +17,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import key_pem, make_ca, public_hash
 from aggregator.swarm import operate
-from aggregator.swarm.admission import invite, keep_authority, open_authority
+from aggregator.swarm.admission import authority_context, invite, keep_authority, open_authority
 from edit import durable_files
+from edit.council.record import Enrolled
 from edit.errors import EditError, RefusedError, StaleError
+from edit.trust.sealed import seal_for
 from editpb import council_pb2 as pb
 from editpb import council_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
 from editpb.identity import Identity
@@ -182,12 +184,35 @@ async def refused(call: Any) -> EditError:
     return from_rpc(caught.value)
 
 
+async def sealed(swarm: Hosts, peer_id: str, key: bytes) -> bytes:
+    async with swarm.channel(peer_id, "operator", "operator") as to:
+        reply = await council_pb2_grpc.CouncilStub(to).PublicKey(pb.PublicKeyRequest())
+    return seal_for(reply.key, key, authority_context(swarm.run_id, peer_id))
+
+
+def test_a_machine_with_another_key_than_was_enrolled_is_not_given_the_authoritys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who answers as b has b's earlier key: it may have been stolen."""
+
+    async def body(swarm: Hosts) -> None:
+        let_in(swarm, "a")
+        equip(swarm, "b")
+        record = replace(swarm.record, enrolled={"b": Enrolled("1" * 32, "0" * 64)})
+        monkeypatch.setattr(operate._Folder, "latest_record", lambda folder: record)
+        with pytest.raises(RefusedError, match="who answers as b has another key than b was enrolled for: nothing was given"):
+            await in_thread(operate.share_authority, swarm.path / "a", "b")
+        assert not (swarm.path / "b" / "authority").exists()
+
+    scenario(tmp_path, body)
+
+
 def test_who_may_not_be_given_the_key_or_give_it(tmp_path: Path) -> None:
     async def body(swarm: Hosts) -> None:
         let_in(swarm, "a")
         equip(swarm, "b")
         key, other = (swarm.path / "run" / "ca.key").read_bytes(), key_pem(make_ca(swarm.run_id, time.time())[0])
-        take = pb.TakeAuthorityRequest(key=key)
+        take = pb.TakeAuthorityRequest(sealed=await sealed(swarm, "b", key))
         async with swarm.channel("a", "c") as to:
             for call in (
                 council_pb2_grpc.CouncilStub(to).Entrust(pb.EntrustRequest(peer_id="c")),
@@ -203,8 +228,13 @@ def test_who_may_not_be_given_the_key_or_give_it(tmp_path: Path) -> None:
             await council_pb2_grpc.CouncilStub(to).Entrust(pb.EntrustRequest(peer_id="b"))
         await swarm.until(lambda: swarm.running["b"].holders == ("a", "b"), passes=0.1)
         async with swarm.channel("b", "operator", "operator") as to:
-            for wrong, why in ((other, "another authority"), (b"x" * 100, "not a private key")):
-                error = await refused(council_pb2_grpc.CouncilStub(to).TakeAuthority(pb.TakeAuthorityRequest(key=wrong)))
+            for wrong, why in (
+                (await sealed(swarm, "b", other), "another authority"),
+                (await sealed(swarm, "b", b"x" * 100), "not a private key"),
+                (await sealed(swarm, "a", key), "was not sealed for b"),
+                (key, "was not sealed for b"),
+            ):
+                error = await refused(council_pb2_grpc.CouncilStub(to).TakeAuthority(pb.TakeAuthorityRequest(sealed=wrong)))
                 assert isinstance(error, RefusedError) and why in str(error)
         assert not (swarm.path / "b" / "authority").exists() and swarm.running["b"].authority is None
         told = await in_thread(operate.status, swarm.path / "b")
