@@ -393,7 +393,8 @@ class PartReplica:
         kept (rule 19 of the council): that is noted on disk, since the source keeps only some updates.
         """
         steps = range(self._state.outer_step + 1, wanted.outer_step + 1)
-        if not steps and (wanted.outer_step < self._state.outer_step or self._is_whole):
+        other = self._is_whole and self._state.digest != wanted.digest
+        if wanted.outer_step < self._state.outer_step or (not steps and other):
             raise self._forked(wanted)
         if wanted.snapshot or self._damaged or self._outer is None or not 0 < len(steps) <= self._config.kept_updates:
             yield from self._replacing(wanted)
