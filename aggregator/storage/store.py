@@ -35,6 +35,7 @@ from edit import plugins
 from edit.config.in_force import in_force
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
+from edit.durable_files import read_json, write_json
 from edit.errors import ConfigError, EditError, RefusedError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
@@ -46,6 +47,9 @@ from editpb.audit_log import DAMAGE, RoundFacts, completed
 from editpb.messages import Consent, ContributionHeader, SeenHead
 
 __all__ = ["Entries", "Store", "load_outer", "peaks_from", "read_outer"]
+
+FORKED_FORMAT = 1  # of the note that a state is kept though others went on without it
+FORKED = "forked.json"
 
 _log = logging.getLogger(__name__)
 Restore = Callable[[Schema, RunConfig, Mapping[str, Tensor], Mapping[str, Any]], OuterState]
@@ -361,6 +365,25 @@ class Store:
         except OSError as error:
             raise StorageError(f"{self._folder}: cannot be written ({error.strerror})") from error
         self.checkpoint(outer)
+
+    @property
+    def forked(self) -> str:
+        """The name of the state that `mark_forked` was told last; '': none. Raises StorageError, FormatError."""
+        path = self._folder / FORKED
+        try:
+            return str(read_json(path, version=FORKED_FORMAT)["name"])
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, KeyError) as error:
+            raise StorageError(f"{path}: cannot be read ({error})") from error
+
+    def mark_forked(self, name: str) -> None:
+        """Note, of a part of a swarm, that the state of this name is kept though others went on without it.
+
+        The note means nothing once the state has another name. Raises StorageError, FormatError.
+        """
+        if self.forked != name:
+            write_json(self._folder / FORKED, {"name": name}, version=FORKED_FORMAT)
 
     def _begin_segment(self, outer_step: int) -> None:
         path = checkpoint.segment_of(self._folder, outer_step)

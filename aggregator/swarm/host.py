@@ -621,6 +621,8 @@ class Host:
         if part.number < len(work) and isinstance(fetch := work[part.number], ev.Fetch):
             what = f"outer step {fetch.outer_step}" if digest and not fetch.snapshot else "a snapshot"
             doing = f"part {part.number} is fetched from {fetch.source}: {what}"
+        elif part.number < len(work):
+            doing = self.council.kept[part.number]
         engine = None
         if part.engine is not None and part.engine.run.founded:
             found = run_status(part.engine.run)

@@ -93,6 +93,10 @@ class _OthersError(RemoteProtocolError):
     """An update was merged for other parameters than are here."""
 
 
+class _ForkedError(RemoteProtocolError):
+    """The state here was agreed on, and is not among those that led to what the record names."""
+
+
 class Source(Protocol):
     """Another member, to fetch from. Every call ends within a time that the implementation bounds; it may raise EditError."""
 
@@ -385,9 +389,13 @@ class PartReplica:
         `config.kept_updates` of them are in memory. Raises EditError: the part is where it was, or has come nearer.
 
         The record names the last update, and by it all before. Of a snapshot it names the outer step alone: so others are
-        asked what it comes to, before anything of it is taken.
+        asked what it comes to, before anything of it is taken. A state here that was agreed on, and did not lead there, is
+        kept (rule 19 of the council): that is noted on disk, since the source keeps only some updates.
         """
         steps = range(self._state.outer_step + 1, wanted.outer_step + 1)
+        other = self._is_whole and self._state.digest != wanted.digest
+        if wanted.outer_step < self._state.outer_step or (not steps and other):
+            raise self._forked(wanted)
         if wanted.snapshot or self._damaged or self._outer is None or not 0 < len(steps) <= self._config.kept_updates:
             yield from self._replacing(wanted)
             return
@@ -425,11 +433,25 @@ class PartReplica:
                 raise GoneError(f"{wanted.source} has another outer step {step} of part {self._part}")
             offers.insert(0, offer)
         if offers[0].update.base != self._state.digest:
-            raise GoneError(f"{wanted.source} has another outer step {steps[0] - 1} of part {self._part}")
+            for offer in offers:
+                offer.check(self._run_id)  # then it is the record that names another history, and not the source
+            raise self._forked(wanted)
         return None, offers
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._outer is not None and not self._damaged
+
+    def _forked(self, wanted: Fetch) -> _ForkedError:
+        """Note that what is here stays; return the error that says so. Raises StorageError."""
+        self._store.mark_forked(self._state.digest)
+        here = f"outer step {self._state.outer_step} of part {self._part}, {self._state.digest[:12]}"
+        return _ForkedError(f"{here}, did not lead to outer step {wanted.outer_step}, {wanted.digest[:12]}: it is kept")
 
     def _replacing(self, wanted: Fetch) -> Generator[Wanted, Any, None]:
         """Take a snapshot, once others have confirmed it. It may be of a later outer step than the wanted one."""
+        if self._is_whole and self._store.forked == self._state.digest:
+            raise self._forked(wanted)
         snapshot: PartSnapshot = yield None
         outer_step, name = snapshot.metadata.get("outer_step"), snapshot.name
         if type(outer_step) is not int or outer_step < wanted.outer_step:
@@ -603,6 +625,6 @@ def _came_to_nothing(
         wrong = continues and isinstance(error, RemoteProtocolError) and not isinstance(error, _OthersError)
         return Failed(update.part, effect, str(error), wrong)
     if replica.state.outer_step == before.outer_step:
-        return Failed(effect.part, effect, str(error))
+        return Failed(effect.part, effect, str(error), is_forked=isinstance(error, _ForkedError))
     _log.warning("part %d: %s", effect.part, error)  # some of the steps were taken
     return _applied(effect.part, replica)

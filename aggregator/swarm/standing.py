@@ -460,16 +460,20 @@ def _progress(record: Record, states: Sequence[tuple[int, str]], own: Standing |
     behind = {
         i: part.outer_step - step
         for i, ((step, digest), part) in enumerate(zip(states, record.parts, strict=False))
-        if step < part.outer_step or (step == part.outer_step and digest != part.digest)
+        if step != part.outer_step or digest != part.digest
     }
-    words = [
-        f"part {i} is at outer step {states[i][0]} of {record.parts[i].outer_step}" if steps else f"part {i} is damaged"
-        for i, steps in list(behind.items())[:2]
-    ]
+    words = [_behind_words(i, states[i][0], record.parts[i].outer_step) for i in list(behind)[:2]]
     more = [f"and {len(behind) - 2} more parts"] if len(behind) > 2 else []
     if all(steps == 1 for steps in behind.values()):
         return "here", "; ".join((*words, *more))
     return "late", "; ".join((*words, *more, *work[:2]))
+
+
+def _behind_words(i: int, step: int, agreed: int) -> str:
+    """Say how far a member is with a part that it has otherwise than the record names it."""
+    if step > agreed:
+        return f"part {i} is at outer step {step}, the swarm at {agreed}: were others restored from an earlier backup?"
+    return f"part {i} is at outer step {step} of {agreed}" if step < agreed else f"part {i} is damaged, or of another history"
 
 
 def lasting(seconds: float) -> str:

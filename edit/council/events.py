@@ -283,6 +283,7 @@ class Failed:
     work: Hold | Adopt | Fetch
     reason: str
     is_wrong: bool = False  # of a Hold: no member can hold this update, and its owner is to blame
+    is_forked: bool = False  # of a Fetch: the state here is whole, and not among those that lead to what the record names
 
 
 @dataclass(frozen=True, slots=True)

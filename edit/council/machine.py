@@ -10,7 +10,8 @@ I1  One digest per (lineage, part, outer step): rules 12 and 13.
 I2  What the record names, a quorum holds on disk: rules 10 and 13.
 I3  A part's state moves as a whole, and on a committed record only: rule 15.
 I4  One grant makes at most one update to an outer step, and grants only grow: rules 11 and 12.
-I5  An outer step never goes back within a lineage: rules 5 and 13.
+I5  An outer step never goes back within a lineage, while no quorum forgets what it had on disk: rules 5 and 13. Where one
+    did, as with folders restored from a backup, no member that has it goes back, nor loses it, without an operator: rule 19.
 I6  A vote, an accepted record and a held update are on disk before they are said: rules 3, 5 and 12.
 I7  Nothing waits without a bound: what had no effect is said again each again_s (a fifth of a lease) or heartbeat.
 
@@ -80,7 +81,8 @@ Owners
     that drains is not paused: it is resumed, likewise with new grants, or finishes.
 15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
     that is not the record's is damage, mended by a snapshot; never an assertion. So is a state that most voters came to
-    otherwise, which the shell asks for when an update is for other parameters than are here: it is not held.
+    otherwise, which the shell asks for when an update is for other parameters than are here: it is not held. But see
+    rule 19.
 
 Who comes in
 16. The record has the holders of the authority's key. Where one of them redeems an invitation it says Claim, until a committed
@@ -101,6 +103,16 @@ Owners that stall
     and this owner gets no part for ten times stall_s if others can. Every voter counts that itself: one that was counted, and
     whose leader changes nothing for four leases, neither follows nor elects that leader for twenty. So fewer than it takes to
     stop all depose nobody, and a leader does not stay by being deaf. What an owner stops, it stops for about stall_s in ten.
+
+Members that were set back
+19. A leader has all versions of its own term. One that for LOST_LEASES lacks some that are here is noticed.
+    What a member adopted was agreed on. Where its leader names an earlier outer step of a part for LOST_LEASES, or another one
+    of the same number, or one to which another history led, a quorum has lost what is here: its folders are of an earlier day,
+    or a leader lies. The shell can tell, by the chain of updates, when it is asked to fetch: its answer is Failed, as forked.
+    Then the state is kept: nothing of the part is adopted or fetched, which `status` says, until the record names what is
+    here, or follows it, or an operator recovers here or has this member rejoin. It is looked at again in each term: one that
+    lied may have led. Where the updates that are kept do not reach back so far, nobody can tell, and the state is replaced,
+    unless it was found to be forked before, which is on disk. What was only accepted or held is not kept so.
 
 role       event                       condition                                  effects                           next
 ---------  --------------------------  -----------------------------------------  --------------------------------  ---------
@@ -137,6 +149,8 @@ owner      Made                        its grant is served                      
                                                                                   again_s)
 LEADER     Accepted                    a quorum holds the next update (rule 13)   a part of the next version        LEADER
 any        Committed                   a part is ahead                            Adopt, else Fetch                 same
+any        Append                      a part is behind for LOST_LEASES           Fetch, which fails (rule 19)      same
+any        Failed                      of a Fetch, as forked                      Noticed, once                     same
 any        Committed                   owner changed                              Cease, Serve                      same
 """
 
@@ -225,6 +239,7 @@ FARTHER = 2**32  # versions, and outer steps, likewise: there may be many in a s
 ROUND_TRIPS = 8  # a lease is at least so many median round trips
 SAMPLES = 4  # of which the shortest counts, per peer
 DEAF_LEASES = 4  # after which a leader that does nothing about an owner that stalls is left
+LOST_LEASES = 4  # for which a leader names an earlier outer step than is here, until it counts as lost (rule 19)
 SHUNNED_LEASES = 20  # for which it is neither followed nor elected then
 PARDONED = 10  # times stall_s, after which an owner that stalled may own parts again
 MOST_TERM = MOST_COUNT // 4  # to which voters that are too far ahead are followed: later ones are still left
@@ -335,6 +350,7 @@ class Council:
         self._leader = ""  # the last that was heard, a peer_id
         self._led_term = 0  # the term that it leads in
         self._leader_at = -math.inf  # when
+        self._set_back_at = math.inf  # since when it has an earlier version of its own term than is here
         self._draws = 0
         self._election_at = now + self._lease_s * (1 + self._draw() / 2)
         self._hello_at = now
@@ -419,6 +435,11 @@ class Council:
     def work(self) -> tuple[Adopt | Fetch | None, ...]:
         """What is under way here of each part."""
         return self._parts.work
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Why nothing of a part is adopted or fetched here, in words; '' where that is not so (rule 19)."""
+        return self._parts.kept
 
     def known(self, peer_id: str, now: float) -> Known | None:
         """Return what this leader knows of a member; None at others."""
@@ -698,6 +719,7 @@ class Council:
                 vote = self._saved.vote if append.stamp.term == self.term else ""
                 self._save(term=append.stamp.term, vote=vote, record=record)  # I6
             self._note_committed(append.committed)
+            self._note_set_back(peer_id, append)
             if append.record is not None and append.record.stamp > self._stamp:
                 self._notice_once(
                     peer_id, f"{peer_id} leads with a record that cannot be of this run: one of the two joins anew"
@@ -706,6 +728,17 @@ class Council:
             terms = f"{peer_id} leads in term {append.stamp.term}, this member is in {self.term}, as one that lied has said"
             self._notice_once(peer_id, f"{terms}: it joins anew (edit-peer swarm rejoin)")
         self._say_states(peer_id, append.sent)
+
+    def _note_set_back(self, leader: str, append: Append) -> None:
+        """Rule 19: see whether the leader lacks versions of its own term, or outer steps, that are here."""
+        older = append.stamp < self._stamp
+        self._set_back_at = min(self._set_back_at, self._now) if older else math.inf
+        if self._now >= self._set_back_at + LOST_LEASES * self._lease_s:
+            text = f"{leader} leads, and has lost versions of the record that are here"
+            self._notice_once(leader, f"{text}: was its folder restored from an earlier backup?")
+        named = append.record if older else self.record
+        if named is not None and append.stamp <= self._stamp:
+            self._parts.compare(named, self._now, LOST_LEASES * self._lease_s)
 
     def _is_current(self, term: int) -> bool:
         return term >= self.term

@@ -2,6 +2,7 @@
 where it is the owner, offers the updates of its engines.
 
 A part's state moves on a committed record only (I3). An update is held beside the state, at most one: that of the newest grant.
+A state that was adopted, and is not among those that led to what the record names, is kept: an operator decides (rule 19).
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class _Part:
     staging: Hold | None = None  # under way
     moving: Adopt | Fetch | None = None  # under way
     sources: int = 0  # how many were tried for this outer step
+    ahead_at: float = math.inf  # since when the leader names an earlier outer step than is here
+    asked: tuple[int, int] = (0, 0)  # of the last Fetch: the record's term, and whether it goes back (-1), stays, or goes on
+    forked: tuple[int, int] | None = None  # likewise, of the one that found the state here forked: it is not repeated
+    kept: str = ""  # why the state is kept, in words
+    told: str = ""  # the digest of the state of which that was noticed
     own: Update | None = None  # an engine here made it
     served: int | None = None  # the grant that an engine here serves
     to_release: Release | None = None  # said to the leader until the grant is another
@@ -84,6 +90,11 @@ class Parts:
         return tuple(part.moving for part in self._parts)
 
     @property
+    def kept(self) -> tuple[str, ...]:
+        """Why nothing of a part is adopted or fetched, in words; '' where that is not so (rule 19)."""
+        return tuple(part.kept for part in self._parts)
+
+    @property
     def next_wakeup(self) -> float:
         """When `advance` says something again; inf: never."""
         return self._again_at
@@ -118,21 +129,36 @@ class Parts:
             return
         state = mine.state
         if state.outer_step == part.outer_step and state.digest == part.digest:
+            mine.forked, mine.kept = None, ""
             if part.owner == self._peer_id and mine.served is None and mine.to_release is None:
                 mine.served = part.grant
                 self._emit(Serve(i, part.grant, part.outer_step))
         elif state.outer_step > part.outer_step:
-            return  # the news is old (I5)
+            return  # the news is old (I5), or the others have lost what is here (`compare`)
         elif state.leads_to(part):
             mine.moving = Adopt(i, part.outer_step, part.update, part.digest)
             self._emit(mine.moving)
         elif mine.staging is None or mine.staging.update.id != part.update:
-            self._fetch(i, part)
+            assert self._record is not None
+            self._fetch(i, self._record)
 
-    def _fetch(self, i: int, part: Part) -> None:
-        """Get what is missing from the owner, else from the others in turn."""
-        mine, record = self._parts[i], self._record
-        assert record is not None
+    def compare(self, record: Record, now: float, patience_s: float) -> None:
+        """Rule 19: see whether the leader, whose record this is, names earlier outer steps than were adopted here.
+
+        For patience_s that means nothing: what was fetched may be newer than what it said before.
+        """
+        for i, (mine, part) in enumerate(zip(self._parts, record.parts, strict=False)):
+            mine.ahead_at = min(mine.ahead_at, now) if mine.state.outer_step > part.outer_step else math.inf
+            if now >= mine.ahead_at + patience_s and mine.moving is None:
+                self._fetch(i, record)
+
+    def _fetch(self, i: int, record: Record) -> None:
+        """Get what is missing from the owner, else from the others in turn; nothing where the state here is kept (rule 19)."""
+        mine, part = self._parts[i], record.parts[i]
+        ahead, behind = mine.state.outer_step > part.outer_step, mine.state.outer_step < part.outer_step
+        asked = record.term, behind - ahead
+        if mine.forked == asked:
+            return
         members = [part.owner, *sorted(record.members.keys() - {part.owner})]
         peers = [peer_id for peer_id in members if peer_id != self._peer_id]
         sources = [peer_id for peer_id in peers if peer_id in self._connected] or peers
@@ -140,10 +166,11 @@ class Parts:
             return  # it is alone; again when `advance` is called
         damaged = mine.state.outer_step == part.outer_step and bool(mine.state.digest)
         if damaged and not mine.sources:
-            self._emit(Noticed(f"part {i} is damaged: outer step {part.outer_step} is {part.digest[:12]}, here it is another"))
+            text = f"outer step {part.outer_step} is {part.digest[:12]}, here it is {mine.state.digest[:12]}"
+            self._emit(Noticed(f"part {i} is damaged, or another one: {text}"))
         source = sources[mine.sources % len(sources)]
         mine.sources += 1
-        mine.moving = Fetch(i, part.outer_step, part.update, part.digest, source, damaged)
+        mine.asked, mine.moving = asked, Fetch(i, part.outer_step, part.update, part.digest, source, damaged)
         self._emit(mine.moving)
 
     # -- what the shell did ------------------------------------------------------------------------------------------------
@@ -153,7 +180,7 @@ class Parts:
         mine = self._parts[event.part]
         if mine.moving is None:
             raise LocalProtocolError(f"part {event.part} was applied, but nobody asked for that")
-        mine.moving, mine.sources = None, 0
+        mine.moving, mine.sources, mine.forked, mine.kept = None, 0, None, ""
         mine.state = PartState(event.outer_step, event.digest)
         self._say_states()  # so that it may vote, and own the part, at once
         self._follow(event.part, self._committed_part(event.part))
@@ -172,6 +199,19 @@ class Parts:
         mine.moving = None
         if isinstance(event.work, Adopt):  # what is held is of no use
             mine.state = PartState(mine.state.outer_step, mine.state.digest)
+        elif event.is_forked:
+            self._keep(event.work, mine)
+
+    def _keep(self, fetch: Fetch, mine: _Part) -> None:
+        """Rule 19: what was adopted here stays. Said once of each state."""
+        step, theirs = mine.state.outer_step, fetch.outer_step
+        text = f"part {fetch.part} stays at outer step {step}, which was agreed on: the others, at {theirs}, went on without it"
+        text += ", as after restoring a backup. To keep it, stop them, say recover here, rejoin there; "
+        text += "to go on with theirs, rejoin here"
+        mine.forked, mine.kept = mine.asked, text
+        if mine.told != mine.state.digest:
+            mine.told = mine.state.digest
+            self._emit(Noticed(text))
 
     def damaged(self, event: Damaged) -> None:
         """The shell found that what is here is not what others have. What is under way finds that, too."""

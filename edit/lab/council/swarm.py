@@ -371,7 +371,9 @@ class Swarm:
         return source.kept.get((effect.part, effect.outer_step), "")
 
     def _fetched(self, host: Host, effect: ev.Fetch, source: Host, process: int, found: str) -> None:
-        if self._reaches(host, source, process) and found == effect.digest:
+        if effect.part < len(host.states) and host.states[effect.part].outer_step > effect.outer_step:
+            self.handle(host, ev.Failed(effect.part, effect, "what is here did not lead there", is_forked=True))
+        elif self._reaches(host, source, process) and found == effect.digest:
             self._move(host, effect.part, PartState(effect.outer_step, found))
         else:
             self.handle(host, ev.Failed(effect.part, effect, "the source has it not"))

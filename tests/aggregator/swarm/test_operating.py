@@ -577,7 +577,8 @@ def test_the_average_that_a_swarm_keeps_is_exported(tmp_path: Path, monkeypatch:
         ((5, "d" * 64), ("here", "")),
         ((4, "c" * 64), ("here", "part 0 is at outer step 4 of 5")),  # the newest update counts once a quorum holds it
         ((3, "c" * 64), ("late", "part 0 is at outer step 3 of 5")),
-        ((5, "c" * 64), ("late", "part 0 is damaged")),
+        ((5, "c" * 64), ("late", "part 0 is damaged, or of another history")),
+        ((6, "c" * 64), ("late", "part 0 is at outer step 6, the swarm at 5: were others restored from an earlier backup?")),
         ((5, ""), ("late", "it has no state yet: a snapshot is fetched")),
     ],
 )

@@ -352,6 +352,45 @@ def test_nothing_is_taken_of_updates_whose_chain_breaks(two: tuple[Member, Membe
     assert isinstance(answer, ev.Failed) and other.replica.state.outer_step == 0 and other.replica.state.held is None
 
 
+def test_a_source_that_lies_about_what_came_before_keeps_nobody_back(two: tuple[Member, Member]) -> None:
+    """Only the record can say that another history led to its outer step; a source's word is checked by the id."""
+    one, other = two
+    one.step(other, seed=1)
+    one.step(seed=2)
+
+    class Rebased(From):
+        def kept(self, part: int, outer_step: int, update_id: str) -> Offer:
+            found = super().kept(part, outer_step, update_id)
+            return replace(found, update=replace(found.update, base="1" * 64))
+
+    answer = carry_out(other.replica, fetch(one), source=Rebased(one.replica))
+    assert isinstance(answer, ev.Failed) and not answer.is_forked and not other.store.forked
+    assert isinstance(carry_out(other.replica, fetch(one), source=From(one.replica)), ev.Applied)
+
+
+def test_a_note_that_a_state_is_kept_ends_with_the_state_and_is_not_passed_over_when_it_is_damaged(
+    two: tuple[Member, Member], tmp_path: Path
+) -> None:
+    one, other = two
+    one.step(other, seed=1)
+    one.step(seed=2)
+    other.store.mark_forked(other.replica.state.digest)
+    far = replace(fetch(one), update="1" * 64)  # which no source has
+    answer = carry_out(other.replica, far, source=From(one.replica))
+    assert isinstance(answer, ev.Failed) and answer.is_forked and other.replica.state.outer_step == 1
+    note = tmp_path / "other" / "forked.json"
+    text = note.read_bytes()
+    note.write_bytes(text[:9])
+    answer = carry_out(other.replica, far, source=From(one.replica))
+    assert isinstance(answer, ev.Failed) and "forked.json: cannot be read" in answer.reason
+    note.write_bytes(text)
+    assert isinstance(carry_out(other.replica, fetch(one), source=From(one.replica)), ev.Applied)
+    one.step(seed=3)
+    assert carry_out(other.replica, replace(fetch(one), snapshot=True), source=From(one.replica)) == ev.Applied(
+        0, 3, one.replica.state.digest
+    )
+
+
 def test_a_source_that_counts_other_tokens_with_the_right_bytes_is_not_followed(two: tuple[Member, Member]) -> None:
     """Else nothing that comes would be held: tokens never go back."""
     one, other = two
@@ -439,6 +478,7 @@ def test_a_restart_after_a_snapshot_publishes_no_update_that_did_not_lead_to_it(
             other.step(seed=10 + seed)  # another history
     if had == "the same outer step":
         other.store.checkpoint(other.replica.outer)
+        other.replica._damaged = True  # else it is kept
     answer = carry_out(other.replica, fetch(one, snapshot=True), source=From(one.replica))
     assert answer == ev.Applied(0, 2, one.replica.state.digest)
     again = other.again()

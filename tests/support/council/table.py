@@ -133,6 +133,8 @@ class Table:
                 assert held_update is not None
                 states[part] = PartState(held_update.outer_step, held_update.digest)
                 self.handle(peer_id, ev.Applied(part, held_update.outer_step, held_update.digest))
+            case ev.Fetch(part, outer_step) if part < len(states) and states[part].outer_step > outer_step:
+                self.handle(peer_id, ev.Failed(part, effect, "what is here did not lead there", is_forked=True))
             case ev.Fetch(part, outer_step, _, digest, source):
                 found = self.states[source][part] if part < len(self.states[source]) else PartState()
                 if found.held is not None:
