@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -22,6 +23,7 @@ from edit.plain_text import parse_json
 __all__ = [
     "append_whole",
     "check_format",
+    "lock_file",
     "read_json",
     "read_private",
     "rename",
@@ -128,6 +130,22 @@ def sync(path: Path, fsync: Callable[[int], None] = os.fsync) -> None:
         fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(descriptor: int, path: Path) -> bool:
+    """Lock an open file for this process, until the descriptor is closed; return False where another process has the lock.
+
+    Raises StorageError that names `path` where its file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise StorageError(
+            f"{path}: its file system has no locks ({error.strerror}); put the folder on a local disk"
+        ) from error
+    return True
 
 
 def write_json(path: Path, values: Mapping[str, object], *, version: int, mode: int = 0o644) -> None:

@@ -6,7 +6,6 @@ A run that is spread over several aggregators has a folder for each; aggregator 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from edit import plugins
 from edit.config.overrides import with_settings
 from edit.config.run import RunConfig, ServerConfig
-from edit.durable_files import read_json, write_atomic, write_json
+from edit.durable_files import lock_file, read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json
 from editpb.folder_kinds import kind_of_folder
@@ -80,10 +79,11 @@ def lock_folder(folder: Path, taken: str) -> int:
     except OSError as error:
         raise StorageError(f"{path}: cannot be written ({error.strerror}); `serve` needs a folder that it may write") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if not lock_file(descriptor, path):
+            raise ConfigError(f"{folder}: {taken}; end it first")
+    except BaseException:
         os.close(descriptor)
-        raise ConfigError(f"{folder}: {taken}; end it first") from None
+        raise
     return descriptor
 
 

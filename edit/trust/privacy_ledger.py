@@ -6,7 +6,6 @@ that are taken again are counted again: the ledger says too much, never too litt
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from edit.durable_files import sync
+from edit.durable_files import lock_file, sync
 from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json
 from edit.trust.privacy import MOST_STEPS, Spent
@@ -35,10 +34,10 @@ class PrivacyLedger:
         tokens: in each example, as `model.context` counts them; 0: not known.
 
     A last line that a kill cut short was never counted on: it is removed, with a warning. One that lacks nothing but its end of
-    line counts. Raises StorageError for any other damage, and where the disk refuses; ConfigError where another process
-    writes it, and where it has steps on other units, or on examples of another length: those of now may be several of then, or
-    lie in several, so the steps do not add up. A reservation that says no unit (of older software) has that of the first line;
-    one that says no length is taken to be of the present one.
+    line counts. Raises StorageError for any other damage, and where the disk refuses, or has no locks; ConfigError where
+    another process writes it, and where it has steps on other units, or on examples of another length: those of now may be
+    several of then, or lie in several, so the steps do not add up. A reservation that says no unit (of older software) has that
+    of the first line; one that says no length is taken to be of the present one.
     """
 
     def __init__(self, path: Path, unit: str = "sequence", tokens: int = 0) -> None:
@@ -115,10 +114,8 @@ class PrivacyLedger:
             raise StorageError(f"{self._path}: cannot be written ({error.strerror}); no step is taken without it") from error
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"{self._path}: another process counts its steps in it; end that one first") from None
+        if not lock_file(self._descriptor, self._path):
+            raise ConfigError(f"{self._path}: another process counts its steps in it; end that one first")
 
     def _read(self) -> dict[tuple[str, float, float], int]:
         """Return what is in the file; leave the position at its end, behind the last whole line."""
