@@ -6,6 +6,7 @@ that are taken again are counted again: the ledger says too much, never too litt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -105,12 +106,15 @@ class PrivacyLedger:
         rest = memoryview(data)
         if self._failed:
             raise StorageError(f"{self._path}: a write failed before; it must be opened again")
+        end = os.fstat(self._descriptor).st_size
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
             os.fsync(self._descriptor)
         except OSError as error:
             self._failed = True  # what is behind half a line could not be read
+            with contextlib.suppress(OSError):  # nothing is used of it, so it does not count, however often it is tried
+                os.ftruncate(self._descriptor, end)
             raise StorageError(f"{self._path}: cannot be written ({error.strerror}); no step is taken without it") from error
 
     def _lock(self) -> None:

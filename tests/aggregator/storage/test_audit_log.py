@@ -25,6 +25,7 @@ from aggregator.storage.store import Store
 from edit.config.audit import AuditConfig
 from edit.config.gaussian import gaussian_epsilon
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, PrivacyConfig, RunConfig, StorageConfig
+from edit.durable_files import write_atomic
 from edit.errors import ConfigError, RefusedError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
@@ -302,25 +303,26 @@ def test_what_a_full_disk_refuses_is_in_the_log_once_when_it_is_said_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """The first entries of a run, consents, scores and approvals; the log is refused, or the head that is signed for it."""
-    disk, head = FillableDisk(), audit_log.write_atomic
-    monkeypatch.setattr(audit_log, "write_atomic", lambda path, data: refuse(path) if full_of == "head" else head(path, data))
+    disk, full = FillableDisk(), set[str]()
 
-    def refuse(path: Path) -> None:
-        raise StorageError(f"{path}: cannot be written (No space left on device)")
+    def write(path: Path, data: bytes) -> None:
+        if "head" in full:
+            raise StorageError(f"{path}: cannot be written (No space left on device)")
+        write_atomic(path, data)
 
-    def fill(filled: str) -> None:
-        nonlocal full_of
-        full_of = filled
-        disk.full = full_of == "log"
+    def fill(*filled: str) -> None:
+        full.clear()
+        full.update(filled)
+        disk.full = "log" in full
 
-    full_of = ""
+    monkeypatch.setattr(audit_log, "write_atomic", write)
     audit = AuditLog.open(tmp_path, "run", CONFIG, lambda: 1.7e9, Disk(write=disk.write))
     store = Store(tmp_path / "outer", CONFIG, "run", audit=audit)
     audit.consent("a", said("a"))
     fill(part)
     with pytest.raises(StorageError, match="cannot be written"):
         founded(store)
-    fill("")
+    fill()
     outer = founded(store)
     append(store, outer, 1)
     report = ScoreReport(run_id="run", outer_step=1, scores={"a": 0.5}, public_key=PEER, signature=b"s" * 64)
@@ -332,7 +334,7 @@ def test_what_a_full_disk_refuses_is_in_the_log_once_when_it_is_said_again(
         assert outer.outer_step == 1
     with pytest.raises(StorageError, match="cannot be written"):
         audit.approve("a", approval := Approval("1" * 64, "2" * 64, 2, b"certificate", b"s" * 64))
-    fill("")
+    fill()
     if part == "log":
         audit.score("s", report)
     audit.approve("a", approval)
