@@ -52,7 +52,8 @@ def write_atomic_with(
         mode: permissions of the file, less the umask.
         failures: exceptions of `write`, besides OSError, which mean that the disk refused.
 
-    Raises StorageError that names `path`: the content is as before.
+    Raises StorageError that names `path`: the content is as before; or it is the new one, where only the folder's list of names
+    could not be synced.
     """
     _replace(path, lambda temporary, _: write(temporary), mode, failures)
 
@@ -118,7 +119,10 @@ def append_whole(descriptor: int, data: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or a folder whose content is on disk; the new name is on disk when this returns. Raises OSError."""
+    """Rename a file or a folder whose content is on disk; the new name is on disk when this returns.
+
+    Raises OSError: it may be renamed yet, where only the new name could not be synced.
+    """
     source.replace(target)
     sync(target.parent)
 

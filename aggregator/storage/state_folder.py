@@ -129,8 +129,12 @@ class StateFolder:
         """
         if not cls.exists(path) or cls(path).aggregator:
             return False
-        used = [path / "ca.key", path / "incarnation", path / "outer", *(path / "invitations").glob("*")]
-        return not any(each.exists() for each in used)
+        return not (path / "ca.key").exists() and cls._unused(path)
+
+    @staticmethod
+    def _unused(path: Path) -> bool:
+        """Whether nobody was invited to the run, or served it, yet."""
+        return not any(each.exists() for each in (path / "incarnation", path / "outer", *(path / "invitations").glob("*")))
 
     @classmethod
     def create(cls, path: Path, run_toml: str) -> StateFolder:
@@ -141,7 +145,11 @@ class StateFolder:
         try:
             begun = cls.begun(path)
             if cls.exists(path) and not begun:
-                raise ConfigError(f"{path}: already holds a run; choose another --state folder")
+                whole = (path / "ca.key").exists() and cls._unused(path)  # `init` may have failed at its very end
+                instead = (
+                    f"it is whole, and was not used yet; run `edit-coordinator serve --state {path}`, or " if whole else ""
+                )
+                raise ConfigError(f"{path}: already holds a run; {instead}choose another --state folder")
             if not begun and (kind := kind_of_folder(path)):
                 raise ConfigError(f"{path}: is the folder of {kind}; choose another --state folder")
             path.mkdir(parents=True, exist_ok=True)
