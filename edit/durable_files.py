@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -22,6 +23,7 @@ from edit.plain_text import parse_json
 __all__ = [
     "append_whole",
     "check_format",
+    "lock_file",
     "read_json",
     "read_private",
     "rename",
@@ -50,7 +52,8 @@ def write_atomic_with(
         mode: permissions of the file, less the umask.
         failures: exceptions of `write`, besides OSError, which mean that the disk refused.
 
-    Raises StorageError that names `path`: the content is as before.
+    Raises StorageError that names `path`: the content is as before; or it is the new one, where only the folder's list of names
+    could not be synced.
     """
     _replace(path, lambda temporary, _: write(temporary), mode, failures)
 
@@ -116,7 +119,10 @@ def append_whole(descriptor: int, data: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or a folder whose content is on disk; the new name is on disk when this returns. Raises OSError."""
+    """Rename a file or a folder whose content is on disk; the new name is on disk when this returns.
+
+    Raises OSError: it may be renamed yet, where only the new name could not be synced.
+    """
     source.replace(target)
     sync(target.parent)
 
@@ -128,6 +134,22 @@ def sync(path: Path, fsync: Callable[[int], None] = os.fsync) -> None:
         fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(descriptor: int, path: Path) -> bool:
+    """Lock an open file for this process, until the descriptor is closed; return False where another process has the lock.
+
+    Raises StorageError that names `path` where its file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise StorageError(
+            f"{path}: its file system has no locks ({error.strerror}); put the folder on a local disk"
+        ) from error
+    return True
 
 
 def write_json(path: Path, values: Mapping[str, object], *, version: int, mode: int = 0o644) -> None:

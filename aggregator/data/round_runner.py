@@ -76,6 +76,7 @@ from edit.trust.mask_plan import FragmentPlan
 from edit.trust.masking import Opening
 from edit.trust.noise import SecretNoise
 from editpb.audit_log import RoundFacts
+from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import ContributionHeader, ScoreReport, SeenHead
 from editpb.signed_contributions import check_payload, verified_by_others
 
@@ -89,6 +90,7 @@ _FAST_BYTES_PER_S = 150e6
 _FAST_S = 0.05
 # Times that the sum of one outer step may fail to be opened; then nothing is merged in it, and the next one begins.
 _MASKED_TRIES = 3
+_SAID_BYTES = 4096  # of a fragment, and of each contribution to it, beside the vectors: at most, on disk
 _NO_SCORERS = 'the run has no scorers: robust.trust is not "loss"'
 
 
@@ -551,12 +553,15 @@ class RoundRunner:
     async def _begin_private(self, effect: events.Reduce, budget: PrivacyBudget) -> tuple[Clipped, SecretNoise]:
         """Count the attempt at this outer step, on disk; then return what counts of each contribution, and new noise.
 
-        The run ends with this round where no other attempt may follow. Raises RefusedError, StorageError.
+        Nothing is counted while the disk would refuse what follows: a full disk costs no budget, however often it is tried. The
+        run ends with this round where no other attempt may follow. Raises RefusedError, StorageError.
         """
         claims = self._complete(effect.peers)
+        room = self._room(claims)
 
         def work() -> tuple[Clipped, SecretNoise]:
             clipped = self.outer.clip(claims, self._rejected_anywhere(effect, claims))
+            self._store.prove_room(room)
             budget.reserve()
             return clipped, SecretNoise()
 
@@ -565,6 +570,13 @@ class RoundRunner:
         finally:
             if reason := budget.used_up:
                 self.feed(events.EndRun(reason))
+
+    def _room(self, claims: Mapping[int, Sequence[Measured]]) -> int:
+        """Return how many bytes the fragments and the commit of a round take on disk, at most. claims: by fragment."""
+        vectors = 1 + (self._store.injections.pending is not None)  # what is left out of the payload, and what is injected
+        merged = sum(self.outer.update_bytes(i) + 4 * vectors * self.outer.schema.fragments[i].numel for i in claims)
+        said = _SAID_BYTES * sum(1 + len(claimed) for claimed in claims.values())
+        return merged + said + (2 * MAX_ENTRY_BYTES if self._store.audit is not None else 0)  # in the journal, and in the log
 
     def _merge_private(
         self,

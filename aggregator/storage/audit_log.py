@@ -5,7 +5,8 @@
    record is on disk before the entry is appended here. So the log has no entry of what was not committed, and a start fills in
    what it lacks: the last one, after a kill.
 2. An entry is on disk before the head that is signed for it. A head for more entries than there are means that some were lost.
-3. What cannot be appended is kept and tried again before the next commit, which fails until then.
+3. The entry of a commit that cannot be appended is kept and tried again before the next commit, which fails until then. No
+   other entry that cannot be appended is kept: whoever has said it says it again.
 
 Everything runs in the worker thread, but `open`, and on the event loop `receipt`, `misfit` and `cosigned`, which see the log as
 it was when a head was signed last: entries that are counted there do not change.
@@ -93,7 +94,7 @@ class AuditLog:
         self._now, self._digest = now, config_digest(config)
         self._tree = MerkleTree()
         self._file = LineFile(self.path, disk)
-        self._pending: list[bytes] = []  # lines that are still to be appended
+        self._pending: list[bytes] = []  # lines of commits that are still to be appended
         self._last = "", 0, ""  # configuration, outer step and digest by the last entry
         self._consents: set[tuple[str, str, str]] = set()  # peer, configuration and policy of those in the log
         self._early: list[tuple[str, Consent]] = []  # those that are still to be said
@@ -162,8 +163,7 @@ class AuditLog:
                         "[codec.fragments] of run.toml are not those of then: set them back"
                     )
                 continue
-            self._pending.append(line)
-            self.flush()
+            self._write(line)
         self._begin(outer)
 
     def commit(
@@ -210,9 +210,8 @@ class AuditLog:
         while self._pending:
             if _index(self._pending[0]) != len(self._tree):
                 raise LocalProtocolError(f"audit log: entry {_index(self._pending[0])} after {len(self._tree)} entries")
-            self._file.append(self._pending[0])
-            self._took(self._pending[0])
-            self._tree.append(leaf_hash(self._pending.pop(0)))
+            self._write(self._pending[0])
+            del self._pending[0]
         if self._signed != len(self._tree):
             write_atomic(self._head, self._signer.sign(len(self._tree), self._tree.root()).encode())
             self._signed = len(self._tree)
@@ -221,6 +220,12 @@ class AuditLog:
             root = self._tree.root(self._signed)
             self._shown = self._signed, self._signer.sign(self._signed, root)
             self._standing = f"{self._signed} entries, head {root.hex()[:16]}"
+
+    def _write(self, line: bytes) -> None:
+        """Append the next entry, on disk when this returns; `flush` signs for it. Raises StorageError: it is not in the log."""
+        self._file.append(line)
+        self._took(line)
+        self._tree.append(leaf_hash(line))
 
     def receipt(self, outer_step: int, seen_size: int) -> LogReceipt:
         """Return the receipt of the commit to an outer step, for a peer that has seen so many entries.
@@ -293,12 +298,15 @@ class AuditLog:
     def score(self, scorer: str, report: ScoreReport) -> None:
         """Append what a scorer says of the last commit; its signature was checked.
 
-        Raises StaleError when another commit has come meanwhile, StorageError: it does not count.
+        Raises StaleError when another commit has come meanwhile, StorageError: it does not count, and is not in the log. Once
+        it is there it counts; until it is signed for, no other commit comes.
         """
         self._say_consents()
         if (last := self._last[1]) != report.outer_step:
             raise StaleError(f"scores of outer step {report.outer_step} come too late: the last one is {last}")
         self._say(score_entry(scorer, report))
+        with contextlib.suppress(StorageError):
+            self.flush()
 
     def consent(self, peer_id: str, consent: Consent) -> None:
         """Append a consent, unless the log has it, or `_MOST_CONSENTS` of this peer to this configuration.
@@ -316,19 +324,22 @@ class AuditLog:
     def approve(self, approver: str, approval: Approval) -> None:
         """Append an approval of a change of the configuration, unless the log has it; it is on disk when this returns.
 
-        Raises StorageError: whether it will be in the log is open, and it is to be said again.
+        Raises StorageError: it is not in the log, or not signed for yet, and it is to be said again.
         """
         named = approver, approval.config_digest, approval.number
         self.flush()
         if named in self._approvals:
             return
-        self._approvals.add(named)
         self._say(approval_entry(approver, approval))
+        self._approvals.add(named)
+        self.flush()
 
     def _say_consents(self) -> None:
         self.flush()
         while self._early:
-            self._say(consent_entry(*self._early.pop(0)))
+            self._say(consent_entry(*self._early[0]))
+            del self._early[0]
+        self.flush()
 
     def close(self) -> None:
         """Write the cosignatures that are not on disk yet, as far as that can be done, and close the file."""
@@ -352,8 +363,8 @@ class AuditLog:
         self._say_consents()
 
     def _say(self, entry: Mapping[str, object]) -> None:
-        self._pending.append(entry_line(self._tree, self._now(), entry))
-        self.flush()
+        """As `_write`, an entry that is none of a commit; none of those is pending."""
+        self._write(entry_line(self._tree, self._now(), entry))
 
     def _read(self) -> None:
         """Open the file and read what is there. Raises StorageError."""

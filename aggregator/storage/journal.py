@@ -4,8 +4,8 @@
    format.
 2. A round is written as its fragments, then its commit, then fsync. A fragment counts only with the commit of its round after
    it.
-3. What follows the last commit is cut off when the segment is opened: a record torn by a crash, or the fragments of a round
-   that was never committed.
+3. What follows the last commit is cut off when the segment is opened: a record torn by a crash, the fragments of a round
+   that was never committed, or bytes that were to prove that there is room.
 4. A bad record with a good one after it is not torn, it is damaged: StorageError.
 5. A round that is given up leaves no trace: its records are cut off when the next round writes. No round is in two segments.
 6. A commit is on disk before it is applied, so it names the digest before it. The digest after it follows as a record of its
@@ -47,6 +47,7 @@ __all__ = ["CommittedRound", "Cut", "Disk", "Journal", "Span", "read_round", "re
 # encoded, and a commit names the digest before it
 FORMAT = 4
 OLDER = (3,)  # formats that can be replayed, but not added to
+_PIECE_BYTES = 1 << 20  # that are written at a time to prove that there is room
 Span = tuple[int, int]
 """Where in its segment a committed round begins, and ends with its commit, or its digest."""
 
@@ -102,6 +103,7 @@ class Journal:
         self._end = survey.end  # the file up to here is whole
         self._before_last = survey.before_last  # where the last commit's round begins, while no digest follows it
         self._torn = False  # bytes behind _end could not be cut off
+        self._failed = False  # a write or a sync has failed since the last sync
         self._round_id = 0
         self._fragments: set[int] = set()
 
@@ -232,6 +234,23 @@ class Journal:
         if outer_step in self.rounds:
             self.rounds[outer_step] = self.rounds[outer_step][0], self._end
 
+    def prove_room(self, count: int) -> None:
+        """Write so many bytes behind the last commit, and cut them off again. After a failure they are synced, too.
+
+        What an uncommitted round has left there is given up. A kill in between leaves bytes that `open` cuts off. Raises
+        StorageError: nothing more is to be written now.
+        """
+        self._give_up_round()
+        self._mend()
+        piece = os.urandom(min(count, _PIECE_BYTES))  # zeros take no room where a file system compresses
+        self._write(memoryview(piece)[: count - offset] for offset in range(0, count, _PIECE_BYTES))
+        try:
+            if self._failed:
+                self._make_durable()
+        finally:
+            self._cut_back(self._end)
+        self._mend()
+
     def take_back(self) -> None:
         """Cut off the last commit, which was held only (rule 7); the next one leads to the same outer step."""
         if self._before_last is None:
@@ -263,22 +282,27 @@ class Journal:
 
     def _append(self, header: Mapping[str, object], *body: Buffer) -> None:
         self._mend()
+        self._write(frame(header, *body))
+        self._end = os.fstat(self._descriptor).st_size
+
+    def _write(self, parts: Iterable[Buffer]) -> None:
         try:
-            for part in frame(header, *body):
+            for part in parts:
                 rest = memoryview(part).cast("B")
                 while rest:
                     rest = rest[self._disk.write(self._descriptor, rest) :]
         except Exception as error:
+            self._failed = True
             self._cut_back(self._end)
             if isinstance(error, OSError):
                 raise StorageError(f"{self.path}: cannot be written ({error.strerror})") from error
             raise
-        self._end = os.fstat(self._descriptor).st_size
 
     def _make_durable(self) -> None:
         try:
             self._disk.fsync(self._descriptor)
         except Exception as error:
+            self._failed = True
             self._committed = self._durable  # after a failed fsync nothing since the last one can be trusted
             if self._outer_step in self.rounds:  # its digest goes
                 begins, ends = self.rounds[self._outer_step]
@@ -288,6 +312,7 @@ class Journal:
                 raise StorageError(f"{self.path}: cannot be synced ({error.strerror})") from error
             raise
         self._committed = self._durable = self._end
+        self._failed = False
 
     def _give_up_round(self) -> None:
         self._fragments.clear()

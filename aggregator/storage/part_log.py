@@ -151,8 +151,11 @@ class PartLog:
         else:
             path, schema = part_log_of(self._folder, size), outer.schema.schema_hash
             first = begins_line(self._run_id, self._part, self._config, schema, outer.outer_step, outer.digest, tree.peaks)
-        if path.exists():
-            path.replace(path.with_name(f"{path.name}.replaced"))
+        try:
+            if path.exists():
+                path.replace(path.with_name(f"{path.name}.replaced"))
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be renamed ({error.strerror})") from error
         self._make(path, first)
 
     def append(self, entry: str) -> None:

@@ -6,7 +6,6 @@ A run that is spread over several aggregators has a folder for each; aggregator 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from edit import plugins
 from edit.config.overrides import with_settings
 from edit.config.run import RunConfig, ServerConfig
-from edit.durable_files import read_json, write_atomic, write_json
+from edit.durable_files import lock_file, read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json
 from editpb.folder_kinds import kind_of_folder
@@ -80,10 +79,11 @@ def lock_folder(folder: Path, taken: str) -> int:
     except OSError as error:
         raise StorageError(f"{path}: cannot be written ({error.strerror}); `serve` needs a folder that it may write") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if not lock_file(descriptor, path):
+            raise ConfigError(f"{folder}: {taken}; end it first")
+    except BaseException:
         os.close(descriptor)
-        raise ConfigError(f"{folder}: {taken}; end it first") from None
+        raise
     return descriptor
 
 
@@ -129,8 +129,12 @@ class StateFolder:
         """
         if not cls.exists(path) or cls(path).aggregator:
             return False
-        used = [path / "ca.key", path / "incarnation", path / "outer", *(path / "invitations").glob("*")]
-        return not any(each.exists() for each in used)
+        return not (path / "ca.key").exists() and cls._unused(path)
+
+    @staticmethod
+    def _unused(path: Path) -> bool:
+        """Whether nobody was invited to the run, or served it, yet."""
+        return not any(each.exists() for each in (path / "incarnation", path / "outer", *(path / "invitations").glob("*")))
 
     @classmethod
     def create(cls, path: Path, run_toml: str) -> StateFolder:
@@ -141,7 +145,11 @@ class StateFolder:
         try:
             begun = cls.begun(path)
             if cls.exists(path) and not begun:
-                raise ConfigError(f"{path}: already holds a run; choose another --state folder")
+                whole = (path / "ca.key").exists() and cls._unused(path)  # `init` may have failed at its very end
+                instead = (
+                    f"it is whole, and was not used yet; run `edit-coordinator serve --state {path}`, or " if whole else ""
+                )
+                raise ConfigError(f"{path}: already holds a run; {instead}choose another --state folder")
             if not begun and (kind := kind_of_folder(path)):
                 raise ConfigError(f"{path}: is the folder of {kind}; choose another --state folder")
             path.mkdir(parents=True, exist_ok=True)

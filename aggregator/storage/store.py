@@ -172,6 +172,12 @@ class Store:
         if self._open_round not in (None, round_id):
             raise RefusedError(f"round {round_number(round_id)} is over")
 
+    def prove_room(self, count: int) -> None:
+        """Prove that so many bytes of a round can be written, before the first of its fragments is. Raises StorageError."""
+        if self.audit is not None:
+            self.audit.flush()  # nothing is committed until it can be
+        self._writer.submit(lambda: self._open_journal().prove_room(count)).result()
+
     def begin_fragment(self, round_id: int, record: MergeRecord, injection: Injection | None = None) -> Future[None]:
         """Begin to write one merged fragment of a round. From any thread.
 

@@ -6,7 +6,7 @@ that are taken again are counted again: the ledger says too much, never too litt
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import logging
 import os
@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from edit.durable_files import sync
+from edit.durable_files import lock_file, sync
 from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json
 from edit.trust.privacy import MOST_STEPS, Spent
@@ -35,10 +35,10 @@ class PrivacyLedger:
         tokens: in each example, as `model.context` counts them; 0: not known.
 
     A last line that a kill cut short was never counted on: it is removed, with a warning. One that lacks nothing but its end of
-    line counts. Raises StorageError for any other damage, and where the disk refuses; ConfigError where another process
-    writes it, and where it has steps on other units, or on examples of another length: those of now may be several of then, or
-    lie in several, so the steps do not add up. A reservation that says no unit (of older software) has that of the first line;
-    one that says no length is taken to be of the present one.
+    line counts. Raises StorageError for any other damage, and where the disk refuses, or has no locks; ConfigError where
+    another process writes it, and where it has steps on other units, or on examples of another length: those of now may be
+    several of then, or lie in several, so the steps do not add up. A reservation that says no unit (of older software) has that
+    of the first line; one that says no length is taken to be of the present one.
     """
 
     def __init__(self, path: Path, unit: str = "sequence", tokens: int = 0) -> None:
@@ -106,19 +106,20 @@ class PrivacyLedger:
         rest = memoryview(data)
         if self._failed:
             raise StorageError(f"{self._path}: a write failed before; it must be opened again")
+        end = os.fstat(self._descriptor).st_size
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
             os.fsync(self._descriptor)
         except OSError as error:
             self._failed = True  # what is behind half a line could not be read
+            with contextlib.suppress(OSError):  # nothing is used of it, so it does not count, however often it is tried
+                os.ftruncate(self._descriptor, end)
             raise StorageError(f"{self._path}: cannot be written ({error.strerror}); no step is taken without it") from error
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"{self._path}: another process counts its steps in it; end that one first") from None
+        if not lock_file(self._descriptor, self._path):
+            raise ConfigError(f"{self._path}: another process counts its steps in it; end that one first")
 
     def _read(self) -> dict[tuple[str, float, float], int]:
         """Return what is in the file; leave the position at its end, behind the last whole line."""

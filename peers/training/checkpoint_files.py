@@ -139,7 +139,7 @@ class Checkpoints:
         self._saving = self._thread.submit(self._write, held, number, text)
 
     def set_aside(self) -> None:
-        """Rename all checkpoints so that they are never loaded; they are not removed."""
+        """Rename all checkpoints so that they are never loaded; they are not removed. Raises StorageError."""
         self._ranks.lead(self._set_aside)
 
     def newest(self) -> Saved | None:
@@ -175,15 +175,18 @@ class Checkpoints:
             for partial in self._folder.glob(".partial-*"):
                 _log.info("%s: unfinished, removed", partial)
                 shutil.rmtree(partial)
+            return max(self._numbers(), default=0) + 1
         except OSError as error:
             raise ConfigError(f"--checkpoints {self._folder}: cannot be used ({error.strerror})") from error
-        return max(self._numbers(), default=0) + 1
 
     def _set_aside(self) -> None:
         for number in self._numbers():
             path = self._path(number)
             aside = path.with_name(f"ignored-{number:08d}-{time.time_ns()}")
-            path.rename(aside)
+            try:
+                path.rename(aside)
+            except OSError as error:
+                raise StorageError(f"{path}: cannot be moved aside ({error.strerror})") from error
             _log.info("%s: moved aside as %s", path, aside.name)
 
     def _numbers(self) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import aggregator.cli
 from aggregator.cli import app
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder
+from edit import durable_files
 from edit.errors import ConfigError, StorageError
 from tests.support.full_disk import FullDisk
 
@@ -139,6 +142,23 @@ def test_where_a_full_disk_has_ended_it_the_same_command_goes_on(tmp_path: Path,
         assert init(path).exit_code == 0
         Authority.load(path, StateFolder(path).run_id)
     assert "already holds a run" in str(init(path).exception)
+
+
+def test_where_it_failed_at_its_very_end_it_says_that_the_run_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last file is there, and the folder's list of names could not be synced."""
+
+    def sync(path: Path) -> None:
+        if path == tmp_path and (tmp_path / "ca.key").exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable_files, "sync", sync)
+        assert "ca.key: cannot be written" in str(init(tmp_path).exception)
+    said = f"already holds a run; it is whole, and was not used yet; run `edit-coordinator serve --state {tmp_path}`, or choose"
+    assert said in str(init(tmp_path).exception)
+    Authority.load(tmp_path, StateFolder(tmp_path).run_id)
+    (tmp_path / "incarnation").touch()
+    assert "already holds a run; choose another" in str(init(tmp_path).exception)
 
 
 @pytest.mark.parametrize("there", ["incarnation", "invitations/one.json", "outer"])

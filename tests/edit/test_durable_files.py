@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
+from aggregator.storage.state_folder import lock_folder
 from edit import durable_files
 from edit.durable_files import (
     append_whole,
@@ -20,6 +22,7 @@ from edit.durable_files import (
     write_json,
 )
 from edit.errors import ConfigError, FormatError, StorageError
+from edit.trust.privacy_ledger import PrivacyLedger
 from tests.support.full_disk import FullDisk
 
 
@@ -205,3 +208,32 @@ def test_a_pipe_that_nobody_reads_any_more_refuses_with_its_own_error() -> None:
     with pytest.raises(BrokenPipeError):
         append_whole(writer, b"one\n")
     os.close(writer)
+
+
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_is_named_and_blames_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    opened, closed = [], []
+    really_open, really_close = os.open, os.close
+
+    def opens(*arguments: object) -> int:
+        opened.append(really_open(*arguments))  # type: ignore[arg-type]
+        return opened[-1]
+
+    def closes(descriptor: int) -> None:
+        closed.append(descriptor)
+        really_close(descriptor)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(os, "open", opens)
+    monkeypatch.setattr(os, "close", closes)
+    said = rf"its file system has no locks \({os.strerror(reason)}\); put the folder on a local disk"
+    with pytest.raises(StorageError, match=f"/lock: {said}"):
+        lock_folder(tmp_path, "another coordinator is serving this folder")
+    with pytest.raises(StorageError, match=f"/privacy.jsonl: {said}"):
+        PrivacyLedger(tmp_path / "privacy.jsonl")
+    assert opened == closed and len(opened) == 2

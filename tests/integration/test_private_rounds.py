@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,13 @@ class Watched(SecretNoise):
     folder: Path
     made: list[int]
     drawn: list[npt.NDArray[np.float64]]
+    then: list[Callable[[], None]]  # what happens once it is made
 
     def __init__(self) -> None:
         super().__init__()
         self.made.append(counted(self.folder))
+        if self.then:
+            self.then.pop()()
 
     def normal(self, count: int) -> npt.NDArray[np.float64]:
         self.drawn.append(super().normal(count))
@@ -77,7 +80,7 @@ class Watched(SecretNoise):
 
 @pytest.fixture
 def noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
-    watched = type("Noise", (Watched,), {"folder": tmp_path / "run", "made": [], "drawn": []})
+    watched = type("Noise", (Watched,), {"folder": tmp_path / "run", "made": [], "drawn": [], "then": []})
     monkeypatch.setattr(round_runner, "SecretNoise", watched)
     return watched
 
@@ -156,11 +159,11 @@ async def test_a_contribution_that_is_not_finite_counts_for_nothing_and_not_even
 async def test_an_attempt_that_is_aborted_counts_is_sealed_and_is_made_again_with_other_noise(
     tmp_path: Path, noise: type[Watched]
 ) -> None:
-    """The first fragment is staged for peers that ask ahead of the commit; then the disk is full."""
+    """The disk is full once its noise is made."""
     folder = new_folder(tmp_path / "run", start=2, toml=TOML + PRIVATE)
     async with served(folder) as run, run.peer("a") as a, run.peer("b") as b:
         view = await found_run(a, b)
-        run.disk.full = True
+        noise.then.append(run.disk.fill)
         for peer in (a, b):
             await peer.contribute(view.round_id, 0, deltas(0.01))
         await a.view(lambda v: v.round_id > view.round_id)
@@ -173,14 +176,37 @@ async def test_an_attempt_that_is_aborted_counts_is_sealed_and_is_made_again_wit
         assert torch.allclose(flat(found).double(), (0.02 + 16.0 * drawn) / 50, rtol=1e-5, atol=1e-7)
         assert not np.array_equal(noise.drawn[0][:5], noise.drawn[-2][:5])
         first = await a.view(lambda v: v.outer_step == 1 and v.round_id > 0)
-        run.disk.full = True
+        noise.then.append(run.disk.fill)
         for peer in (a, b):
             await peer.contribute(first.round_id, 1, deltas(0.01))
         await until(lambda: run.coordinator.run.finished)
         assert (counted(folder.path), run_status(run.coordinator.run).outer_step) == (ATTEMPTS, 1)
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 6, 8])  # the ledger's write, its fsync, a fragment, the commit, never
+@on_a_loop
+async def test_a_full_disk_costs_no_budget_however_often_a_round_is_tried(tmp_path: Path, noise: type[Watched]) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=TOML + PRIVATE)
+    async with served(folder) as run, run.peer("a") as a, run.peer("b") as b:
+        view, journal = await found_run(a, b), folder.outer / "step-00000000.journal"
+        before = journal.read_bytes()
+        run.disk.full = True
+        round_id = view.round_id
+        for _ in range(ATTEMPTS + 1):
+            for peer in (a, b):
+                await peer.contribute(round_id, 0, deltas(0.01))
+            await until(lambda tried=round_id: run.coordinator.run.rounds.last_closed[0] == tried)
+            why = run.coordinator.run.rounds.last_closed[2]
+            assert why.endswith("step-00000000.journal: cannot be written (No space left on device)")
+            run.coordinator.run.rounds.feed(Resume())  # the next one opens at once
+            round_id = (await a.view(lambda v, tried=round_id: v.round_id > tried)).round_id
+        assert (noise.made, counted(folder.path), journal.read_bytes()) == ([], 0, before)
+        run.disk.full = False
+        await commit(run, (a, b), 0, 0.01, 0.01)
+        assert noise.made == [1] and counted(folder.path) == 1
+
+
+# What proves that there is room; the ledger's write, its fsync; a fragment, the commit, never
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 7, 9])
 @on_a_loop
 async def test_wherever_a_start_is_killed_no_less_is_counted_than_noise_was_made(
     at: int, tmp_path: Path, noise: type[Watched], monkeypatch: pytest.MonkeyPatch

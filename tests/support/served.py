@@ -139,6 +139,10 @@ class FillableDisk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return os.write(descriptor, data)
 
+    def fill(self) -> None:
+        """No further write succeeds."""
+        self.full = True
+
 
 @dataclass
 class Served:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from aggregator.cli import app
 from aggregator.provenance import PAYLOAD_TYPE
-from aggregator.storage import checkpoint
+from aggregator.storage import audit_log, checkpoint
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.journal import Disk, Journal, replay_segments
 from aggregator.storage.journal_records import records
@@ -24,6 +25,7 @@ from aggregator.storage.store import Store
 from edit.config.audit import AuditConfig
 from edit.config.gaussian import gaussian_epsilon
 from edit.config.run import CodecConfig, OuterConfig, PenaltyConfig, PrivacyConfig, RunConfig, StorageConfig
+from edit.durable_files import write_atomic
 from edit.errors import ConfigError, RefusedError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
@@ -33,7 +35,7 @@ from edit.trust.envelopes import open_envelope
 from edit.trust.signatures import Signer, key_hash
 from editpb.audit_log import LogFault, LogVerifier, RoundFacts, completed
 from editpb.consents import signed_consent
-from editpb.messages import Approval, Consent, ContributionHeader, DataStatement
+from editpb.messages import Approval, Consent, ContributionHeader, DataStatement, ScoreReport
 from editpb.signed_contributions import ContributionSigner, config_digest
 from tests.support.encoded import encode
 from tests.support.keys import member_key
@@ -277,7 +279,7 @@ def test_a_consent_that_cannot_be_written_is_written_before_the_next_commit(tmp_
     assert {*log_of(tmp_path)[0].consents} == {"a", "b"}
 
 
-def test_an_approval_that_cannot_be_written_is_written_before_the_next_one(tmp_path: Path) -> None:
+def test_an_approval_that_cannot_be_written_is_in_the_log_once_it_is_said_again(tmp_path: Path) -> None:
     disk = FillableDisk()
     audit = AuditLog.open(tmp_path, "run", CONFIG, lambda: 1.7e9, Disk(write=disk.write))
     store = Store(tmp_path / "outer", CONFIG, "run", audit=audit)
@@ -293,7 +295,54 @@ def test_an_approval_that_cannot_be_written_is_written_before_the_next_one(tmp_p
     append(store, outer, 1)
     store.close()
     lines = [json.loads(line) for line in (tmp_path / "audit-log.jsonl").read_text().splitlines()]
-    assert [line.get("approver") for line in lines] == [None, "a", "b", None]
+    assert [line.get("approver") for line in lines] == [None, "b", "a", None]
+
+
+@pytest.mark.parametrize("part", ["log", "head"])
+def test_what_a_full_disk_refuses_is_in_the_log_once_when_it_is_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """The first entries of a run, consents, scores and approvals; the log is refused, or the head that is signed for it."""
+    disk, full = FillableDisk(), set[str]()
+
+    def write(path: Path, data: bytes) -> None:
+        if "head" in full:
+            raise StorageError(f"{path}: cannot be written (No space left on device)")
+        write_atomic(path, data)
+
+    def fill(*filled: str) -> None:
+        full.clear()
+        full.update(filled)
+        disk.full = "log" in full
+
+    monkeypatch.setattr(audit_log, "write_atomic", write)
+    audit = AuditLog.open(tmp_path, "run", CONFIG, lambda: 1.7e9, Disk(write=disk.write))
+    store = Store(tmp_path / "outer", CONFIG, "run", audit=audit)
+    audit.consent("a", said("a"))
+    fill(part)
+    with pytest.raises(StorageError, match="cannot be written"):
+        founded(store)
+    fill()
+    outer = founded(store)
+    append(store, outer, 1)
+    report = ScoreReport(run_id="run", outer_step=1, scores={"a": 0.5}, public_key=PEER, signature=b"s" * 64)
+    fill(part)
+    with pytest.raises(StorageError, match="cannot be written") if part == "log" else contextlib.nullcontext():
+        audit.score("s", report)  # one that is in the log counts
+        with pytest.raises(StorageError, match="cannot be written"):
+            append(store, outer, 2)  # and nothing is committed with it until it is signed for
+        assert outer.outer_step == 1
+    with pytest.raises(StorageError, match="cannot be written"):
+        audit.approve("a", approval := Approval("1" * 64, "2" * 64, 2, b"certificate", b"s" * 64))
+    fill()
+    if part == "log":
+        audit.score("s", report)
+    audit.approve("a", approval)
+    append(store, outer, 2)
+    store.close()
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "audit-log.jsonl").read_text().splitlines()]
+    assert kinds == ["genesis", "consent", "commit", "score", "approval", "commit"]
+    assert opened(tmp_path).recover() is not None
 
 
 def journal_of(folder: Path) -> list[tuple[int, str]]:

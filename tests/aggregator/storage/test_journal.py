@@ -362,6 +362,40 @@ def test_a_failed_sync_takes_the_digest_before_it_along(path: Path) -> None:
     assert [(one.outer_step, one.digest) for one in replay(path, BASE)] == [(21, ""), (22, "digest 22")]
 
 
+def test_room_is_proved_without_a_trace_and_after_a_failure_on_disk(three: Path, tmp_path: Path) -> None:
+    before, full = three.read_bytes(), FullDisk(room=(2 << 20) + 500)
+    journal = Journal.open(three, BASE, full.disk())
+    journal.append_fragment(7, record(0, 24))  # of a round that was given up
+    full.syncs = 0
+    journal.prove_room(2 << 20)  # it costs no sync
+    assert three.read_bytes() == before and journal.round_id == 0
+    with pytest.raises(StorageError, match="cannot be written"):
+        journal.prove_room(2 << 20)
+    assert three.read_bytes() == before
+    full.room = 1 << 30
+    with pytest.raises(StorageError, match="cannot be synced"):
+        journal.prove_room(100)
+    full.syncs = 1
+    journal.prove_room(100)
+    assert full.syncs == 0
+    journal.prove_room(100)
+    full.syncs = 1
+    write_round(journal, 24)
+    assert steps(three) == [21, 22, 23, 24]
+
+
+def test_a_kill_while_room_is_proved_loses_nothing(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, journal = three.read_bytes(), Journal.open(three, BASE)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "the machine is gone")))
+        with pytest.raises(StorageError, match="cannot be cut off"):
+            journal.prove_room(3000)
+    journal.close()
+    assert three.stat().st_size == len(before) + 3000
+    again = Journal.open(three, BASE)
+    assert again.cut is not None and again.cut.cut_bytes == 3000 and three.read_bytes() == before
+
+
 def hold(journal: Journal, step: int) -> None:
     journal.append_fragment(step, record(0, step))
     journal.append_commit(step, step, "all in", base="base", update={"id": f"update {step}"})

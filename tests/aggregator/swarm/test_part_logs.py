@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from aggregator.security.authority import Authority
 from aggregator.storage import checkpoint, part_log
 from aggregator.storage.journal import Disk, replay_segments
-from aggregator.storage.state_folder import part_logs
+from aggregator.storage.state_folder import part_log_of, part_logs
 from aggregator.swarm import operate
 from aggregator.swarm.commands import app
 from aggregator.swarm.owner_entries import OwnerEntries
@@ -87,6 +87,21 @@ def test_a_log_shows_that_it_goes_on_from_what_a_peer_has_seen_unless_it_begins_
     tree, there, here = owner.log.tree, owner.log.entry(4, 2), late.log.entry(4, 2)
     assert verify_consistency(2, 4, there.consistency, tree.root(2), tree.root(4))
     assert replace(there, consistency=()) == here == owner.log.entry(4), "without what is not known, or not asked for"
+
+
+def test_a_log_that_cannot_give_way_to_a_snapshots_is_an_error_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, late = AuditedMember(tmp_path / "a").found(), AuditedMember(tmp_path / "b", "b").found()
+    owner.take(owner.offer(1))
+    part_log_of(late.folder, 2).touch()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(StorageError, match=r"audit-log-00000002\.jsonl: cannot be renamed \(Read-only file system\)"):
+        late.log.begin(owner.replica.outer, owner.log.tree.peaks)
 
 
 def test_entries_are_told_also_of_updates_that_are_kept_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

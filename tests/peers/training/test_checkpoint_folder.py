@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -309,3 +310,15 @@ class TestWhoMayWrite:
         (tmp_path / "b" / path.name).symlink_to(path)
         with pytest.raises(StorageError, match="checkpoint-00000001: is a link"):
             Checkpoints(tmp_path / "b", OWNER, 3).newest()
+
+
+def test_what_cannot_be_moved_aside_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "c")
+    checkpoints = Checkpoints(path.parent, OWNER, 3)
+
+    def rename(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(StorageError, match=r"/checkpoint-00000001: cannot be moved aside \(Read-only file system\)"):
+        checkpoints.set_aside()
