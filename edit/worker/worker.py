@@ -72,8 +72,12 @@ class EditWorker:
     before entering are not exchanged, and must be equal at all peers; buffers are exchanged as the configuration says. To
     unfreeze or replace a parameter after entering (a new head, `load_state_dict(assign=True)`) is a ConfigError at the next
     contribution, a replaced one also on leaving. One that is frozen after entering is still exchanged, and moved by merges and
-    by the outer momentum: a warning says so once. A compiled model takes the outcome before its next optimizer step. A
-    compiled `optimizer.step` breaks its graph at the exchange.
+    by the outer momentum: a warning says so once. A compiled `optimizer.step` breaks its graph at the exchange.
+
+    A loop that calls parts of the model, never the model that it gave here (or only a compiled copy), takes the outcome as late
+    as at `optimizer.step()`, with a gradient of the parameters before it: use `until_finished`, or call `take_awaited()` before
+    each batch.
+
     After `optimizer.step()` call `synchronize()` before you write to the parameters yourself (a new head, `load_state_dict`,
     clipped weights, an average swapped in for a validation). In modes "blocking" and "forward" the outcome would undo what is
     written while it is waited for: a ConfigError at the next forward. A write by `parameter.data` is lost unnoticed; of an
