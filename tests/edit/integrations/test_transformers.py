@@ -340,6 +340,14 @@ def test_a_callback_is_for_one_training(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_second_training_is_one_line(tmp_path: Path) -> None:
+    callback = EditCallback(run_of().collective("me"), CONFIG)
+    trainer = trainer_of(tmp_path, [callback], 1)
+    trainer.train()
+    with pytest.raises(ConfigError, match=r"one training per callback and per peers\.connect.*hyperparameter_search cannot"):
+        trainer.train()
+
+
 class Swap(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """As callbacks that average: other parameters for an evaluation."""
 
