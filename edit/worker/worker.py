@@ -496,19 +496,27 @@ class EditWorker:
     def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         """Tensors laid out as the model is, for torch.distributed.checkpoint to load into. Before entering.
 
-        kinds: keys of `state_dict`, but for "scalars"; those are of the state that will be loaded.
+        kinds: keys of `state_dict`, but for "scalars"; those are of the state that will be loaded. Those that it has not are
+        left out. Where the scalars were saved apart, as JSON:
+
+            state = worker.empty_state(worker.kinds_needed(scalars, 0), scalars)
+            dcp.load(state, checkpoint_id=folder)
+            worker.load_state_dict(state | {"scalars": scalars})
+
+        Raises ConfigError for a kind that does not exist, StorageError for damaged scalars.
         """
         states = separate_states({"scalars": scalars}, len(self._collectives))
         with _outside_autograd():
             skeletons = [
                 skeleton(replica, kinds, state["scalars"]) for replica, state in zip(self._new_replicas(), states, strict=True)
             ]
-        return {kind: {name: empty for each in skeletons for name, empty in each[kind].items()} for kind in kinds}
+        joint = {kind: {name: empty for each in skeletons for name, empty in each[kind].items()} for kind in kinds}
+        return {kind: tensors for kind, tensors in joint.items() if tensors}
 
     def kinds_needed(self, scalars: Mapping[str, Any], run_step: int) -> frozenset[str]:
         """Return which kinds of tensors, beside "scalars", `load_state_dict` needs of the state with these scalars, in a run
         that has reached this outer step. Unless they are all (`edit.worker.checkpoint.KINDS`), the worker begins with the
-        run's parameters, and the model's local ones do not matter.
+        run's parameters, and the model's local ones do not matter. `empty_state` leaves out those that this state has not.
 
         Before entering. Raises StorageError when the scalars are damaged.
         """
