@@ -56,7 +56,10 @@ TrackerOptionsOption = Annotated[
 ]
 FolderOption = Annotated[
     Path | None,
-    typer.Option(help="For an hf: model: a folder with config.json, and with the initial weights if this peer founds the run."),
+    typer.Option(
+        help="For an hf: model: a folder with config.json, and with the initial weights (.safetensors) if this peer founds the "
+        "run."
+    ),
 ]
 MaxMbitOption = Annotated[
     float | None,

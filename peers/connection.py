@@ -43,8 +43,8 @@ def connect(
 ) -> Iterator[tuple[AllAggregators, RunConfig]]:
     """Connect to the run that `home` is enrolled in; wait for a coordinator that is not there yet.
 
-    Yields what `EditWorker` and the callbacks take as collective, and the run's configuration. Leaving says goodbye and closes
-    the connections. Raises ConfigError, RefusedError, EvictedError.
+    Yields what `EditWorker` and the callbacks take as collective, and the run's configuration. One training per connection:
+    connect again for another. Leaving says goodbye and closes the connections. Raises ConfigError, RefusedError, EvictedError.
 
     Args:
         home: a folder that `edit-peer join` has made.

@@ -17,7 +17,13 @@ from edit.replica.ranks import Ranks
 from edit.worker.log_values import log_values
 from edit.worker.worker import EditWorker, WorkerConfig
 
-__all__ = ["Attachment"]
+__all__ = ["ONE_TRAINING", "Attachment"]
+
+# Why a callback that has trained cannot train again.
+ONE_TRAINING = (
+    "EditCallback: has trained already; one training per callback and per peers.connect: leave that, connect again, and make a "
+    "new callback"
+)
 
 
 class Attachment:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from edit.collective import Collective, CompositeCollective
 from edit.errors import ConfigError
-from edit.integrations.attachment import Attachment
+from edit.integrations.attachment import ONE_TRAINING, Attachment
 from edit.worker.worker import EditWorker, WorkerConfig
 
 try:
@@ -29,7 +29,7 @@ class EditCallback(Callback):
 
     Training ends with Lightning's last step or with the run's, whichever comes first. Each real optimizer step counts once,
     also with accumulate_grad_batches, clipping and manual optimization. The module starts from the run's outer parameters, also
-    when `fit` resumes from a checkpoint. One training per callback.
+    when `fit` resumes from a checkpoint. One training per callback and per `peers.connect`.
 
     Args:
         collective: the run, for example of `peers.connect`.
@@ -46,7 +46,7 @@ class EditCallback(Callback):
     `StochasticWeightAveraging`), need not; after training the module holds what the last of the callbacks put there: `leave`
     holds only where this one stands behind it.
 
-    Raises ConfigError when training begins and an earlier one did not end. The run's own errors (`edit.errors`) come out of
+    Raises ConfigError when a second training with this callback begins. The run's own errors (`edit.errors`) come out of
     `fit`.
     """
 
@@ -65,6 +65,7 @@ class EditCallback(Callback):
         self._leave: Literal["outer", "local"] = leave
         self._tokens = tokens or _input_ids
         self._attached: Attachment | None = None
+        self._used = False
         self._restored = ExitStack()  # when training ends: what saves the module's own parameters
 
     @property
@@ -74,8 +75,9 @@ class EditCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run with the module and its real optimizer."""
-        if self._attached is not None:
-            raise ConfigError("EditCallback: its training did not end; make a new callback for each")
+        if self._used:
+            raise ConfigError(ONE_TRAINING)
+        self._used = True
         self._attached = Attachment(pl_module, trainer.optimizers, self._collective, self._config, self._leave)
         if self._evaluate_outer:
             self._save_outer(self._attached, trainer.strategy)

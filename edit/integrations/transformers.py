@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -11,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from edit.collective import Collective, CompositeCollective
 from edit.errors import ConfigError
-from edit.integrations.attachment import Attachment
+from edit.integrations.attachment import ONE_TRAINING, Attachment
 from edit.worker.hooks import Hook
 from edit.worker.worker import EditWorker, WorkerConfig
 
@@ -22,13 +23,19 @@ except ImportError as error:
 
 __all__ = ["EditCallback"]
 
+_log = logging.getLogger(__name__)
+
 
 class EditCallback(TrainerCallback):
     """Makes `trainer.train()` this peer's part of a run: `Trainer(..., callbacks=[EditCallback(collective, config)])`.
 
     Training ends with the Trainer's last step or with the run's, whichever comes first. Each real optimizer step counts once,
-    also with gradient accumulation and clipping; tokens are counted from `input_ids`. The model starts from the run's outer
-    parameters, also when the Trainer resumes from a checkpoint of its own. One training per callback.
+    also with gradient accumulation and clipping; an outcome is taken before the first batch of a step, also where the model is
+    compiled or `compute_loss` calls parts of it. Tokens are counted from `input_ids` of the model's own forward; a
+    `compute_loss` that calls only parts calls `callback.worker.count_tokens(n)`, else a warning says so once. The model starts
+    from the run's outer parameters, also when the Trainer resumes from a checkpoint of its own.
+
+    One training per callback and per `peers.connect`: `hyperparameter_search` cannot run within a run.
 
     A Trainer does not tell its callbacks of an exception. `with EditCallback(...) as callback:` around the training, or
     `abandon`, takes the hooks off the model after one; without, its next forward would still ask the run.
@@ -45,7 +52,7 @@ class EditCallback(TrainerCallback):
         leave: what the model holds after training: "outer" or "local".
 
     Raises ConfigError when training begins: settings of the Trainer that cannot work with it (`load_best_model_at_end`, several
-    GPUs in one process), or an earlier training that did not end. The run's own errors (`edit.errors`) come out of `train`.
+    GPUs in one process), or an earlier training of this callback. The run's own errors (`edit.errors`) come out of `train`.
     """
 
     def __init__(
@@ -61,8 +68,11 @@ class EditCallback(TrainerCallback):
         self._evaluate_outer = evaluate_outer
         self._leave: Literal["outer", "local"] = leave
         self._attached: Attachment | None = None
+        self._used = False
         self._counter: RemovableHandle | None = None
         self._tokens = 0
+        self._called = False  # whether the model's own forward was, in this step
+        self._warned = False
 
     @property
     def worker(self) -> EditWorker | None:
@@ -105,6 +115,8 @@ class EditCallback(TrainerCallback):
         """Join the run with the Trainer's real model and optimizer."""
         if self._attached is not None:
             raise ConfigError("EditCallback: its training did not end; abandon() it, and make a new callback for each")
+        if self._used:
+            raise ConfigError(f"{ONE_TRAINING}; hyperparameter_search cannot run within a run")
         if args.load_best_model_at_end:
             raise ConfigError(
                 "load_best_model_at_end = True: would put an old model into a run that has moved on; set it to False "
@@ -113,6 +125,7 @@ class EditCallback(TrainerCallback):
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process: start a process per GPU with torchrun, or show it only one")
         model = kwargs["model"]
+        self._used = True
         self._attached = Attachment(model, kwargs["optimizer"], self._collective, self._config, self._leave)
         # What is traced into a compiled model would count once, not at each call.
         counter = Hook(torch.compiler.disable(self._count_tokens))  # type: ignore[no-untyped-call]
@@ -120,15 +133,26 @@ class EditCallback(TrainerCallback):
         return control
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Put the local parameters back, with which training goes on after an evaluation."""
+        """Put the local parameters back, with which training goes on after an evaluation; take an outcome that is there.
+
+        No forward takes it where `compute_loss` calls parts of the model, or the model is compiled.
+        """
         self._present().hide_outer()
+        self._present().before_forward()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count the tokens behind the step before it is made."""
+        """Count the tokens behind the step before it is made. Warn once where nobody counts them."""
+        worker = self._present().worker
         self._present().count_tokens(self._tokens)
-        self._tokens = 0
+        if not (self._called or self._warned or worker.speed.tokens):
+            self._warned = True
+            _log.warning(
+                "0 tokens are counted: compute_loss calls parts of the model, not the model itself; "
+                "call callback.worker.count_tokens(n) there, which weigh contributions where the run says so"
+            )
+        self._tokens, self._called = 0, False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -182,6 +206,7 @@ class EditCallback(TrainerCallback):
 
     def _count_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
+        self._called = True
         if model.training and isinstance(tokens, Tensor):
             self._tokens += tokens.numel()
 

@@ -200,7 +200,7 @@ def chaos(
 
 
 _Parameters = Annotated[int, typer.Option(min=12, help="Size of the model, in parameters.")]
-_Peers = Annotated[list[int] | None, typer.Option(min=1, help="Number of peers. Repeatable.", show_default="2 and 4")]
+_Peers = Annotated[list[int] | None, typer.Option(min=1, max=1000, help="Number of peers. Repeatable.", show_default="2 and 4")]
 _Repeat = Annotated[int, typer.Option(min=1, help="Exchanges that count, after one that warms up.")]
 _Label = Annotated[str, typer.Option(help="Text beside the figures.")]
 _Results = Annotated[Path | None, typer.Option(help="Append the results to this file, as lines of JSON.")]
@@ -390,17 +390,21 @@ def links(
         list[str] | None,
         typer.Option("--part", help="throughput or heartbeats. Repeatable.", show_default="both"),
     ] = None,
-    mbit: Annotated[float, typer.Option(min=0.1, help="Rate of the fat link, Mbit/s.")] = 1000.0,
+    mbit: Annotated[float, typer.Option(min=0.1, max=1e6, help="Rate of the fat link, Mbit/s.")] = 1000.0,
     rtts: Annotated[
         list[float] | None,
-        typer.Option("--rtt", min=0.0, help="Its round-trip time, seconds. Repeatable.", show_default="0, 0.02, 0.1, 0.2"),
+        typer.Option(
+            "--rtt", min=0.0, max=60.0, help="Its round-trip time, seconds. Repeatable.", show_default="0, 0.02, 0.1, 0.2"
+        ),
     ] = None,
-    megabytes: Annotated[float, typer.Option(min=0.1, help="Size of a contribution, an update, a snapshot.")] = 100.0,
+    megabytes: Annotated[float, typer.Option(min=0.1, max=1e6, help="Size of a contribution, an update, a snapshot.")] = 100.0,
     repeat: Annotated[int, typer.Option(min=2, help="How often each is measured; the first is on new connections.")] = 4,
-    slow_mbit: Annotated[float, typer.Option(min=0.1, help="Rate of the slow link, for heartbeats.")] = 10.0,
+    slow_mbit: Annotated[float, typer.Option(min=0.1, max=1e6, help="Rate of the slow link, for heartbeats.")] = 10.0,
     slow_rtts: Annotated[
         list[float] | None,
-        typer.Option("--slow-rtt", min=0.0, help="Its round-trip time, seconds. Repeatable.", show_default="0.02, 0.1"),
+        typer.Option(
+            "--slow-rtt", min=0.0, max=60.0, help="Its round-trip time, seconds. Repeatable.", show_default="0.02, 0.1"
+        ),
     ] = None,
     label: _Label = "",
     results: _Results = None,

@@ -131,27 +131,29 @@ def state_of(share: ShareExchange) -> dict[str, Any]:
 
 
 def skeleton(replica: Replica, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Tensors of these kinds to load into, for every tensor. scalars: of the saved state.
+    """Tensors of these kinds to load into, those that the saved state has. scalars: its.
 
     Raises ConfigError for a kind that does not exist, StorageError for damaged scalars.
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError(f"no tensors of kind {unknown[0]!r} are kept; known: {', '.join(KINDS)}")
-    layout = replica.layout
+    layout, every = replica.layout, range(len(replica.layout.held))
+    saved = {
+        kind: _checked(lambda kind=kind: [i for i in map(int, scalars["fragments"].get(kind, ())) if i in every])  # type: ignore[misc]
+        for kind in kinds
+    }
     residual = torch.bfloat16 if scalars.get("residual_form") == "bf16" else torch.float32
     dtypes = {kind: residual if kind == "residual" else torch.float32 for kind in kinds}
     empty = {
-        kind: _named(layout, {i: torch.empty(r.numel, dtype=dtypes[kind], device="cpu") for i, r in enumerate(layout.held)})
+        kind: _named(layout, {i: torch.empty(layout.held[i].numel, dtype=dtypes[kind], device="cpu") for i in saved[kind]})
         for kind in kinds
         if kind != _INT8
     }
     if _INT8 in kinds:
-        empty[_INT8] = {}
-    if _INT8 in kinds and _INT8 in _checked(lambda: scalars["fragments"]):  # of several shares, one may have none
-        owners = _owners(layout, scalars)
+        owners = _owners(layout, scalars) if saved[_INT8] else []  # of several shares, one may have none
         empty[_INT8] = {
             _of_rank(layout, i, rank): Residual(shard.numel, "int8").tensor
-            for i in _checked(lambda: [int(i) for i in scalars["fragments"][_INT8]])
+            for i in saved[_INT8]
             for rank, shard in owners[i].items()
         }
     return empty

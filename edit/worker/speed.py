@@ -71,6 +71,11 @@ class Speed:
         """Add to the tokens of the inner step now taken."""
         self._uncounted += tokens
 
+    @property
+    def tokens(self) -> int:
+        """Those of the inner step now taken, so far."""
+        return self._uncounted
+
     def add_step(self, seconds: float | None) -> None:
         """An inner step was taken. seconds: that it took; None: not known."""
         self._tokens.append(self._uncounted)

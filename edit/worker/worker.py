@@ -72,8 +72,12 @@ class EditWorker:
     before entering are not exchanged, and must be equal at all peers; buffers are exchanged as the configuration says. To
     unfreeze or replace a parameter after entering (a new head, `load_state_dict(assign=True)`) is a ConfigError at the next
     contribution, a replaced one also on leaving. One that is frozen after entering is still exchanged, and moved by merges and
-    by the outer momentum: a warning says so once. A compiled model takes the outcome before its next optimizer step. A
-    compiled `optimizer.step` breaks its graph at the exchange.
+    by the outer momentum: a warning says so once. A compiled `optimizer.step` breaks its graph at the exchange.
+
+    A loop that calls parts of the model, never the model that it gave here (or only a compiled copy), takes the outcome as late
+    as at `optimizer.step()`, with a gradient of the parameters before it: use `until_finished`, or call `take_awaited()` before
+    each batch.
+
     After `optimizer.step()` call `synchronize()` before you write to the parameters yourself (a new head, `load_state_dict`,
     clipped weights, an average swapped in for a validation). In modes "blocking" and "forward" the outcome would undo what is
     written while it is waited for: a ConfigError at the next forward. A write by `parameter.data` is lost unnoticed; of an
@@ -492,19 +496,27 @@ class EditWorker:
     def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         """Tensors laid out as the model is, for torch.distributed.checkpoint to load into. Before entering.
 
-        kinds: keys of `state_dict`, but for "scalars"; those are of the state that will be loaded.
+        kinds: keys of `state_dict`, but for "scalars"; those are of the state that will be loaded. Those that it has not are
+        left out. Where the scalars were saved apart, as JSON:
+
+            state = worker.empty_state(worker.kinds_needed(scalars, 0), scalars)
+            dcp.load(state, checkpoint_id=folder)
+            worker.load_state_dict(state | {"scalars": scalars})
+
+        Raises ConfigError for a kind that does not exist, StorageError for damaged scalars.
         """
         states = separate_states({"scalars": scalars}, len(self._collectives))
         with _outside_autograd():
             skeletons = [
                 skeleton(replica, kinds, state["scalars"]) for replica, state in zip(self._new_replicas(), states, strict=True)
             ]
-        return {kind: {name: empty for each in skeletons for name, empty in each[kind].items()} for kind in kinds}
+        joint = {kind: {name: empty for each in skeletons for name, empty in each[kind].items()} for kind in kinds}
+        return {kind: tensors for kind, tensors in joint.items() if tensors}
 
     def kinds_needed(self, scalars: Mapping[str, Any], run_step: int) -> frozenset[str]:
         """Return which kinds of tensors, beside "scalars", `load_state_dict` needs of the state with these scalars, in a run
         that has reached this outer step. Unless they are all (`edit.worker.checkpoint.KINDS`), the worker begins with the
-        run's parameters, and the model's local ones do not matter.
+        run's parameters, and the model's local ones do not matter. `empty_state` leaves out those that this state has not.
 
         Before entering. Raises StorageError when the scalars are damaged.
         """

@@ -7,7 +7,10 @@ Parameter names are those of transformers, so that a daemon and a user's own loo
 from __future__ import annotations
 
 import copy
+import logging
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,12 @@ from edit.config.run import ModelConfig
 from edit.errors import ConfigError
 from edit.integrations.huggingface import PREFIX, configuration, first_difference, last_line
 from edit.integrations.huggingface import build as build_hf
-from edit.plain_text import parse_json
+from edit.plain_text import parse_json, printable
 
 __all__ = ["build"]
+
+_log = logging.getLogger(__name__)
+_NOT_READ = (".bin", ".pt", ".pth", ".index.json", ".h5", ".msgpack", ".gguf")  # weights in other formats, some of them code
 
 
 def build(model: ModelConfig, seed: int, folder: Path | None) -> nn.Module:
@@ -28,13 +34,12 @@ def build(model: ModelConfig, seed: int, folder: Path | None) -> nn.Module:
 
     folder: config.json and, if there, weights as .safetensors, which then replace those that follow from `seed`.
 
-    Raises ConfigError when the folder does not fit the run.
+    Raises ConfigError when the folder does not fit the run, has weights in another format only, or some that are not finite.
     """
     config = configuration(model)
     if folder is not None:
         _check_folder(folder, model, config)
-    whole = folder is not None and any(folder.glob("*.safetensors"))
-    built = _load(folder, config) if folder is not None and whole else build_hf(config, seed)
+    built = _load(folder, config) if folder is not None and _has_weights(folder) else build_hf(config, seed)
     _refuse_foresight(built, model)
     return _with_loss(built)
 
@@ -106,24 +111,61 @@ def _check_folder(folder: Path, model: ModelConfig, config: Any) -> None:
         )
 
 
+def _has_weights(folder: Path) -> bool:
+    """Whether there are weights to read. Raises ConfigError where all that are there are in other formats."""
+    if any(folder.glob("*.safetensors")):
+        return True
+    if other := sorted(path.name for path in folder.iterdir() if path.name.endswith(_NOT_READ)):
+        raise ConfigError(
+            f"--model-folder {folder}: {printable(other[0])} is not read; convert the weights to .safetensors "
+            "(transformers: save_pretrained), or remove them to begin with those that follow from the run's seed"
+        )
+    _log.info("no weights in %s: they follow from the run's seed", folder)
+    return False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars and reports of what it loads: an error says it in one line."""
+    from transformers.utils import logging as theirs
+
+    verbosity, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(verbosity)
+        if bars:
+            theirs.enable_progress_bar()
+
+
 def _load(folder: Path, config: Any) -> nn.Module:
     import transformers
 
     try:
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=config.dtype or torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # truncated files, wrong shapes: many kinds
-        raise ConfigError(f"--model-folder {folder}: the weights cannot be loaded: {str(error).splitlines()[-1]}") from error
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        with _quiet():
+            module, report = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=config.dtype or torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, by name
+            )
+    except Exception as error:  # truncated files and others: many kinds
+        raise ConfigError(f"--model-folder {folder}: the weights cannot be loaded: {last_line(error)}") from error
+    fits = f"--model-folder {folder}: weights do not fit {PREFIX}{config.model_type}"
+    if report["mismatched_keys"]:
+        name, found, expected = min(report["mismatched_keys"])
+        raise ConfigError(f"{fits}: {printable(name)} is {list(found)} there and {list(expected)} in the run")
+    for what in ("missing_keys", "unexpected_keys"):
         if report[what]:
-            first = sorted(map(str, report[what]))[0]
-            raise ConfigError(f"--model-folder {folder}: weights do not fit {PREFIX}{config.model_type}: {what[:-5]} {first}")
+            raise ConfigError(f"{fits}: {what[:-5]} {printable(min(report[what]))}")
+    for name, tensor in module.named_parameters():
+        if not bool(tensor.isfinite().all()):
+            raise ConfigError(f"--model-folder {folder}: {name} is not finite (NaN or Inf); give weights that are")
     result: nn.Module = module.train()
     return result

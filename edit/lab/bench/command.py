@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
+from aggregator.control.schemas import physical_memory_bytes
 from edit.errors import ConfigError
 from edit.lab.bench import codecs, exchange, links
 from edit.lab.bench.codecs import CodecOptions
@@ -39,6 +40,7 @@ def run_exchange(options: ExchangeOptions, outputs: Outputs, console: Console) -
         _append(outputs, [row])
 
     _checked(outputs)
+    _check_memory("--parameters", options.parameters, 8 * (1 + max(options.peers)))
     with terminated_as_interrupt():
         rows = exchange.measure_exchange(options, progress)
     _show(rows, outputs, exchange.table, exchange.picture)
@@ -47,6 +49,7 @@ def run_exchange(options: ExchangeOptions, outputs: Outputs, console: Console) -
 def run_codecs(options: CodecOptions, outputs: Outputs, console: Console) -> None:
     """Measure codecs. console: for the progress. Raises ConfigError."""
     _checked(outputs)
+    _check_memory("--numel", options.numel, 8)
     console.print(f"{len(options.codecs)} codecs, {options.repeat} times", highlight=False)
     with terminated_as_interrupt():
         rows = codecs.measure_codecs(options)
@@ -64,6 +67,7 @@ def run_links(options: LinkOptions, outputs: Outputs, console: Console) -> None:
         _append(outputs, [row])
 
     _checked(outputs)
+    _check_memory("--megabytes", options.payload_bytes / 1e6, 4e6)
     with terminated_as_interrupt():
         rows = links.measure_links(options, progress)
     _show(rows, outputs, links.table, links.picture)
@@ -82,6 +86,7 @@ def run_rivals(options: RivalOptions, outputs: Outputs, console: Console) -> Non
         _append(outputs, [row])
 
     _checked(outputs)
+    _check_memory("--parameters", options.parameters, 8 * (1 + max(options.peers)))
     console.print(f"other systems are installed in {options.folder}, once", highlight=False, markup=False, soft_wrap=True)
     with terminated_as_interrupt():
         rows = contest.measure_rivals(options, progress)
@@ -97,6 +102,14 @@ def _checked(outputs: Outputs) -> None:
             raise ConfigError(f"--plot {outputs.plot}: the file is an SVG, so its name must end in .svg")
         check_writable(outputs.plot)
     _append(outputs, ())
+
+
+def _check_memory(option: str, value: float, bytes_each: float) -> None:
+    """Raise ConfigError where this machine cannot hold what is measured. bytes_each: the least that one of `value` takes."""
+    if (needed := value * bytes_each) > (there := physical_memory_bytes()):
+        raise ConfigError(
+            f"{option} {value}: needs at least {needed / 1e9:.3g} GB of memory, and {there / 1e9:.3g} GB are here"
+        )
 
 
 def _append(outputs: Outputs, rows: Sequence[Row]) -> None:

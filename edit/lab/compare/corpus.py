@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from edit.config.validation import Between, check_bounds, require
+from edit.config.validation import Between, bounds_of, require
 from edit.lab.demo.corpus import SourceFile, plan_corpus, standard_library
 from peers.training.data import SEPARATOR, Batches, Tokens
 
@@ -21,6 +21,9 @@ __all__ = ["Batch", "Text", "TextOptions", "joined", "read_text", "streams", "te
 
 Batch = tuple[Tensor, Tensor]
 """(tokens, targets), both (B, T) int64."""
+
+
+_OPTIONS = {"random_from": "--random-bytes", "random_to": "--random-bytes", "label_noise": "--label-noise"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,9 @@ class TextOptions:
     small: Annotated[float, Between(1e-3, 1)] = 1.0
 
     def __post_init__(self) -> None:
-        check_bounds("--", self)
+        for name, bound in bounds_of(TextOptions).items():
+            value = getattr(self, name)
+            require(bound.allows(value), _OPTIONS.get(name, f"--{name}"), value, bound.rule)
         require(self.random_from <= self.random_to, "--random-bytes", self.random_from, f"must not exceed {self.random_to}")
 
 

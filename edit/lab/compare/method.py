@@ -222,6 +222,8 @@ def _check(method: Method, length: Length) -> None:
     config = method.config(0)
     if config.model.name != "builtin:gpt":
         raise ConfigError(f"{method.name}: model.name = {config.model.name!r}: the harness trains builtin:gpt")
+    if config.robust.scored:
+        raise ConfigError(f"{method.name}: robust.trust = {config.robust.trust!r}: no peer scores in the harness; leave it out")
     sync = config.sync
     if method.takes_outer_steps:
         if not sync.milestones and length.steps % sync.every:

@@ -217,10 +217,10 @@ class HubCollective:
     ) -> Snapshot:
         """See `Collective.join`. Returns when the first round is open (all peers start together) or the run is under way.
 
-        Raises ConfigError when the ranks of this replica have different models.
+        Once for each collective. Raises ConfigError when the ranks of this replica have different models.
         """
         if self._attendance is not None:
-            raise LocalProtocolError("joined twice")
+            raise LocalProtocolError("one training per connection: leave peers.connect, and connect again for another")
         self._ranks.same("the model (its schema)", schema.schema_hash)
         self._fragments = schema.fragments
         attendance = self._attendance = Attendance(

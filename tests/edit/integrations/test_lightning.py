@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from edit import EvictedError
+from edit import ConfigError, EvictedError
 from tests.support.lone_peer import EVERY, Counting, Spy, parameters, run_of, same, theta
 from tests.support.settings import worker_config
 
@@ -217,6 +217,13 @@ def test_an_eviction_comes_out_of_fit_and_leaves_no_hooks(tmp_path: Path) -> Non
         fit(tmp_path, module, [callback, Evictor()])
     assert callback.worker is None
     assert not module._forward_pre_hooks
+
+
+def test_a_second_training_is_one_line(tmp_path: Path) -> None:
+    callback = EditCallback(run_of().collective("me"), CONFIG)
+    fit(tmp_path, Module(), [callback], max_steps=1)
+    with pytest.raises(ConfigError, match=r"one training per callback and per peers\.connect"):
+        fit(tmp_path, Module(), [callback], max_steps=1)
 
 
 def test_the_last_of_several_optimizers_ends_an_inner_step(tmp_path: Path) -> None:

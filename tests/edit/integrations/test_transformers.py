@@ -87,13 +87,62 @@ def test_a_lone_peer_with_outer_lr_1_trains_as_the_trainer_alone(tmp_path: Path,
     assert {c.tokens for c in spy.contributions} == {EVERY * micro * 2 * CONTEXT}
 
 
-def test_a_compiled_model_counts_its_tokens(tmp_path: Path) -> None:
+class Waiting(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Keeps whether an outcome was still to be taken when the batches of a step began."""
+
+    def __init__(self, edit: EditCallback) -> None:
+        self.edit = edit
+        self.pending: list[bool] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.edit.worker is not None
+        self.pending.append(self.edit.worker.pending)
+
+
+def test_a_compiled_model_counts_its_tokens_and_begins_at_the_merge(tmp_path: Path) -> None:
     spy = Spy(run_of())
     settings = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_accumulation_steps": 2}
-    trainer_of(tmp_path, [EditCallback(spy, CONFIG)], 2 * EVERY, **settings).train()
+    callback = EditCallback(spy, CONFIG)
+    waiting = Waiting(callback)
+    trainer_of(tmp_path, [callback, waiting], 2 * EVERY, **settings).train()
+    assert waiting.pending == [False] * 2 * EVERY
     assert [c.tokens for c in spy.contributions] == [EVERY * 2 * 2 * CONTEXT] * len(spy.contributions)
     assert {c.outer_step for c in spy.contributions} == {0, 1}
     torch.compiler.reset()
+
+
+class Parts(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Calls the model's parts, never the model, as fused losses do."""
+
+    count: Any = None
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Tensor:
+        if self.count is not None:
+            self.count(inputs["input_ids"].numel())
+        hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
+        return nn.functional.cross_entropy(model.lm_head(hidden)[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_loss_of_the_models_parts_begins_at_the_merge(
+    tmp_path: Path, counts: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for kind in (transformers.Trainer, Parts):
+        run = run_of(lr=0.5)
+        spy = Spy(run)
+        callback = EditCallback(spy, CONFIG)
+        with monkeypatch.context() as patch:
+            patch.setattr(transformers, "Trainer", kind)
+            trainer = trainer_of(tmp_path, [callback])
+        if counts:
+            trainer.count = lambda tokens, callback=callback: callback.worker.count_tokens(tokens)
+        trainer.train()
+        found.append(theta(run))
+        assert {c.tokens for c in spy.contributions} == {EVERY * 2 * CONTEXT if kind is not Parts or counts else 0}
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+    assert caplog.text.count("call callback.worker.count_tokens(n)") == (0 if counts else 1)
 
 
 def test_every_hook_is_gone_afterwards(tmp_path: Path) -> None:
@@ -288,6 +337,14 @@ def test_a_callback_is_for_one_training(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stumbled"):
         trainer.train()
     with pytest.raises(ConfigError, match=r"abandon\(\) it, and make a new callback"):
+        trainer.train()
+
+
+def test_a_second_training_is_one_line(tmp_path: Path) -> None:
+    callback = EditCallback(run_of().collective("me"), CONFIG)
+    trainer = trainer_of(tmp_path, [callback], 1)
+    trainer.train()
+    with pytest.raises(ConfigError, match=r"one training per callback and per peers\.connect.*hyperparameter_search cannot"):
         trainer.train()
 
 

@@ -7,10 +7,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from edit.codecs import decode
@@ -321,6 +323,24 @@ def test_the_empty_state_has_the_form_of_a_saved_one() -> None:
         assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in saved["worker"][kind].items()}
     with pytest.raises(ConfigError, match="no tensors of kind 'theta'"):
         worker.empty_state(["theta"], saved["worker"]["scalars"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("kind", "steps"), [("blocking", 3), ("delayed", 5), ("eager", 9)])
+def test_torch_distributed_checkpoint_loads_what_is_needed(kind: str, steps: int, tmp_path: Path) -> None:
+    """As the docstring of `EditWorker.empty_state` says. Some kinds, and of some only some fragments, were saved."""
+    run, run_config, saved = a_saved_one(kind, steps)
+    scalars = saved["worker"].pop("scalars")
+    dcp.save(saved["worker"], checkpoint_id=tmp_path, no_dist=True)
+    model = TinyTransformer()
+    worker = EditWorker(model, torch.optim.SGD(model.parameters()), run.collective("a"), WorkerConfig.of(run_config))
+    state = worker.empty_state(worker.kinds_needed(scalars, 0), scalars)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    worker.load_state_dict(state | {"scalars": scalars})
+    assert state.keys() == saved["worker"].keys()
+    for name, tensors in state.items():
+        assert tensors.keys() == saved["worker"][name].keys()
+        assert all(torch.equal(tensor, saved["worker"][name][key]) for key, tensor in tensors.items())
 
 
 def damaged(saved: dict[str, Any], how: str) -> dict[str, Any]:

@@ -222,11 +222,30 @@ def test_a_folder_with_weights_founds_the_run_with_them(tmp_path: Path) -> None:
     assert torch.equal(ours(*batch()), theirs(*batch()))
 
 
-def test_a_folder_without_weights_only_confirms_the_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "model.safetensors.index.json", "tf_model.h5", "q.gguf"])
+def test_weights_that_are_not_read_are_not_passed_over(tmp_path: Path, name: str) -> None:
+    folder = folder_of(tmp_path / "model", build(config(), 9, NOBODY))
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ConfigError, match=rf"{name} is not read; convert the weights to \.safetensors"):
+        build(config(), 0, NOBODY, folder=folder)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    model = build(config(), 9, NOBODY)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 2] = torch.nan
+    folder = folder_of(tmp_path / "model", model)
+    with pytest.raises(ConfigError, match=r"model: model\.layers\.1\.mlp\.up_proj\.weight is not finite"):
+        build(config(), 0, NOBODY, folder=folder)
+
+
+def test_a_folder_without_weights_only_confirms_the_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "peers")
     folder = folder_of(tmp_path / "model", build(config(), 9, NOBODY))
     (folder / "model.safetensors").unlink()
     ours, plain = build(config(), 3, NOBODY, folder=folder).state_dict(), build(config(), 3, NOBODY).state_dict()
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    assert f"no weights in {folder}: they follow from the run's seed" in caplog.text
 
 
 def test_a_folder_that_contradicts_the_run_is_named_with_the_first_difference(tmp_path: Path) -> None:
@@ -270,7 +289,7 @@ def test_a_damaged_folder_is_told_in_one_line(tmp_path: Path, damage: object, me
     assert "\n" not in str(error.value)
 
 
-def test_weights_of_another_shape_or_with_a_hole_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_shape_or_with_a_hole_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = folder_of(tmp_path / "model", build(config(), 9, NOBODY))
@@ -280,8 +299,10 @@ def test_weights_of_another_shape_or_with_a_hole_are_refused(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight"):
         build(config(), 0, NOBODY, folder=folder)
     save_file({**tensors, "model.layers.1.mlp.up_proj.weight": removed[:3]}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"cannot be loaded|do not fit"):
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight is \[3, 16\] there and \[24, 16\] in the run"):
+        capfd.readouterr()
         build(config(), 0, NOBODY, folder=folder)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_command_line_takes_a_folder(tmp_path: Path) -> None:

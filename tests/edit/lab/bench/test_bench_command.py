@@ -360,3 +360,19 @@ def test_a_tiny_exchange(tmp_path: Path) -> None:
     assert row["round_s"] > 0 and row["raw_grpc_s"] > 0
     assert "99,996 parameters" in table
     assert ElementTree.fromstring(plot.read_text()).tag == f"{SVG}svg"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("codecs", "--numel", "99999999999999"),
+        ("exchange", "--parameters", "999999999999999999", "--peers", "1"),
+        ("links", "--part", "throughput", "--megabytes", "1e6"),
+        ("rivals", "--parameters", "999999999999999999"),
+    ],
+)
+def test_what_no_memory_can_hold_is_refused_before_it_is_made(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--(numel|parameters|megabytes) .*: needs at least .* GB of memory, and .* are here"
+    ):
+        bench(*arguments)

@@ -87,6 +87,7 @@ def test_a_run_toml_keeps_its_own_h(tmp_path: Path) -> None:
         ("diloco rounds=3", r"rounds: must be a table"),
         ("post-local-sgd outer.momentum=0.9", "outer.momentum has no effect"),
         ("missing/run.toml", "cannot be read"),
+        ("diloco robust.trust=loss", "robust.trust = 'loss': no peer scores in the harness"),
         ("diloco 'open", "must be NAME, or NAME KEY=VALUE"),
         ("diloco model.name=hf:llama", "the harness trains builtin:gpt"),
     ],
@@ -123,9 +124,17 @@ def test_damage_is_the_last_peers_alone_and_the_same_for_every_method() -> None:
             assert 0.05 < float((good_targets != bad_targets).float().mean()) < 0.6
 
 
-@pytest.mark.parametrize("values", [{"label_noise": 1.5}, {"small": 0.0}, {"random_from": 0.6, "random_to": 0.5}])
-def test_impossible_damage_is_refused(values: dict[str, float]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("values", "option"),
+    [
+        ({"label_noise": 1.5}, "--label-noise"),
+        ({"small": 0.0}, "--small"),
+        ({"random_to": 2.0}, "--random-bytes"),
+        ({"random_from": 0.6, "random_to": 0.5}, "--random-bytes"),
+    ],
+)
+def test_impossible_damage_is_refused(values: dict[str, float], option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option} = "):
         TextOptions(**values)  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edit.codecs import decode
-from edit.errors import EvictedError, RefusedError, TransportError
+from edit.errors import EvictedError, LocalProtocolError, RefusedError, TransportError
 from edit.fragments.digest import digest
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Outcome, Progress
 from editpb.messages import Expel, PeerState, RunPhase
@@ -30,6 +30,8 @@ def test_join_brings_the_outer_parameters_and_heartbeats_tell_of_them() -> None:
         fake.await_(lambda f: f.heartbeats and f.heartbeats[-1].state is PeerState.TRAINING)
         assert fake.heartbeats[-1].digest == snapshot.digest
         assert fake.heartbeats[-1].bytes_received > 4 * sum(SMALL)
+        with pytest.raises(LocalProtocolError, match=r"one training per connection: leave peers\.connect, and connect again"):
+            peer.collective.join(peer.schema, lambda: pytest.fail("not the founder"))
 
 
 def finish(fake: FakeCoordinator) -> None:
