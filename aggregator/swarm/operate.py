@@ -611,6 +611,12 @@ def _recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
     if not confirm(Recovery(record, saved.record, words)):
         raise RefusedError("not confirmed; nothing was changed")
     MemberFolder(path).save(saved)
+    for number in range(len(states)):  # what is here is what all go on from
+        store = part_store(MemberFolder(path), number, config, folder.identity.run_id)
+        try:
+            store.mark_forked("")
+        finally:
+            store.close()
     me = folder.identity.peer_id
     return f"recovered: lineage {saved.record.lineage}, {me} alone votes; start its host, let the others rejoin"
 
