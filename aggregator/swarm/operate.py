@@ -419,7 +419,7 @@ async def _share(folder: _Folder, operator: grpc.ChannelCredentials, peer_id: st
                 raise TransportError("it has no address now")
             address = known[peer_id][0]
             async with _connected(folder, peer_id, address, operator) as channel:
-                await _hand_over(folder, peer_id, channel, key)
+                await _hand_over(folder, peer_id, channel, key, said.record)
             return f"{peer_id} has a copy of the authority's key; in all: {', '.join(said.record.holders)}"
         except (OutdatedError, TransportError) as error:  # another leads by now, or it has not heard yet
             if time.monotonic() >= until:
@@ -427,15 +427,19 @@ async def _share(folder: _Folder, operator: grpc.ChannelCredentials, peer_id: st
         await asyncio.sleep(0.2)
 
 
-async def _hand_over(folder: _Folder, peer_id: str, channel: grpc.aio.Channel, key: bytes) -> None:
+async def _hand_over(folder: _Folder, peer_id: str, channel: grpc.aio.Channel, key: bytes, said: Record | None = None) -> None:
     """Give a member the authority's key, sealed for the key that it was enrolled for by the record in this folder.
 
     The connection says the name alone: the machine before, or who has stolen its key, may answer. Raises RefusedError for it.
+
+    said: what the leader has. Where the host of this folder was off, its record may name the machine before.
     """
-    record = folder.latest_record()
-    enrolled = record.enrolled.get(peer_id) if record is not None else None
+    records = [each for each in (folder.latest_record(), said) if each is not None]
+    keys = {each.enrolled[peer_id].key for each in records if peer_id in each.enrolled}
     reply: pb.PublicKeyReply = await council_stub(channel).PublicKey(pb.PublicKeyRequest(), timeout=ANSWER_S)
-    if enrolled is not None and key_hash(reply.key) != enrolled.key:
+    if len(keys) > 1:
+        raise RefusedError(f"{peer_id} was enrolled again since this folder's host heard of it: start that host, and repeat")
+    if keys and key_hash(reply.key) not in keys:
         raise RefusedError(f"who answers as {peer_id} has another key than {peer_id} was enrolled for: nothing was given to it")
     try:
         sealed = seal_for(reply.key, key, authority_context(folder.identity.run_id, peer_id))
@@ -611,6 +615,12 @@ def _recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
     if not confirm(Recovery(record, saved.record, words)):
         raise RefusedError("not confirmed; nothing was changed")
     MemberFolder(path).save(saved)
+    for number in range(len(states)):  # what is here is what all go on from
+        store = part_store(MemberFolder(path), number, config, folder.identity.run_id)
+        try:
+            store.mark_forked("")
+        finally:
+            store.close()
     me = folder.identity.peer_id
     return f"recovered: lineage {saved.record.lineage}, {me} alone votes; start its host, let the others rejoin"
 

@@ -207,6 +207,32 @@ def test_a_machine_with_another_key_than_was_enrolled_is_not_given_the_authority
     scenario(tmp_path, body)
 
 
+def test_the_authoritys_key_is_not_given_by_the_record_of_a_folder_whose_host_was_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder names the machine before, whose key may have been stolen; the leader names another."""
+
+    async def body(swarm: Hosts) -> None:
+        let_in(swarm, "a")
+        equip(swarm, "b")
+        key = public_hash(x509.load_pem_x509_certificate(swarm.own("b")[1]))
+        stale = replace(swarm.record, enrolled={"b": Enrolled("1" * 32, key)})
+        monkeypatch.setattr(operate._Folder, "latest_record", lambda folder: stale)
+        ask = operate._ask
+
+        async def newer(*arguments: Any) -> Any:
+            said = await ask(*arguments)
+            assert said.record is not None
+            return replace(said, record=replace(said.record, enrolled={"b": Enrolled("2" * 32, "0" * 64)}))
+
+        monkeypatch.setattr(operate, "_ask", newer)
+        with pytest.raises(RefusedError, match="b was enrolled again since this folder's host heard of it: start that host"):
+            await in_thread(operate.share_authority, swarm.path / "a", "b")
+        assert not (swarm.path / "b" / "authority").exists()
+
+    scenario(tmp_path, body)
+
+
 def test_who_may_not_be_given_the_key_or_give_it(tmp_path: Path) -> None:
     async def body(swarm: Hosts) -> None:
         let_in(swarm, "a")

@@ -17,6 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from aggregator.storage import store
 from aggregator.swarm import commands, operate
 from aggregator.swarm.commands import print_report
 from aggregator.swarm.host_folder import HostFolder
@@ -25,7 +26,7 @@ from aggregator.swarm.standing import PartStanding, PeerStanding, Report, Standi
 from edit.command_line import run_command
 from edit.config.run import RunConfig
 from edit.council.record import Member, Part, Phase, Record, Saved
-from edit.durable_files import write_atomic
+from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from edit.plain_text import json_text
 from editpb.messages import Expel
@@ -432,8 +433,11 @@ def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: P
             await in_thread(operate.recover, folders["c"], plans.append)
         assert plans[0].lines[0] == "lineage 1 -> 2, with c as the only member and voter"
         assert plans[0].lines[1].startswith("a, b must rejoin")
+        note = folders["c"] / "part-0" / store.FORKED
+        write_json(note, {"name": "that of its state"}, version=store.FORKED_FORMAT)
         said = await in_thread(operate.recover, folders["c"], lambda plan: True)
         assert said.startswith("recovered: lineage 2")
+        assert read_json(note, version=store.FORKED_FORMAT)["name"] == "", "what it has is not another history any more"
         await swarm.start("c")
         await swarm.until(lambda: swarm.leader == "c" and swarm.owner() is not None, passes=1.0)
         with pytest.raises(RefusedError, match="recovered already: c is of lineage 2"):
