@@ -706,6 +706,8 @@ class Host:
 
     async def heard(self, sender: str, word: ev.Message | Told, key: str = "") -> None:
         """See `Listener`."""
+        if not isinstance(word, ev.News) and self._has_other_key(sender, key):
+            return
         match word:
             case Offering(update):
                 self._announced(sender, update)
@@ -730,16 +732,29 @@ class Host:
     def why_over(self, stream: Stream) -> EditError | None:
         """See `Listener`: its certificate is over, or its peer has another key than was enrolled.
 
-        A voter of an earlier life is heard with another key until it is voted out, which may need it.
+        While no leader is heard, the record here may be an old one, and the key that of a later invitation: then a life that is
+        not in it may bring News, and nothing else (`heard`).
         """
         if stream.certificate is not None and (text := self.callers.why_over(stream.peer_id, stream.certificate)):
             return RefusedError(text)
-        record = self.council.committed or self.council.record
-        if record is None or stream.name in record.electors - record.names:
+        record = self.council.record
+        if not self._has_other_key(stream.name, stream.key) or (
+            not self.council.leader and record is not None and stream.name not in record.names
+        ):
             return None
-        if stream.key and (enrolled := record.enrolled.get(stream.peer_id)) is not None and enrolled.key != stream.key:
-            return RefusedError(moved(stream.peer_id))
-        return None
+        return RefusedError(moved(stream.peer_id))
+
+    def _has_other_key(self, name: str, key: str) -> bool:
+        """Whether a life has shown another key than its peer was enrolled for, as far as is known here.
+
+        That of a voter of an earlier life does not matter until it is voted out, which may need it. Nor does another one of the
+        newest record before that is agreed on.
+        """
+        record = self.council.committed or self.council.record
+        if key == "" or record is None or name in record.electors - record.names:
+            return False
+        enrolled = record.enrolled.get(peer_of(name))
+        return enrolled is not None and key not in (enrolled.key, self._key_of(peer_of(name)))
 
     def connected(self, peer_id: str) -> None:
         """See `Listener`."""

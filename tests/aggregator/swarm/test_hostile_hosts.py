@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from aggregator.swarm.host import MOST_ORDERS, ORDER_S, STREAMS_LOOK_S
 from aggregator.swarm.links import STALL_S
 from aggregator.swarm.standing import Standing
 from edit.council import events as ev
-from edit.council.record import Member, Phase, Stamp, Update
+from edit.council.record import Enrolled, Member, Phase, Stamp, Update
 from edit.errors import (
     BusyError,
     EditError,
@@ -460,6 +461,44 @@ def test_who_answers_for_a_member_with_another_key_than_was_enrolled_is_not_hear
                 await server.stop(0)
             await swarm.start("b")
             await swarm.until(lambda: a.links.connected == {"b"}, passes=1.0)
+
+    run_held(body())
+
+
+def test_a_member_that_was_away_hears_from_a_machine_that_was_enrolled_meanwhile_what_the_record_is(tmp_path: Path) -> None:
+    """c has no address, and b dials nobody: c reaches b with a record that has the key of the machine before."""
+
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            swarm.closed = True
+            swarm.found("a")
+            a = await swarm.start("a")
+            await swarm.until(lambda: swarm.leader == "a", passes=1.0)
+            await swarm.enrol("b", "c")
+            await swarm.start("b")
+            await swarm.start("c", advertise="")
+            await swarm.until(
+                lambda: swarm.settled("abc") and len(swarm.record.voters) == 3 and not swarm.record.before, passes=1.0
+            )
+            await swarm.stop("c")
+            del swarm.keys["b"]
+            key = public_hash(x509.load_pem_x509_certificate(swarm.own("b")[1]))
+            a.tell(ev.Claim("b", Enrolled("2" * 32, key)))
+            await swarm.until(
+                lambda: a.council.committed is not None and a.council.committed.enrolled["b"].key == key, passes=1.0
+            )
+            await swarm.stop("b")
+            shutil.rmtree(swarm.path / "b")
+            b = await swarm.start("b")
+            new = f"b#{b.incarnation}"
+            await swarm.until(
+                lambda: new in swarm.record.voters and not swarm.record.before and b.council.committed == swarm.record,
+                passes=1.0,
+            )
+            await swarm.stop("a")
+            c = await swarm.start("c", advertise="")
+            await swarm.until(lambda: swarm.leader in ("b", "c") and c.links.connected == {"b"}, passes=0.5)
+            assert c.council.record is not None and c.council.record.enrolled["b"].key == key
 
     run_held(body())
 
