@@ -19,7 +19,8 @@ from edit.replica.replica import Replica
 
 __all__ = ["UndoneMerges"]
 
-_SAMPLED: Final = 256  # values of a fragment, about
+_SAMPLED: Final = 256  # values of a fragment, at most about so many
+_EVERY = 1024  # at most one value of so many, so that hardly any memory is taken
 _FEWEST: Final = 32  # values: of fewer a step may well be the opposite of a merge by chance
 _UNDONE: Final = 3  # merges, one after the other
 _LOOKS: Final = 32  # a merge that is smaller than a step shows nothing
@@ -103,6 +104,10 @@ class UndoneMerges:
         """Return some values of fragment i as this rank holds it, fp64 on the CPU."""
         held = self._replica.layout.locals(i)
         each = -(-_SAMPLED // max(1, len(held)))
+        found = [torch.zeros(0, dtype=torch.float64, device="cpu")]
         with self._replica.transfers.beside():
-            some = [flat[:: -(-flat.numel() // each)] for part in held if (flat := part.detach().reshape(-1)).numel()]
-            return torch.cat([part.to("cpu", torch.float64) for part in some] or [torch.zeros(0, dtype=torch.float64)])
+            for part in held:
+                flat = part.detach().reshape(-1)
+                every = max(_EVERY, -(-flat.numel() // each))
+                found.append(flat[every - 1 :: every].to("cpu", torch.float64))
+        return torch.cat(found)

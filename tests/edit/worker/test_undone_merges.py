@@ -10,6 +10,7 @@ from torch import nn
 
 from edit.errors import ConfigError
 from edit.records import Snapshot
+from edit.worker import undone_merges
 from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp
 from tests.support.scripted import ScriptedCollective
@@ -35,6 +36,12 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner.step()
         for master, parameter in zip(self.masters, group["params"], strict=True):
             parameter.copy_(master)
+
+
+@pytest.fixture(autouse=True)
+def all_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small model some are too few."""
+    monkeypatch.setattr(undone_merges, "_EVERY", 1)
 
 
 def peer(model: nn.Module, optimizer: torch.optim.Optimizer, theta: Snapshot | None = None, **sync: Any) -> Peer:
@@ -77,6 +84,15 @@ def test_what_entering_the_run_loads_counts_as_a_merge() -> None:
     with pytest.raises(ConfigError, match=UNDONE):
         train(p, 2)
     assert p.worker.outer_step == theta.outer_step + 2
+
+
+def test_some_values_of_a_larger_model_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model = nn.Sequential(nn.Linear(4, 8192), nn.Tanh(), nn.Linear(8192, 3)).bfloat16()
+    p = peer(model, MasterWeights(model))
+    train(p, 2)
+    with pytest.raises(ConfigError, match=UNDONE):
+        train(p, 2)
 
 
 def test_steps_that_change_nothing_undo_nothing() -> None:
