@@ -322,7 +322,7 @@ def undone() -> tuple[int, str]:
     step = 0
     try:
         with worker:
-            for step in range(ROUNDS * EVERY):
+            for step in range((ROUNDS + 2) * EVERY):
                 train_step(model, optimizer, batches(step))
     except ConfigError as error:
         return step, str(error)

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from edit.config.algorithm import OuterConfig
 from edit.errors import ConfigError
+from edit.local import LocalRun
 from edit.records import Snapshot
 from edit.worker import undone_merges
 from edit.worker.worker import EditWorker
-from tests.support.models import regression_batches, small_mlp
+from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
 from tests.support.scripted import ScriptedCollective
 from tests.support.scripted_peer import Peer, commit_next
 from tests.support.settings import worker_config
+from tests.support.trainee import config
 
 UNDONE = "each of the last 3 merges was undone by the next optimizer step: MasterWeights writes a copy of the parameters"
 
@@ -65,7 +68,7 @@ class TestMasterWeights:
         begun = p.worker.outer_step
         train(p, 2)
         with pytest.raises(ConfigError, match=UNDONE):
-            train(p, 2)
+            train(p, 3)
         assert p.worker.outer_step == begun + 3
 
     def test_the_same_optimizer_without_copies_goes_on(self, sync: dict[str, Any]) -> None:
@@ -101,3 +104,24 @@ def test_steps_that_change_nothing_undo_nothing() -> None:
     begun = p.worker.outer_step
     train(p, 6)
     assert p.worker.outer_step == begun + 5
+
+
+@pytest.mark.parametrize(
+    ("sync", "lr"),
+    [
+        ({"every": 8, "mode": "delayed", "mix": "replace"}, 1.0),
+        ({"every": 8, "mode": "delayed", "mix": "lerp", "delay": 2}, 1.0),
+        ({"every": 3}, 0.7),
+        ({"every": 1}, 0.1),
+    ],
+)
+def test_a_merge_that_takes_a_step_back_is_not_undone_by_the_next_one(sync: dict[str, Any], lr: float) -> None:
+    outer = OuterConfig(optimizer="sgd", lr=lr)
+    run = LocalRun(config(outer=outer), ["a"])
+    model = TinyTransformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = token_batches(0, batch=32)
+    with EditWorker(model, optimizer, run.collective("a"), worker_config(codec="fp32", outer=outer, **sync)) as worker:
+        for _ in range(6 * sync["every"]):
+            train_step(model, optimizer, next(batches))
+        assert worker.outer_step >= 4
