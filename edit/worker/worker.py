@@ -99,7 +99,7 @@ class EditWorker:
         optimizer: what trains it, wrapped or not. Several, as Muon for the matrices and AdamW for the rest: the last one's
             `step()` ends an inner step. Within a backward (one for each parameter, which a hook steps as soon as its gradient
             is there) the inner step ends with that backward. None that writes its own copy of the parameters into them: that
-            undoes merges. If each step does (fp32 master weights), a ConfigError after three merges; Lookahead is not noticed.
+            undoes merges. If each step does (fp32 master weights), a warning says so after three merges; not of Lookahead.
         collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
         config: `WorkerConfig.of(run)`.
         ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else

@@ -314,19 +314,17 @@ class OwnCopies(torch.optim.Optimizer):
             parameter.copy_(copy)
 
 
-def undone() -> tuple[int, str]:
+def undone() -> list[str]:
+    """The warnings of a rank."""
     undone_merges._EVERY = 1  # of a small model some values are too few
+    told: list[str] = []
+    undone_merges._log.addFilter(lambda record: told.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
     model, _, oracle, _ = peer(True)
     optimizer = OwnCopies(model)
-    worker = EditWorker(model, optimizer, oracle, worker_config(every=EVERY, codec="fp32"))
-    step = 0
-    try:
-        with worker:
-            for step in range((ROUNDS + 2) * EVERY):
-                train_step(model, optimizer, batches(step))
-    except ConfigError as error:
-        return step, str(error)
-    return step, ""
+    with EditWorker(model, optimizer, oracle, worker_config(every=EVERY, codec="fp32")):
+        for step in range((ROUNDS + 2) * EVERY):
+            train_step(model, optimizer, batches(step))
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -392,10 +390,10 @@ def test_explicit_forward_prefetch_and_ranks_that_disagree_are_refused(two_ranks
         assert seen["disagree"].startswith("the ranks of this replica disagree on the worker's configuration")
 
 
-def test_an_optimizer_that_undoes_merges_is_an_error_at_every_rank_at_the_same_step(two_ranks: list[dict[str, Any]]) -> None:
-    (step, told), other = (seen["undone"] for seen in two_ranks)
-    assert told.startswith("each of the last 3 merges was undone by the next optimizer step: OwnCopies writes a copy")
-    assert other == (step, told) and step > 2 * EVERY
+def test_every_rank_says_that_an_optimizer_undoes_merges(two_ranks: list[dict[str, Any]]) -> None:
+    for seen in two_ranks:
+        (told,) = seen["undone"]
+        assert told.startswith("each of the last 3 merges was undone by the next optimizer step: if OwnCopies writes a copy")
 
 
 # A checkpoint of one number of ranks, loaded by another.

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from edit.config.algorithm import OuterConfig
-from edit.errors import ConfigError
 from edit.local import LocalRun
 from edit.records import Snapshot
 from edit.worker import undone_merges
@@ -20,7 +19,7 @@ from tests.support.scripted_peer import Peer, commit_next
 from tests.support.settings import worker_config
 from tests.support.trainee import config
 
-UNDONE = "each of the last 3 merges was undone by the next optimizer step: MasterWeights writes a copy of the parameters"
+UNDONE = "each of the last 3 merges was undone by the next optimizer step: if MasterWeights writes a copy of the parameters"
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -62,48 +61,47 @@ def train(p: Peer, rounds: int, every: int = 4) -> None:
 
 @pytest.mark.parametrize("sync", [{"mode": "blocking"}, {"mode": "forward"}, {"mode": "delayed", "delay": 2}])
 class TestMasterWeights:
-    def test_the_third_merge_that_is_undone_is_an_error(self, sync: dict[str, Any]) -> None:
+    def test_a_warning_after_the_third_merge_that_is_undone(
+        self, sync: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
         model = small_mlp(dtype=torch.bfloat16)
         p = peer(model, MasterWeights(model), **sync)
-        begun = p.worker.outer_step
-        train(p, 2)
-        with pytest.raises(ConfigError, match=UNDONE):
-            train(p, 3)
-        assert p.worker.outer_step == begun + 3
+        train(p, 3)
+        assert UNDONE not in caplog.text
+        train(p, 4)
+        assert caplog.text.count(UNDONE) == 1
 
-    def test_the_same_optimizer_without_copies_goes_on(self, sync: dict[str, Any]) -> None:
+    def test_none_for_the_same_optimizer_without_copies(self, sync: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
         model = small_mlp(dtype=torch.bfloat16)
         p = peer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **sync)
-        train(p, 6)
-        assert p.worker.outer_step >= 5
+        train(p, 7)
+        assert p.worker.outer_step >= 5 and not caplog.text
 
 
-def test_what_entering_the_run_loads_counts_as_a_merge() -> None:
+def test_what_entering_the_run_loads_counts_as_a_merge(caplog: pytest.LogCaptureFixture) -> None:
     founder = small_mlp(seed=1, dtype=torch.bfloat16)
     theta = peer(founder, MasterWeights(founder)).theta
     model = small_mlp(seed=2, dtype=torch.bfloat16)
     p = peer(model, MasterWeights(model), theta)
+    train(p, 2)
+    assert UNDONE not in caplog.text
     train(p, 1)
-    with pytest.raises(ConfigError, match=UNDONE):
-        train(p, 2)
-    assert p.worker.outer_step == theta.outer_step + 2
+    assert UNDONE in caplog.text and p.worker.outer_step == theta.outer_step + 2
 
 
-def test_some_values_of_a_larger_model_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_values_of_a_larger_model_are_enough(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.undo()
     model = nn.Sequential(nn.Linear(4, 8192), nn.Tanh(), nn.Linear(8192, 3)).bfloat16()
-    p = peer(model, MasterWeights(model))
-    train(p, 2)
-    with pytest.raises(ConfigError, match=UNDONE):
-        train(p, 2)
+    train(peer(model, MasterWeights(model)), 4)
+    assert UNDONE in caplog.text
 
 
-def test_steps_that_change_nothing_undo_nothing() -> None:
+def test_steps_that_change_nothing_undo_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = small_mlp()
     p = peer(model, torch.optim.SGD(model.parameters(), lr=0.0))
     begun = p.worker.outer_step
     train(p, 6)
-    assert p.worker.outer_step == begun + 5
+    assert p.worker.outer_step == begun + 5 and not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,9 @@ def test_steps_that_change_nothing_undo_nothing() -> None:
         ({"every": 1}, 0.1),
     ],
 )
-def test_a_merge_that_takes_a_step_back_is_not_undone_by_the_next_one(sync: dict[str, Any], lr: float) -> None:
+def test_a_merge_that_takes_a_step_back_is_not_undone_by_the_next_one(
+    sync: dict[str, Any], lr: float, caplog: pytest.LogCaptureFixture
+) -> None:
     outer = OuterConfig(optimizer="sgd", lr=lr)
     run = LocalRun(config(outer=outer), ["a"])
     model = TinyTransformer()
@@ -124,4 +124,4 @@ def test_a_merge_that_takes_a_step_back_is_not_undone_by_the_next_one(sync: dict
     with EditWorker(model, optimizer, run.collective("a"), worker_config(codec="fp32", outer=outer, **sync)) as worker:
         for _ in range(6 * sync["every"]):
             train_step(model, optimizer, next(batches))
-        assert worker.outer_step >= 4
+        assert worker.outer_step >= 4 and not caplog.text
