@@ -96,8 +96,8 @@ class UndoneMerges:
                 self._looks = 0
                 _log.warning(
                     "each of the last %d merges was undone by the next optimizer step: if %s writes a copy of the parameters "
-                    "that it made before, such as fp32 master weights, this peer trains alone; keep the model in fp32 and train "
-                    "under autocast, or give an optimizer that keeps no copy",
+                    "that it made before, such as fp32 master weights, this peer trains alone; keep the model in fp32 and "
+                    "train under autocast, or give an optimizer that keeps no copy",
                     _UNDONE,
                     " or ".join(sorted({type(each).__name__ for each in self._optimizers})),
                 )
