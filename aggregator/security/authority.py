@@ -192,9 +192,8 @@ class Authority:
         if wrong is not None or len(enrol) > MAX_ENDPOINTS:
             raise ConfigError(f"server.advertise: an invitation needs 1 to {MAX_ENDPOINTS} addresses HOST:PORT, not {wrong!r}")
         token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)
-        number = 1 + max(
-            self._last_number(peer_id, "*.json"), self._last_number(peer_id, "*.used")
-        )  # redeemed meanwhile: there
+        # In this order: one that is redeemed meanwhile is found as used.
+        number = 1 + max(self._last_number(peer_id, pattern) for pattern in ("*.json", "*.used"))
         record = {"peer_id": peer_id, "role": role, "expires": expires, "number": number}
         write_json(self._invitations / f"{_hash(token.encode())}.json", record, version=INVITATION_FORMAT, mode=0o600)
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)

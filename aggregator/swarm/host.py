@@ -747,8 +747,8 @@ class Host:
     def _has_other_key(self, name: str, key: str) -> bool:
         """Whether a life has shown another key than its peer was enrolled for, as far as is known here.
 
-        That of a voter of an earlier life does not matter until it is voted out, which may need it. Nor does another one of the
-        newest record before that is agreed on.
+        That of a voter of an earlier life does not matter until it is voted out, which may need it. While the newest record is
+        not agreed on, its key counts, and that of the record before.
         """
         record = self.council.committed or self.council.record
         if key == "" or record is None or name in record.electors - record.names:

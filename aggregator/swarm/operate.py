@@ -428,11 +428,11 @@ async def _share(folder: _Folder, operator: grpc.ChannelCredentials, peer_id: st
 
 
 async def _hand_over(folder: _Folder, peer_id: str, channel: grpc.aio.Channel, key: bytes, said: Record | None = None) -> None:
-    """Give a member the authority's key, sealed for the key that it was enrolled for by the record in this folder.
+    """Give a member the authority's key, sealed for the key that the member was enrolled for.
 
     The connection says the name alone: the machine before, or who has stolen its key, may answer. Raises RefusedError for it.
 
-    said: what the leader has. Where the host of this folder was off, its record may name the machine before.
+    said: the leader's record. It must name the same key as that in this folder, which is old where the host here was off.
     """
     records = [each for each in (folder.latest_record(), said) if each is not None]
     keys = {each.enrolled[peer_id].key for each in records if peer_id in each.enrolled}

@@ -190,9 +190,8 @@ class Relay:
         self._run_id, self._context = run_id, context
         self._own = relay_identity(run_id).server_name
         self._members: dict[str, _Registered] = {}  # by server name
-        self._issued: dict[
-            str, tuple[tuple[float, int], str]
-        ] = {}  # likewise: the order of the latest certificate, and its key
+        # By server name, of the latest certificate: its date and number, and its key.
+        self._issued: dict[str, tuple[tuple[float, int], str]] = {}
         self._awaited: dict[bytes, asyncio.Future[Ends]] = {}  # who dials back, by token
         self._undecided: Counter[str] = Counter()  # connections, by address
         self._streams = 0
