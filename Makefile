@@ -1,4 +1,4 @@
-# Fresh machine: Python >= 3.11, git and make. `make demo`, `make test`, `make test-processes`, `make check`.
+# Fresh machine: Python >= 3.11, git and make. `make demo`, `make test`, `make test-processes`, `make test-exhaustive`, `make check`.
 # A CPU build of torch where the index offers one: make TORCH_INDEX=https://download.pytorch.org/whl/cpu demo
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,17 +7,20 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 TORCH_INDEX ?=
 PROTOS := $(wildcard proto/editpb/*.proto)
 
-.PHONY: demo test test-processes check format stubs reference clean
+.PHONY: demo test test-processes test-exhaustive check format stubs reference clean
 demo: $(VENV)/.run
 	$(BIN)/edit-lab demo $(ARGS)
 
 # Else every process that a test starts compiles the project again, and every worker the tests.
-test test-processes: export PYTHONDONTWRITEBYTECODE :=
+test test-processes test-exhaustive: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not processes" $(ARGS)
 
 test-processes: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m processes $(ARGS)
+
+test-exhaustive: $(VENV)/.dev
+	EXHAUSTIVE=1 $(BIN)/python -m pytest -n 4 --dist worksteal -m "not processes" $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

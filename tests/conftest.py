@@ -10,8 +10,12 @@ from collections.abc import Iterator, Sequence
 import hypothesis
 import pytest
 
+from tests.support.exhaustive import examples, left_out
+
 # Nothing here says how fast something is, and the machine may be busy with other tests.
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "busy", deadline=None, max_examples=examples(100), suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("busy")
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
@@ -43,11 +47,14 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> N
         importlib.import_module("tests.support.forked_workers").fork_workers(config, len(specs))
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark the tests of PROCESSES."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of PROCESSES, and leave out what only `make test-exhaustive` runs."""
     for item in items:
         if item.nodeid.startswith(PROCESSES):
             item.add_marker(pytest.mark.processes)
+    rare = set(left_out(items))
+    config.hook.pytest_deselected(items=[item for item in items if item in rare])
+    items[:] = [item for item in items if item not in rare]
 
 
 @pytest.hookimpl(wrapper=True)

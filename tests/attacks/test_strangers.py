@@ -190,6 +190,7 @@ async def test_strangers_leave_descriptors_for_the_store(tmp_path: Path, monkeyp
             await asyncio.gather(*(writer.wait_closed() for _, writer in opened), return_exceptions=True)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("hoarder", ["127.0.0.2", "127.0.0.1"], ids=["another source", "the members' own address"])
 @pytest.mark.parametrize("port", ["listen", "enrol_listen"])
 @on_a_loop

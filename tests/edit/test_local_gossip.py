@@ -115,6 +115,7 @@ def apart(theta: Sequence[Sequence[Tensor]]) -> float:
     return max(float((a - b).norm()) for a, b in pairwise(vectors))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("settle_every", [0, 3, 4])
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
 @pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
@@ -173,6 +174,7 @@ def test_with_a_lossy_codec_peers_still_settle_on_one_model(up: str) -> None:
     assert run.finished and len({peer.worker.digest for peer in peers.values()}) == 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["forward", "delayed"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_peers_that_overlap_training_with_a_swap_settle_on_one_model(mode: str, groups: int) -> None:

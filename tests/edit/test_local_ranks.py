@@ -91,6 +91,7 @@ def one_peer(**sections: object) -> tuple[LocalRun, Sharded]:
     return run, Sharded(run, "a", 2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("down", codec_names())
 @pytest.mark.parametrize(("groups", "pattern"), [(1, "strided"), (2, "strided"), (3, "sequential")])
 def test_the_run_is_the_same_to_the_bit_however_its_replicas_are_sharded(down: str, groups: int, pattern: str) -> None:

@@ -27,6 +27,7 @@ def batches(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
     return token_batches(0) if kind == "transformer" else regression_batches(0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])
 @pytest.mark.parametrize("penalty", [DILOCO, PenaltyConfig(clip=0.0)], ids=["diloco", "edit"])
 def test_one_peer_with_outer_sgd_1_follows_plain_adamw(kind: str, penalty: PenaltyConfig) -> None:

@@ -651,6 +651,7 @@ def kept_back(monkeypatch: pytest.MonkeyPatch, upper: LocalRun, site: Site) -> C
     return last
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("missed", [0, 2], ids=["its commit", "a snapshot"])
 @pytest.mark.parametrize("codec", [EXACT, CodecConfig(up="topk:k=9", down="fp32")], ids=["exact", "topk"])
 def test_a_contribution_that_is_carried_over_while_its_region_is_restarted_counts_once(

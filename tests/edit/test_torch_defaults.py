@@ -93,6 +93,7 @@ def trained(up: str, down: str, mode: str, optimizer: str, default: torch.dtype 
     return [workers[0].digest, workers[1].digest, *outer, *locals_]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fast", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("default", DEFAULTS, ids=str)
 @pytest.mark.parametrize(("up", "down", "mode", "optimizer"), RUNS)

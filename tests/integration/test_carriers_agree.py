@@ -133,6 +133,7 @@ LOSSY = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("codecs", [("fp32", "fp32"), *LOSSY], ids=" ".join)
 @pytest.mark.parametrize("penalty", ["enabled = true", "enabled = false"])
 def test_grpc_and_the_in_process_run_give_the_same_bits(tmp_path: Path, codecs: tuple[str, str], penalty: str) -> None:
@@ -216,12 +217,13 @@ def naive_diloco(rounds: int) -> dict[str, Tensor]:
 LONG, PARTS, KILLED_EVERY = 12, 2, 5
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("penalty", "up", "down", "killed"),
     [
-        ("enabled = false", "fp32", "fp32", False),
+        pytest.param("enabled = false", "fp32", "fp32", False, marks=pytest.mark.exhaustive),
         ("enabled = false", "fp32", "fp32", True),
-        ("enabled = true", "fp32", "fp32", True),
+        pytest.param("enabled = true", "fp32", "fp32", True, marks=pytest.mark.exhaustive),
         ("enabled = true", "int8", "bf16", False),
     ],
 )

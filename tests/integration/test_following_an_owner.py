@@ -29,6 +29,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.swarm.connect import connect_swarm
 from tests.support.council.trained import POINTS, Trained, trained
 from tests.support.encoded import encode
+from tests.support.exhaustive import rarely
 from tests.support.fake_run import vectors
 from tests.support.served import TOML
 from tests.support.thread_ranks import at_every_rank
@@ -100,7 +101,7 @@ def fault(at: Trained, peer: Peer, point: str) -> None:
     assert not at.point
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", rarely(MODES, kept=("blocking", "streaming, delayed", "eager", "staleness")))
 def test_one_peer_comes_to_the_bits_of_a_hub_wherever_the_owner_ends(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_the_founder_and_who_has_the_same_model_or_an_exact_checkpoint_take_noth
 LATE = {"one int8 update": ("int8", 1), "three int8 updates": ("int8", 3), "bf16": ("bf16", 1)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("audit", [False, True], ids=["", "audited"])
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.timeout(120)

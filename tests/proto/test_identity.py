@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from edit.errors import ConfigError, RefusedError
 from editpb.identity import ROLES, Identity, from_auth_context, from_uri
+from tests.support.exhaustive import examples
 
 _IDS = st.text("abcXYZ019._-", min_size=1, max_size=64).filter(lambda text: text not in (".", ".."))
 SAN = "x509_subject_alternative_name"
 
 
 @given(run_id=_IDS, role=st.sampled_from(ROLES), peer_id=_IDS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_an_identity_survives_as_a_uri(run_id: str, role: str, peer_id: str) -> None:
     identity = Identity(run_id, role, peer_id)
     assert from_uri(identity.uri) == identity
@@ -22,7 +23,7 @@ def test_an_identity_survives_as_a_uri(run_id: str, role: str, peer_id: str) -> 
 
 
 @given(text=st.text(max_size=40), prefix=st.sampled_from(["", "edit://", "edit://run/", "edit://run/peer/"]))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_any_other_uri_is_refused(text: str, prefix: str) -> None:
     try:
         identity = from_uri(prefix + text)

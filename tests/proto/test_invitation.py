@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from edit.errors import ConfigError, RefusedError
 from editpb.identity import Identity
 from editpb.invitation import Invitation, fingerprint, is_endpoint
+from tests.support.exhaustive import examples
 
 INVITATION = Invitation(
     identity=Identity("run-0123abcd", "peer", "university-a"),
@@ -64,14 +65,14 @@ def test_another_version_is_told_so() -> None:
 
 
 @given(length=st.integers(6, len(TEXT) - 1))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_a_truncated_one_is_told_so(length: int) -> None:
     with pytest.raises(ConfigError, match="cut off or altered"):
         Invitation.decode(TEXT[:length])
 
 
 @given(text=st.text("ABCxyz019_-=+/.{}", max_size=60), binary=st.binary(max_size=60))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_any_other_text_is_a_configuration_error(text: str, binary: bytes) -> None:
     for candidate in (f"edit1.{text}", "edit1." + base64.urlsafe_b64encode(binary).decode()):
         with pytest.raises(ConfigError):

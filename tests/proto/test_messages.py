@@ -60,6 +60,7 @@ from editpb.injection_messages import inject_header_from_pb, injection_state_fro
 from editpb.status_messages import fragment_verdicts_from_pb
 from editpb.tensor_messages import codec_from_pb, schema_from_pb, schema_to_pb
 from editpb.transport.chunks import Reassembly
+from tests.support.exhaustive import examples
 from tests.support.wire import DIGEST, RUN, SCHEMA, commit, header, messages, parse
 
 Reader = Callable[[Any], object]
@@ -133,7 +134,7 @@ def changed(message: Message, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(("kind", "reader"), READERS)
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_any_message_is_taken_or_refused(kind: type[Message], reader: Reader, data: st.DataObject) -> None:
     message = kind(**data.draw(messages(kind.DESCRIPTOR)))
     try:
@@ -144,7 +145,7 @@ def test_any_message_is_taken_or_refused(kind: type[Message], reader: Reader, da
 
 @pytest.mark.parametrize(("kind", "reader"), READERS)
 @given(raw=st.binary(max_size=80))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_any_bytes_are_refused_by_the_parser_or_by_the_converter(kind: type[Message], reader: Reader, raw: bytes) -> None:
     try:
         reader(parse(kind, raw))
@@ -187,7 +188,7 @@ _SHAPES = st.lists(st.integers(1, 9), max_size=8).map(tuple)
 
 
 @given(shapes=st.lists(st.lists(_SHAPES, min_size=1, max_size=3), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_a_schema_survives(shapes: list[list[tuple[int, ...]]]) -> None:
     schema = Schema(
         tuple(

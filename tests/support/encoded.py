@@ -28,6 +28,8 @@ SPECS = (
     "top1:of=128",
     "sdd:columns=32,rank=2",
 )
+FAMILIES = ("bf16", "int8", "int4", "stat2", "sign", "topk", "sdd")
+"""One of each way to encode, for tests that train."""
 LOSSY = tuple(text for text in SPECS if not codec(text).lossless)
 
 

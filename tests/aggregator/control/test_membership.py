@@ -8,6 +8,7 @@ from aggregator.control.membership import Change, Membership, MemberState, diges
 from edit.config.run import MembershipConfig
 from edit.errors import EvictedError, RefusedError
 from editpb.messages import Heartbeat, PeerState
+from tests.support.exhaustive import examples
 
 TRAINING = Heartbeat(state=PeerState.TRAINING, outer_step=3)
 EXCHANGING = Heartbeat(state=PeerState.EXCHANGING, outer_step=3)
@@ -154,7 +155,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(EVENTS)
 def test_every_change_is_told_exactly_once(events: list[tuple[str, str]]) -> None:
     """Whoever only listens to the changes knows every member's state."""

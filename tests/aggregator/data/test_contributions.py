@@ -30,6 +30,7 @@ from edit.merging.mergers import EditMerger
 from edit.rounds import events
 from editpb.messages import ContributionHeader, SeenHead
 from tests.support.encoded import encode
+from tests.support.exhaustive import examples
 from tests.support.rounds import open_rounds
 from tests.support.served import SCHEMA as SERVED
 from tests.support.served import theta
@@ -243,7 +244,7 @@ def test_shards_of_spilled_uploads_are_read_when_they_are_merged(tmp_path: Path,
     assert torch.equal(merged(fragment), DELTA)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.lists(st.integers(0, 3), min_size=29, max_size=29), st.randoms(use_true_random=False), st.booleans())
 def test_any_partition_in_any_order_is_whole_with_its_last_part_and_never_before(
     tmp_path_factory: pytest.TempPathFactory, files: Executor, owners: list[int], order: object, lossy: bool

@@ -150,6 +150,7 @@ def verified(folder: StateFolder) -> LogVerifier:
     return log
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["before", "middle", "after"])
 @pytest.mark.parametrize("calls", range(4))
 def test_an_approval_that_was_acknowledged_is_there_after_a_kill(tmp_path: Path, calls: int, how: str) -> None:

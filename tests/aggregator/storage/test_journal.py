@@ -26,6 +26,7 @@ from edit.merging.outer_state import MergeRecord, OuterState
 from edit.merging.penalty import NormStatistics
 from edit.records import PeerVerdict, Verdict
 from tests.support.encoded import encode
+from tests.support.exhaustive import examples
 
 BASE = 20
 
@@ -536,7 +537,7 @@ FLIP: list[Callable[[bytes, int], bytes]] = [
 ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(position=st.floats(0, 0.999), change=st.sampled_from(FLIP))
 def test_no_bytes_crash_the_reader(
     tmp_path_factory: pytest.TempPathFactory, position: float, change: Callable[[bytes, int], bytes]

@@ -110,6 +110,7 @@ def test_of_the_journal_only_the_round_is_read_that_is_asked_for(tmp_path: Path)
     again.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("checkpoints", [(), (1,), (4,), (5,), (1, 2, 4, 5), (1, 2, 3, 4, 5)])
 def test_groups_are_recovered_to_the_bit_with_their_updates(tmp_path: Path, groups: int, checkpoints: tuple[int, ...]) -> None:
@@ -168,6 +169,7 @@ def test_a_checkpoint_with_a_number_that_is_none_is_damaged(tmp_path: Path) -> N
         Store(tmp_path, config(1), "run").recover()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("down", SPECS)
 @pytest.mark.parametrize("checkpoints", [(), (2,)])
 def test_every_codec_is_recovered_to_the_bit_from_checkpoint_and_journal(

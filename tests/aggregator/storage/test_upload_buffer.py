@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import aggregator.storage.upload_buffer
 from aggregator.storage.upload_buffer import Upload, UploadBuffer
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
+from tests.support.exhaustive import examples
 
 DATA = bytes(range(256)) * 4
 
@@ -258,7 +259,7 @@ def test_a_spilled_payload_that_somebody_cut_is_not_trusted(tmp_path: Path, file
         upload.payload()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     st.binary(min_size=1, max_size=60), st.booleans(), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=20)
 )

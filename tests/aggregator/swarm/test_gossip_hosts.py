@@ -211,6 +211,7 @@ def stopped(swarm: Hosts, name: str) -> list[Tensor]:
     return found.theta
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("where", ["judging", "decided", "committed"])
 @pytest.mark.parametrize("killed", ["a", "b"])
 def test_a_partner_is_killed_in_a_swap_and_goes_on_from_what_it_committed(

@@ -15,6 +15,7 @@ from edit.config.codec import CodecSpec
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.records import EncodedTensor
 from tests.support.encoded import SPECS, encode
+from tests.support.exhaustive import examples
 
 NAMES = st.sampled_from(SPECS)
 BROKEN = st.sampled_from([math.nan, math.inf, -math.inf])
@@ -67,7 +68,7 @@ def awkward(numel: int, seed: int = 0) -> Tensor:
 
 
 @given(name=NAMES, flat=VECTORS)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_the_round_trip_error_is_within_the_stated_bound(name: str, flat: Tensor) -> None:
     encoded = encode(name, flat)
     assert memoryview(encoded.data).nbytes == codec(name).encoded_size(flat.numel())
@@ -76,6 +77,7 @@ def test_the_round_trip_error_is_within_the_stated_bound(name: str, flat: Tensor
     assert bool(((decoded - flat).abs() <= bound(name, flat)).all())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(
     "numel", [1, 2, 3, 255, 256, 257, 1023, 4095, 4096, 4097, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 300]
@@ -134,7 +136,7 @@ def test_int8_layout_is_scales_then_values() -> None:
 
 
 @given(name=NAMES, flat=VECTORS, value=BROKEN, where=st.integers(0, 10**6))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_t2_a_broken_element_never_decodes_to_something_finite(name: str, flat: Tensor, value: float, where: int) -> None:
     position = where % flat.numel()
     flat[position] = value
@@ -186,7 +188,7 @@ def is_refused_by_content(error: RemoteProtocolError) -> bool:
 
 
 @given(name=NAMES, data=st.binary(max_size=600), numel=st.integers(-2, 600))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_arbitrary_bytes_give_a_tensor_or_a_remote_error(name: str, data: bytes, numel: int) -> None:
     try:
         decoded = decode(EncodedTensor(name, numel, data))
@@ -197,7 +199,7 @@ def test_arbitrary_bytes_give_a_tensor_or_a_remote_error(name: str, data: bytes,
 
 
 @given(name=NAMES, numel=st.integers(1, 600), seed=st.binary(min_size=1, max_size=8))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_any_bytes_of_the_right_length_decode(name: str, numel: int, seed: bytes) -> None:
     size = codec(name).encoded_size(numel)
     data = (seed * size)[:size]

@@ -11,6 +11,7 @@ from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Box, Shard
 from edit.records import EncodedTensor
 from tests.support.encoded import SPECS, encode
+from tests.support.exhaustive import examples
 from tests.support.layouts import fragment, partitions, rows, whole
 
 NAMES = st.sampled_from(SPECS)
@@ -26,7 +27,7 @@ def bits(vector: torch.Tensor) -> torch.Tensor:
 
 
 @given(layout=partitions(), name=NAMES, readonly=st.booleans())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_what_a_rank_decodes_is_its_shard_of_the_whole(
     layout: tuple[FragmentSpec, list[list[Box]]], name: str, readonly: bool
 ) -> None:
@@ -45,7 +46,7 @@ def test_what_a_rank_decodes_is_its_shard_of_the_whole(
 
 
 @given(layout=partitions(), name=NAMES)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_only_blocks_that_the_shard_touches_travel(layout: tuple[FragmentSpec, list[list[Box]]], name: str) -> None:
     spec, shares = layout
     granule = codec(name).granule
@@ -56,6 +57,7 @@ def test_only_blocks_that_the_shard_touches_travel(layout: tuple[FragmentSpec, l
         assert codec(name).cut_numel(shard) == sum(min(granule, spec.numel - block * granule) for block in touched)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_shards_of_thousands_of_runs(name: str, dimension: int) -> None:
@@ -105,7 +107,7 @@ def test_a_broken_block_stays_visible_in_every_cut_that_touches_it(name: str) ->
 
 
 @given(name=NAMES, data=st.binary(max_size=700), numel=st.integers(0, 700))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_any_other_bytes_or_length_are_the_senders_fault(name: str, data: bytes, numel: int) -> None:
     spec = fragment((30, 20))
     shard = Shard(spec, [Box(0, (3, 0), (10, 20))])

@@ -55,6 +55,7 @@ def test_decoding_does_not_depend_on_how_cuda_computes(name: str, monkeypatch: p
     assert torch.equal(decoded.nan_to_num(0.0).view(torch.int32), expected.nan_to_num(0.0).view(torch.int32))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("numel", [0, 5, 300, 4096, PIECE + 4097])
 def test_encoding_on_a_device_reads_no_value_before_the_copy(name: str, numel: int) -> None:

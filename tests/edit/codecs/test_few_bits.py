@@ -18,6 +18,7 @@ from edit.config.codec import CodecChoice, CodecSpec
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.records import EncodedTensor
 from tests.support.encoded import LOSSY, elements, encode, whole_shards
+from tests.support.exhaustive import examples
 
 NAIVE: dict[str, Callable[[Tensor], Tensor]] = {
     "int8": lambda x: reference.integers(x, 8, 256),
@@ -114,7 +115,7 @@ def test_levels_are_means_so_the_error_is_what_they_leave_of_the_square(text: st
 
 
 @given(text=st.sampled_from(LOSSY), seed=st.integers(0, 10**6), numel=st.integers(1, 5000), bad=st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_decoded_plus_residual_is_the_input(text: str, seed: int, numel: int, bad: bool) -> None:
     """To one rounding of each difference. What is not finite gives a residual that is not, and is never adopted."""
     x = normal(numel, seed)
@@ -318,7 +319,7 @@ def test_a_block_has_the_same_bytes_wherever_it_stands(text: str) -> None:
 
 
 @given(rows=st.integers(1, 5), numel=st.integers(1, 300), seed=st.integers(0, 1000))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_row_sums_add_halves_in_a_fixed_order(rows: int, numel: int, seed: int) -> None:
     x = torch.randn(rows, numel, generator=torch.Generator().manual_seed(seed))
 
@@ -332,7 +333,7 @@ def test_row_sums_add_halves_in_a_fixed_order(rows: int, numel: int, seed: int) 
 
 
 @given(bits=st.sampled_from([1, 2, 4]), numel=st.integers(1, 70), seed=st.integers(0, 1000))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_packed_codes_come_back(bits: int, numel: int, seed: int) -> None:
     codes = torch.randint(0, 1 << bits, (3, numel), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     packed = torch.empty(3, -(-numel * bits // 8), dtype=torch.uint8)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import edit.config.run
 from edit.config.run import OuterConfig, PenaltyConfig, RoundsConfig, RunConfig, SyncConfig, is_address
 from edit.errors import ConfigError
+from tests.support.exhaustive import examples
 
 ONE_PART = "[swarm]\nparts = 1\n"
 
@@ -534,7 +535,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     quorum=st.integers(1, 50),
     mode=st.sampled_from(["blocking", "forward", "delayed"]),
 )
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_json_round_trip(every: int, lr: float, optimizer: str, enabled: bool, quorum: int, mode: str) -> None:
     config = RunConfig(
         sync=SyncConfig(every=every, groups=every, mode=mode, mix="lerp", alpha=lr / 10, strict=enabled),

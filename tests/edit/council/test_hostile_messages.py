@@ -13,6 +13,7 @@ from edit.council import events as ev
 from edit.council.machine import FAR, FARTHER, NOBODY
 from edit.council.record import MOST_COUNT, Member, Part, PartState, Phase, Record, Stamp, Update
 from tests.support.council.table import LEASE_S, Table, start_digest
+from tests.support.exhaustive import rarely
 
 
 def lie(random: Random, table: Table) -> ev.Message:
@@ -66,7 +67,7 @@ def lie(random: Random, table: Table) -> ev.Message:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", rarely(range(20), kept=range(8)))
 def test_a_member_that_says_anything_but_false_records_stops_nobody_for_good(seed: int) -> None:
     random, table = Random(seed), Table("abc", owners="ab")
     table.elect("a")

@@ -343,6 +343,7 @@ SIMULATED = [  # each is noticed by one of the first seeds
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mutant", SIMULATED, ids=lambda mutant: mutant.__name__)
 def test_the_simulation_notices_a_broken_rule(mutant: type[Council]) -> None:
     def make(plan: Plan, lines: list[str] | None = None) -> Swarm:
@@ -351,6 +352,7 @@ def test_the_simulation_notices_a_broken_rule(mutant: type[Council]) -> None:
     assert any(failure(draw(seed), make) for seed in range(60))
 
 
+@pytest.mark.exhaustive
 def test_the_simulation_notices_a_member_that_lost_its_disk_and_keeps_its_name() -> None:
     def make(plan: Plan, lines: list[str] | None = None) -> Swarm:
         return Swarm(plan, Council, lines, keeps_name=True)

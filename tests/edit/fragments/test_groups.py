@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from edit.errors import ConfigError
 from edit.fragments.groups import fragments_due
+from tests.support.exhaustive import examples
 
 
 @given(
@@ -14,7 +15,7 @@ from edit.fragments.groups import fragments_due
     pattern=st.sampled_from(["sequential", "strided"]),
     first=st.integers(0, 10**6),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_p_consecutive_outer_steps_exchange_each_fragment_once(fragments: int, share: float, pattern: str, first: int) -> None:
     groups = 1 + round(share * (fragments - 1))
     turns = [fragments_due(outer_step, fragments, groups, pattern) for outer_step in range(first, first + groups)]

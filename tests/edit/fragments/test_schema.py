@@ -10,6 +10,7 @@ from torch import nn
 
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
+from tests.support.exhaustive import examples
 from tests.support.models import TinyTransformer
 
 _PARTS = st.sampled_from(["embed", "blocks", "0", "1", "12", "attn", "norm", "weight", "bias", "head"])
@@ -23,7 +24,7 @@ def plan(tensors: dict[str, tuple[int, ...]]) -> Schema:
 
 
 @given(tensors=_TENSORS)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_fragments_cover_every_element_exactly_once(tensors: dict[str, tuple[int, ...]]) -> None:
     schema = plan(tensors)
     covered = [(tensor.name, tensor.shape) for fragment in schema.fragments for tensor in fragment.tensors]
@@ -34,7 +35,7 @@ def test_fragments_cover_every_element_exactly_once(tensors: dict[str, tuple[int
 
 
 @given(tensors=_TENSORS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_order_is_kept_between_and_inside_fragments(tensors: dict[str, tuple[int, ...]]) -> None:
     order = {name: i for i, name in enumerate(tensors)}
     firsts = [order[fragment.tensors[0].name] for fragment in plan(tensors).fragments]
@@ -45,7 +46,7 @@ def test_order_is_kept_between_and_inside_fragments(tensors: dict[str, tuple[int
 
 
 @given(a=_TENSORS, b=_TENSORS)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_difference_is_empty_exactly_when_the_hashes_agree_and_both_ways(
     a: dict[str, tuple[int, ...]], b: dict[str, tuple[int, ...]]
 ) -> None:

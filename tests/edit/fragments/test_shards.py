@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from edit.errors import LocalProtocolError, RemoteProtocolError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Box, Cover, Shard, StridedRun, partition_fault
+from tests.support.exhaustive import examples
 from tests.support.layouts import fragment, naive, numbered, partitions, rows, whole
 
 Layout = tuple[FragmentSpec, list[list[Box]]]
@@ -24,7 +25,7 @@ def positions(run: StridedRun) -> list[int]:
 
 
 @given(layout=partitions())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_take_put_and_add_are_plain_indexing(layout: Layout) -> None:
     spec, shares = layout
     flat, copy, twice = numbered(spec), torch.full((spec.numel,), -1.0), numbered(spec)
@@ -38,7 +39,7 @@ def test_take_put_and_add_are_plain_indexing(layout: Layout) -> None:
 
 
 @given(layout=partitions(), data=st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_part_is_a_slice_of_the_whole_vector(layout: Layout, data: st.DataObject) -> None:
     spec, shares = layout
     flat = numbered(spec)
@@ -50,7 +51,7 @@ def test_a_part_is_a_slice_of_the_whole_vector(layout: Layout, data: st.DataObje
 
 
 @given(layout=partitions())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_runs_and_span_say_where_the_shard_lies(layout: Layout) -> None:
     spec, shares = layout
     for boxes in shares:
@@ -63,7 +64,7 @@ def test_runs_and_span_say_where_the_shard_lies(layout: Layout) -> None:
 
 
 @given(layout=partitions(), data=st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_partition_is_one_and_without_a_box_or_with_one_twice_it_is_none(layout: Layout, data: st.DataObject) -> None:
     spec, shares = layout
     assert partition_fault(spec, shares) is None
@@ -77,7 +78,7 @@ def test_a_partition_is_one_and_without_a_box_or_with_one_twice_it_is_none(layou
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_overlap_is_found_as_by_counting(data: st.DataObject) -> None:
     """Any boxes at all, the ones that interlock like a pinwheel included."""
     shape = (6, 5, 4)
@@ -100,7 +101,7 @@ def test_overlap_is_found_as_by_counting(data: st.DataObject) -> None:
 
 
 @given(layout=partitions(), data=st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_cover_counted_box_by_box_is_exact(layout: Layout, data: st.DataObject) -> None:
     spec, shares = layout
     boxes = data.draw(st.permutations([box for held in shares for box in held]))

@@ -76,6 +76,7 @@ class Regression:
         return total
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("clip", [0.05, 1e3])
 @pytest.mark.parametrize("at_once", [3, 64])
 def test_gradients_are_the_mean_of_clipped_ones_and_noise(tmp_path: Path, clip: float, at_once: int) -> None:
@@ -134,6 +135,7 @@ def test_under_autocast_gradients_are_clipped_and_summed_in_the_precision_of_the
         torch.testing.assert_close(task.summed(private), torch.full((64,), 257 * 2.0**-3), rtol=1e-5, atol=0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("place", ["fetch", "forward", "clip", "clip of the last part"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_a_step_that_fails_leaves_nothing_to_those_after_it(tmp_path: Path, place: str, error: type[BaseException]) -> None:

@@ -31,12 +31,13 @@ from edit.merging.merge import measure
 from edit.merging.norms import norm
 from edit.merging.outer_state import _largest
 from tests.support.encoded import encode
+from tests.support.exhaustive import examples
 
 CODECS = ("int8", "int4", "int4:block=64", "int4:block=4096", "sdd:columns=32,rank=3")
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-38, 2.0**-100, 2.0**-101, 3e38, -3e38, 1.0]
 ELEMENTS = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32), st.floats(-1, 1, width=32))
 VECTORS = st.lists(ELEMENTS, min_size=1, max_size=3 * BLOCK + 5).map(lambda values: torch.tensor(values, dtype=torch.float32))
-uses_computed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+uses_computed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=examples(60))
 
 
 def as_python() -> Any:
@@ -97,6 +98,7 @@ def _largest_of(flat: Tensor) -> Tensor:
     return torch.tensor(_largest(flat) + 0.0, dtype=torch.float64)  # of zeros torch may find -0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", CODECS)
 @given(flat=VECTORS)
 @uses_computed

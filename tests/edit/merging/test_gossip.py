@@ -279,6 +279,7 @@ LIES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rounds", [1, 30])
 @pytest.mark.parametrize("lie", LIES)
 def test_who_meets_a_liar_goes_alone_and_learns_nothing_from_it(lie: str, rounds: int) -> None:

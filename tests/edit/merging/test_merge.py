@@ -20,6 +20,7 @@ from edit.merging.norms import norm, whole_norm
 from edit.merging.penalty import NormStatistics
 from edit.records import EncodedTensor, Verdict
 from tests.support.encoded import encode
+from tests.support.exhaustive import examples
 from tests.support.layouts import fragment, partitions, rows
 
 OFF = PenaltyConfig(enabled=False)
@@ -197,7 +198,7 @@ def test_a_peer_twice_is_our_bug_and_another_length_is_theirs() -> None:
     scales=st.lists(st.sampled_from([0.0, 1e-3, 1.0, 1e4, math.nan, math.inf]), min_size=5, max_size=5),
     config=st.sampled_from([OFF, RAW, PenaltyConfig(), PenaltyConfig(norm="per_sqrt_step", clip=0.5)]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_the_result_is_finite_or_a_rollback(seeds: list[int], scales: list[float], config: PenaltyConfig) -> None:
     contributions = [measured(f"p{i}", random_vector(300, i, scales[k])) for k, i in enumerate(seeds)]
     result = merged_of(contributions, config)
@@ -222,7 +223,7 @@ def sharded(
 
 
 @given(layout=partitions(), weights=st.lists(st.integers(1, 9), min_size=3, max_size=3))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_with_a_lossless_codec_no_bit_of_the_mean_depends_on_the_layout(
     layout: tuple[FragmentSpec, list[list[Box]]], weights: list[int]
 ) -> None:

@@ -132,6 +132,7 @@ def test_penalty_on_is_the_references_edit_with_the_same_verdicts() -> None:
 # The downlink.
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("down", codec_names())
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
 def test_a_peer_that_applies_the_published_bytes_has_theta_to_the_bit(down: str, optimizer: str) -> None:
@@ -180,6 +181,7 @@ def test_what_is_published_is_what_the_naive_feedback_sends_of_the_outer_steps(d
 # Restore and replay.
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
 @pytest.mark.parametrize("down", SPECS)
 def test_a_restored_state_is_the_same_to_the_bit_and_goes_on_alike(optimizer: str, down: str) -> None:
@@ -263,6 +265,7 @@ def test_theta_that_is_held_stays_as_it_is_and_only_then_is_it_copied(hold: Call
     assert state.digest == digest(state.theta)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("down", SPECS)
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi", "delayed_nesterov"])
 def test_what_is_staged_before_a_commit_changes_nothing_and_is_what_the_commit_publishes(down: str, optimizer: str) -> None:
@@ -403,6 +406,7 @@ def test_momentum_that_overflows_theta_is_a_rollback_also_when_what_was_merged_i
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.to_tensors().items())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", [1e6, 1e12, 5e19, 1e30, 3.4e38])
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam", "yogi"])
 @pytest.mark.parametrize("down", ["fp32", "fp16", "int8"])

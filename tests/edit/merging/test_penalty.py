@@ -12,6 +12,7 @@ from edit.config.run import PenaltyConfig
 from edit.merging.penalty import NormStatistics, judge, observe, verdicts, weights
 from edit.records import Verdict
 from edit.reference import stale_weights
+from tests.support.exhaustive import examples
 
 CONFIG = PenaltyConfig(norm="raw", detector="edit")
 NORMS = st.floats(1e-6, 1e6)
@@ -88,7 +89,7 @@ def test_the_verdict_uses_the_statistics_from_before_the_norm() -> None:
 
 
 @given(norms=st.lists(NORMS, min_size=1, max_size=60), alpha=st.floats(1e-6, 1.0))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_observe_is_the_bias_corrected_moving_average(norms: list[float], alpha: float) -> None:
     """Against the textbook form: the uncorrected average from zero, divided by 1 - (1 - alpha)^n."""
     config, statistics = PenaltyConfig(alpha=alpha), NormStatistics()
@@ -130,7 +131,7 @@ def test_an_anomalous_norm_is_anomalous_though_it_is_the_rounds_smallest() -> No
         + [PenaltyConfig(enabled=False, weighting=rule) for rule in ("uniform", "tokens", "tokens2_per_step")]
     ),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_weights_are_shares_of_the_good_ones_only(
     entries: list[tuple[Verdict, float, int, int]], config: PenaltyConfig
 ) -> None:

@@ -28,6 +28,7 @@ from edit.merging.private import clip_contributions, clip_of_norms, noise_line
 from edit.records import Verdict
 from edit.trust.noise import SecretNoise
 from tests.support.encoded import encode
+from tests.support.exhaustive import examples
 
 SIZES = (4, 300)
 SCHEMA = Schema(
@@ -91,7 +92,7 @@ def test_it_is_the_oracles_with_the_norm_over_all_fragments() -> None:
 scaled = st.tuples(st.integers(0, 1 << 30), st.floats(0, 1e30)).map(lambda drawn: vectors(drawn[0], drawn[1])[0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(scaled, st.integers(0, 5))
 def test_one_organisation_more_changes_the_sum_by_at_most_the_clip(other: Tensor, others: int) -> None:
     rest = {f"p{i}": delta for i, delta in enumerate(vectors(2, *[7.0] * others))}

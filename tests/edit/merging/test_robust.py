@@ -20,6 +20,7 @@ from edit.config.robust import RobustConfig
 from edit.kernels import load
 from edit.merging.gram import LANES, gram
 from edit.merging.robust import Combination, by_rank, coefficients, copies, mixed, shared_prior
+from tests.support.exhaustive import examples
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "byzfl.json").read_text())["cases"]
 PLAIN: dict[str, Any] = {"mixing": "none", "equalise": False}
@@ -109,7 +110,7 @@ def test_equal_contributions_are_merged_as_they_are_and_zeros_as_zeros(rule: str
     assert close(merged(torch.zeros(7, 6), rule, 2), torch.zeros(6))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     honest=st.integers(5, 9),
     scale=st.sampled_from([1e-6, 1.0, 1e3, 1e15]),

@@ -135,6 +135,7 @@ def test_t15_pure_bf16_has_fp32_outer_parameters_that_keep_small_steps(mode: str
     assert any(not torch.equal(part, part.bfloat16().float()) for part in run.state.theta)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT])
 def test_t6_checkpoint_wrappers_change_neither_names_nor_bits(mode: str, kind: CheckpointImpl) -> None:
@@ -164,6 +165,7 @@ def test_peers_with_and_without_compiled_and_wrapped_blocks_train_together() -> 
     assert run.state.outer_step == 3 and coincide(models)
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

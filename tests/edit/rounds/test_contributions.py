@@ -35,6 +35,7 @@ from edit.rounds.events import (
     Tick,
 )
 from edit.rounds.machine import RoundMachine
+from tests.support.exhaustive import examples
 
 PEERS = ("a", "b", "c")
 DUE = (0, 1)
@@ -156,7 +157,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(ACTIONS, st.sampled_from(["rounds", "arrivals"]))
 def test_what_is_carried_over_is_merged_whole_once_and_never_too_stale(
     actions: list[tuple[str, str, int, int]], merging: str
@@ -166,7 +167,7 @@ def test_what_is_carried_over_is_merged_whole_once_and_never_too_stale(
         shell.act(*action)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(ACTIONS, st.sampled_from(["rounds", "arrivals"]))
 def test_the_run_can_always_go_on(actions: list[tuple[str, str, int, int]], merging: str) -> None:
     shell = Shell(merging)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from edit.config.run import RoundsConfig
 from edit.errors import LocalProtocolError
 from edit.rounds.deadlines import FEWEST, WINDOW, Deadlines, PeerPhase
+from tests.support.exhaustive import examples
 
 CONFIG = RoundsConfig(floor_s=5.0, ceiling_s=100.0, spread=6.0)
 SECONDS = st.lists(st.floats(0, 1e4), min_size=FEWEST, max_size=3 * WINDOW)
@@ -66,7 +67,7 @@ def test_an_impossible_time_is_our_own_bug(seconds: float) -> None:
         measured(seconds)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(SECONDS)
 def test_always_between_floor_and_ceiling_and_never_below_the_median(seconds: list[float]) -> None:
     expected = measured(*seconds).expected_s("a")
@@ -75,7 +76,7 @@ def test_always_between_floor_and_ceiling_and_never_below_the_median(seconds: li
     assert expected >= min(window[(len(window) - 1) // 2], 100.0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(SECONDS)
 def test_the_order_within_the_window_does_not_matter(seconds: list[float]) -> None:
     window = seconds[-WINDOW:]

@@ -47,6 +47,7 @@ from edit.rounds.events import (
 )
 from edit.rounds.machine import RoundMachine
 from edit.rounds.work_claims import UsualWork
+from tests.support.exhaustive import examples
 
 FOLDER = Path(edit.rounds.machine.__file__).parent
 PEERS = ("a", "b", "c", "d")
@@ -179,7 +180,7 @@ def watched(
     return run
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(ACTIONS, st.integers(1, 3), st.integers(1, 3), st.integers(1, FRAGMENTS))
 def test_invariants_hold_whatever_happens(
     actions: list[tuple[str, str, int, int]], quorum: int, start_peers: int, groups: int
@@ -187,7 +188,7 @@ def test_invariants_hold_whatever_happens(
     watched(actions, quorum, start_peers, groups)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 9)), min_size=30, max_size=80),
     st.integers(1, 2),
@@ -202,7 +203,7 @@ def test_nothing_is_taken_of_a_quarantined_peer_and_nobody_waits_for_it(
             assert isinstance(run.feed(Offered("a", run.open_id, run.machine.outer_step, run.due[0]))[0], Refused)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(ACTIONS, st.integers(1, 3))
 def test_lost_peers_never_block(actions: list[tuple[str, str, int, int]], quorum: int) -> None:
     """With a quorum complete, the loss of everybody who is missing closes the collection: no tick is needed."""
@@ -214,7 +215,7 @@ def test_lost_peers_never_block(actions: list[tuple[str, str, int, int]], quorum
         assert (run.machine.phase, run.machine.round_id) == (Phase.COMMITTING, round_id)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(ACTIONS, st.integers(1, 3))
 def test_a_collection_never_outlives_its_deadline(actions: list[tuple[str, str, int, int]], quorum: int) -> None:
     run = watched(actions, quorum, 1)
@@ -228,7 +229,7 @@ def test_a_collection_never_outlives_its_deadline(actions: list[tuple[str, str, 
         assert run.machine.phase is Phase.COMMITTING or run.machine.round_id != round_id
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(ACTIONS, st.integers(1, 3))
 def test_with_slack_only_grace_a_quorum_waits_for_nobody_beyond_it(
     actions: list[tuple[str, str, int, int]], quorum: int
@@ -242,7 +243,7 @@ def test_with_slack_only_grace_a_quorum_waits_for_nobody_beyond_it(
         assert run.machine.phase is Phase.COMMITTING
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(ACTIONS, st.integers(1, 3), st.sampled_from(["times", "slack"]))
 def test_a_wakeup_changes_something(actions: list[tuple[str, str, int, int]], quorum: int, wait: str) -> None:
     run = watched(actions, quorum, 1, wait=wait)
@@ -253,7 +254,7 @@ def test_a_wakeup_changes_something(actions: list[tuple[str, str, int, int]], qu
         assert run.machine.phase is Phase.COMMITTING or run.machine.round_id != round_id
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(ACTIONS, st.integers(1, FRAGMENTS))
 def test_the_run_can_always_go_on(actions: list[tuple[str, str, int, int]], groups: int) -> None:
     """From any state: what is under way fails, resume, everybody is here and sends, the shell answers; it advances."""
@@ -277,7 +278,7 @@ LATE_WORDS = ["ready"] * 3 + ["send"] * 6 + ["answer"] * 8 + ["fail"] * 3
 LATE_WORDS += ["lost", "fault", "withdraw", "close", "wait", "pause", "resume", "resume", "drain"]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.lists(st.tuples(st.sampled_from(LATE_WORDS), st.sampled_from(PEERS), st.integers(0, 99)), min_size=40, max_size=120),
     st.sampled_from([("rounds", 0), ("rounds", 2), ("arrivals", 2)]),

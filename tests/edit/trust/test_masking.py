@@ -36,6 +36,7 @@ from edit.trust.masking import (
 from edit.trust.masks import LANES, as_words, lanes_of, signed
 from edit.trust.revealed_sets import RevealedSets
 from edit.trust.shamir import SHARE_BYTES
+from tests.support.exhaustive import examples
 
 from .masked_round import (
     ADVERT,
@@ -54,7 +55,7 @@ from .masked_round import (
 NUMEL = 41
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(st.data())
 def test_the_sum_is_that_of_the_integers_for_any_drops_and_any_split_over_ranks(data: st.DataObject) -> None:
     count, bits = data.draw(st.integers(3, 16)), data.draw(st.sampled_from([8, 16, 32]))

@@ -161,6 +161,7 @@ def whole_of(kind: str, up: str, parts: int, strict: bool) -> tuple[list[float],
     return trained(run_of(kind, up, strict=strict), parts, 18)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("kind", "up", "aggregators"),
     [(kind, up, number) for kind in MODES for up in ("fp32", "int8") for number in (2, 5)]
@@ -173,6 +174,7 @@ def test_several_aggregators_give_the_bits_of_one(kind: str, up: str, aggregator
     assert all(torch.equal(a, b) for a, b in zip(one[3], several[3], strict=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize("save_after", [6, 8, 9])
 def test_a_checkpoint_holds_all_shares_and_going_on_changes_no_bit(kind: str, save_after: int) -> None:

@@ -25,7 +25,8 @@ from edit.local import LocalRun
 from edit.records import Committed, Contribution, Outcome, Snapshot
 from edit.worker.checkpoint import KINDS
 from edit.worker.worker import EditWorker, WorkerConfig
-from tests.support.encoded import SPECS, elements, encode
+from tests.support.encoded import FAMILIES, SPECS, elements, encode
+from tests.support.exhaustive import rarely
 from tests.support.models import TinyTransformer, small_mlp, token_batches, train_step
 from tests.support.sparing import SparingCollective
 from tests.support.trainee import config
@@ -132,6 +133,7 @@ def once(
     return trained(run_of(kind, CodecConfig(up=up, down=down, up_residual=form)), save_after, die_after)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize(("save_after", "die_after"), [(6, 6), (8, 8), (9, 9), (4, 14), (9, 17), (13, 15)])
 def test_an_interrupted_training_gives_the_bits_of_one_that_was_not(kind: str, save_after: int, die_after: int) -> None:
@@ -155,8 +157,12 @@ MIXED = CodecConfig(
 )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
-    ("kind", "up"), [("delayed", text) for text in SPECS] + [(kind, MIXED) for kind in MODES if kind != "eager"], ids=str
+    ("kind", "up"),
+    rarely([("delayed", text) for text in SPECS], kept=[("delayed", text) for text in FAMILIES])
+    + [(kind, MIXED) for kind in MODES if kind != "eager"],
+    ids=str,
 )
 def test_an_interrupted_training_gives_the_same_bits_with_every_codec(kind: str, up: str | CodecConfig) -> None:
     whole, broken = trained(run_of(kind, up)), trained(run_of(kind, up), 9, 17)
@@ -168,7 +174,7 @@ def equal(a: tuple[list[float], list[str], list[Tensor]], b: tuple[list[float], 
     return a[:2] == b[:2] and all(torch.equal(x, y) for x, y in zip(a[2], b[2], strict=True))
 
 
-@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("kind", rarely(MODES, kept=("forward", "delayed", "streaming")))
 def test_a_contribution_that_was_shortened_is_the_same_after_an_interruption(kind: str) -> None:
     run_config, clip = run_of(kind, CodecConfig(up="int4", down="bf16")), 0.05
     whole = trained(run_config, clip=clip)
@@ -181,6 +187,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("kind", "form"), FORMS)
 def test_an_interrupted_training_gives_the_same_bits_with_a_residual_of_another_form(kind: str, form: str) -> None:
     whole = once(kind, "int4", "bf16", form)
@@ -188,12 +195,14 @@ def test_an_interrupted_training_gives_the_same_bits_with_a_residual_of_another_
     assert not equal(whole, once(kind, "int4", "bf16", "fp32")), "the form counts"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("kind", "form"), [*((kind, "fp32") for kind in MODES), *FORMS])
 def test_a_residual_that_is_computed_with_the_outcome_has_the_bits_of_one_that_was_kept(kind: str, form: str) -> None:
     run_config = run_of(kind, CodecConfig(up="int4", down="bf16", up_residual=form))
     assert equal(once(kind, "int4", "bf16", form, 9, 17), trained(run_config, 9, 17, only_steps_write=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("saved_as", ["fp32", "bf16", "int8"])
 def test_a_residual_is_saved_in_its_form_and_loads_into_another(saved_as: str, form: str) -> None:
@@ -237,7 +246,7 @@ def test_a_parameter_that_changes_after_its_contribution_is_named_where_only_ste
     life.worker.__exit__(KeyboardInterrupt, None, None)
 
 
-@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("kind", rarely(MODES, kept=("blocking", "delayed", "eager")))
 def test_t8_saving_after_every_step_changes_nothing(kind: str) -> None:
     def run(save: bool) -> tuple[list[float], list[str]]:
         run_config = run_of(kind)
@@ -490,6 +499,7 @@ def test_a_slow_peer_goes_on_with_the_number_of_inner_steps_that_it_was_told(old
     assert back.worker.pending != older
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kept", [dict, only("outer"), only_counters], ids=["everything saved", "theta", "counters"])
 @pytest.mark.parametrize("kind", MODES)
 def test_a_run_that_is_further_is_joined_where_it_is(kind: str, kept: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

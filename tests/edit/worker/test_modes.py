@@ -80,6 +80,7 @@ def close(actual: list[list[Tensor]], oracle: list[list[Tensor]]) -> None:
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["blocking", "forward"])
 @pytest.mark.parametrize(("groups", "pattern"), [(1, "strided"), (3, "strided"), (2, "sequential")])
 def test_at_once_with_groups_is_the_oracles(mode: str, groups: int, pattern: str) -> None:
@@ -107,6 +108,7 @@ def test_delayed_is_the_oracles(mix: str, alpha: float, groups: int, delay: int)
     close(actual, expected(lr=0.7, mu=0.5, **settings))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("delay", [1, 3, EVERY])
 @pytest.mark.parametrize(("lr", "mu"), [(1.0, 0.0), (0.7, 0.5)])
 def test_eager_is_the_oracles(delay: int, lr: float, mu: float) -> None:

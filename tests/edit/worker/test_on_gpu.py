@@ -50,6 +50,7 @@ def trained(mode: Mapping[str, Any], codec: Mapping[str, str], dtype: torch.dtyp
     return seen
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "codec", [{"up": "fp32", "down": "fp32"}, {"up": "int8", "down": "int8", "up_residual": "int8"}, {"up": "int4"}]

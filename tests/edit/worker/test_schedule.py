@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from edit.errors import LocalProtocolError, StorageError
 from edit.worker.schedule import SyncSchedule, Work
+from tests.support.exhaustive import examples
 
 
 @pytest.mark.parametrize(("steps", "every", "answer"), [(0, 1, False), (1, 1, True), (2, 3, False), (3, 3, True), (4, 3, True)])
@@ -19,7 +20,7 @@ def test_a_contribution_is_due_after_so_many_steps(steps: int, every: int, answe
 
 
 @given(every=st.integers(1, 20), steps=st.integers(0, 200))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_a_contribution_goes_out_once_per_round(every: int, steps: int) -> None:
     schedule, sent = SyncSchedule(every), []
     for step in range(1, steps + 1):

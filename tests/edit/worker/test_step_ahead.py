@@ -67,6 +67,7 @@ def alone(steps: int) -> list[Tensor]:
     return Replica(model).local()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize("up", ["topk:k=9", "sign", "int8"])
 def test_an_exchange_does_not_move_a_lone_peer_that_sends_little_of_its_progress(kind: str, up: str) -> None:

@@ -138,6 +138,7 @@ def test_a_swarm_is_founded_with_the_settings_of_the_command_line(tmp_path: Path
             _check_same(home, run_toml, None, settings)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("also", ["", "[sync]\nouter_steps = 156\n[outer]\npreset = 'auto'\n"])
 @pytest.mark.parametrize("name", [name for name, one in PRESETS.items() if not one.only_harness])
 def test_a_swarm_is_founded_with_a_preset(tmp_path: Path, founding: Founding, name: str, also: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from edit.errors import ConfigError
 from peers.training import data
 from peers.training.data import SEPARATOR, Batches, Tokens, evaluate, open_tokens, permute, stream_seed
+from tests.support.exhaustive import examples
 
 
 def row(length: int, vocabulary: int = 1 << 20) -> Tokens:
@@ -181,7 +182,7 @@ class TestBatches:
         assert inputs.dtype == targets.dtype == torch.int64
         assert torch.equal(targets, inputs + 1)
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=examples(60))
     @given(st.integers(2, 400), st.integers(1, 40), st.integers(1, 7), st.integers(0, 2**63 - 1))
     def test_each_pass_visits_adjacent_windows_once(self, length: int, context: int, batch: int, seed: int) -> None:
         context = min(context, length - 1)
@@ -203,7 +204,7 @@ class TestBatches:
         first, second = (torch.cat([inputs for inputs, _ in islice(batches, 2)]) for _ in range(2))
         assert not torch.equal(first, second)
 
-    @settings(deadline=None, max_examples=30)
+    @settings(deadline=None, max_examples=examples(30))
     @given(st.integers(0, 60), st.integers(1, 5), st.integers(1, 5))
     def test_a_saved_position_continues_the_sequence(self, before: int, batch: int, later_batch: int) -> None:
         straight = Batches(row(300), 8, 1, seed=7)
@@ -260,7 +261,7 @@ class TestBatches:
         assert [inputs.tolist() for inputs, _ in islice(Batches(row(4), 3, 1, seed=0), 3)] == [[[0, 1, 2]]] * 3
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_permute_is_a_permutation(size: int, key: int) -> None:
     out = permute(np.arange(size, dtype=np.uint64), size, key)

@@ -19,6 +19,7 @@ from editpb.transport.chunk_frames import (
     update_part,
 )
 from editpb.transport.chunks import make_chunks
+from tests.support.exhaustive import examples
 
 SIZES = (0, 1, 127, 128, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 17)
 BYTES = bytes(range(256)) * (SIZES[-1] // 256 + 1)
@@ -59,7 +60,7 @@ def test_a_frame_is_read_without_a_copy(size: int) -> None:
 
 
 @given(offset=st.integers(0, 1 << 64 - 1), data=st.binary(max_size=40), fragment_id=st.integers(0, (1 << 32) - 1))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_every_message_of_protobuf_is_read_alike(offset: int, data: bytes, fragment_id: int) -> None:
     chunk = tpb.Chunk(offset=offset % (1 << 64), data=data)
     up = contribute_part(pb.ContributePart(chunk=chunk).SerializeToString())
@@ -85,7 +86,7 @@ def test_a_header_stays_a_message() -> None:
 
 
 @given(message=st.binary(max_size=60))
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 def test_arbitrary_bytes_are_read_as_protobuf_reads_them(message: bytes) -> None:
     try:
         expected = pb.ContributePart.FromString(message)

@@ -11,10 +11,11 @@ from edit.errors import RemoteProtocolError
 from editpb import tensors_pb2 as pb
 from editpb.limits import MAX_CHUNK_BYTES
 from editpb.transport.chunks import Reassembly, make_chunks
+from tests.support.exhaustive import examples
 
 
 @given(data=st.binary(max_size=200), chunk_bytes=st.integers(1, 70), broke_at=st.integers(0, 200))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_chunks_cover_every_byte_once_also_when_resumed(data: bytes, chunk_bytes: int, broke_at: int) -> None:
     into = Reassembly("x", len(data), 200)
     for chunk in make_chunks(memoryview(data)[: min(broke_at, len(data))], chunk_bytes):

@@ -14,6 +14,7 @@ SEEDS = range(2, 5)
 MUTANT_SEEDS = range(2, 20)  # in the first two the liar owns nothing in the end
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("verify", [0, 1])
 @pytest.mark.parametrize("lie", LIES)
 def test_the_others_go_on_beside_one_that_lies(lie: str, verify: int) -> None:
@@ -43,6 +44,7 @@ NOTICED: list[tuple[type[Council], str, int]] = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mutant", "lie", "verify"), NOTICED, ids=[f"{mutant.__name__} {lie} {verify}" for mutant, lie, verify in NOTICED]
 )

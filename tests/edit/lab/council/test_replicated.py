@@ -15,13 +15,14 @@ from edit.lab.council.parts_on_disk import MemberDisk
 from edit.lab.council.plan import draw
 from edit.lab.council.replicated import ReplicatedSwarm
 from edit.lab.council.truth import Broken
+from tests.support.exhaustive import rarely
 
 SEEDS = 20
 MUTANT_SEEDS = 20
 
 
 # 548: a member is killed when a fetched state is on its disk, and before it says so
-@pytest.mark.parametrize("seed", [*range(SEEDS), 548])
+@pytest.mark.parametrize("seed", rarely([*range(SEEDS), 548], kept=(*range(6), 548)))
 def test_members_that_are_killed_in_any_write_come_to_the_same_bits(tmp_path: Path, seed: int) -> None:
     swarm = ReplicatedSwarm(draw(seed), tmp_path)
     swarm.run_all()

@@ -19,6 +19,7 @@ from edit.lab.simulation.outcome import Outcome
 from edit.lab.simulation.scenario import _NOT_SIMULATED, SHARED, Scenario
 from edit.lab.simulation.simulate import Simulation, simulate
 from edit.rounds import events
+from tests.support.exhaustive import examples
 
 FLEET = ("peers=6", "sync.every=20", "sync.outer_steps=40", "size.parameters=10e6", "codec.up=int8", "codec.down=bf16")
 
@@ -404,7 +405,7 @@ scenarios = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(scenarios)
 def test_whatever_happens_the_run_keeps_its_rules(drawn: dict[str, object]) -> None:
     mode, groups, rounds = drawn.pop("mode"), drawn.pop("groups"), drawn["rounds"]
