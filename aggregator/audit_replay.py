@@ -74,7 +74,10 @@ def replay_step(state: Path, outer_step: int, signed: int) -> Replayed:
         raise ConfigError(f"outer step {outer_step} brought values of a run above, which are not kept")
     outer = read_outer(folder.outer, config, folder.run_id, outer_step - 1)
     if outer is None:
-        raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
+        raise ConfigError(
+            f"{folder.path}: holds no outer step, but its audit log has outer step {outer_step}; "
+            "restore the folder outer from a copy"
+        )
     return _replayed(entry, trust, outer, load_kept(folder.contributions, outer_step, outer.schema))
 
 

@@ -24,7 +24,7 @@ from edit.config.overrides import with_settings
 from edit.config.presets import with_preset, without_ineffective
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, TransportError
-from edit.plain_text import json_text
+from edit.plain_text import json_text, quoted
 from edit.plugins import pin
 from edit.trust.privacy import most_steps
 from edit.view.again import WatchOption, show_status
@@ -135,7 +135,7 @@ def init(
         typer.echo(f"{name:<11} {text}")
     if noise:
         typer.echo(f"privacy     {noise}")
-    typer.echo(f"next        edit-coordinator serve --state {state}")
+    typer.echo(f"next        edit-coordinator serve --state {quoted(state)}")
 
 
 def _keep_settings(state: Path, text: str, config: Path | None) -> None:
@@ -190,7 +190,7 @@ def new_aggregator(
     authority.equip(further.path, number, address.rpartition(":")[0], now=time.time())
     typer.echo(f"aggregator {number} of run {coordinator.run_id} at {address}")
     typer.echo(f"folder      {folder} (contains a key: copy it over a channel you trust)")
-    typer.echo(f"next        edit-coordinator serve --state {folder}, on that machine")
+    typer.echo(f"next        edit-coordinator serve --state {quoted(folder)}, on that machine")
 
 
 @app.command()

@@ -17,6 +17,7 @@ from cryptography import x509
 from aggregator.storage.state_folder import StateFolder
 from edit.durable_files import read_private
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, TransportError
+from edit.plain_text import quoted
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
 from editpb.identity import check_member
@@ -51,7 +52,9 @@ _TIMEOUT_S = 20.0
 def connect(folder: StateFolder) -> grpc.aio.Channel:
     """Return a channel to this folder's coordinator, as its operator. Raises ConfigError when none was ever started here."""
     if not (bound := folder.bound()):
-        raise ConfigError(f"{folder.path}: no coordinator was started here; run: edit-coordinator serve --state {folder.path}")
+        raise ConfigError(
+            f"{folder.path}: no coordinator was started here; run: edit-coordinator serve --state {quoted(folder.path)}"
+        )
     name = folder.config().server.advertise[0]  # stands in the server's certificate, whatever address it listens on
     return grpc.aio.secure_channel(
         bound["listen"], _credentials(folder.path), options=channel_options(bound["listen"], server_name=name)

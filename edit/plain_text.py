@@ -1,13 +1,14 @@
-"""Text that others may have written: shown without effects on a terminal; and JSON and TOML, of anybody."""
+"""Text that others may have written: shown without effects on a terminal or in a shell; and JSON and TOML, of anybody."""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 import tomllib
 from typing import Any
 
-__all__ = ["MOST_NESTED", "json_text", "parse_json", "parse_toml", "printable", "shallow"]
+__all__ = ["MOST_NESTED", "json_text", "parse_json", "parse_toml", "printable", "quoted", "shallow"]
 
 MOST_NESTED = 64  # lists and tables in one another; what this project writes has fewer than 16
 _NESTING = (list, dict)
@@ -21,6 +22,11 @@ def printable(text: str) -> str:
     the direction of writing.
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def quoted(path: object) -> str:
+    """Return a path as a word of a command that a shell takes: with quotes where it has spaces or other special characters."""
+    return shlex.quote(str(path))
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:

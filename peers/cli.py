@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import shlex
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from edit.command_line import SHORT_HELP, exit_codes, loading, run_command, with
 from edit.config.overrides import options_of
 from edit.config.plugins import is_entry
 from edit.errors import ConfigError
-from edit.plain_text import json_text, printable
+from edit.plain_text import json_text, printable, quoted
 from edit.view.again import WatchOption, show_status
 from edit.web import check_installed
 from peers.command_options import (
@@ -92,23 +91,23 @@ def join(
     if invited.swarm is not None and invited.identity.role == "observer":
         observe(text, home, nodes)
         typer.echo(f"{invited.identity.peer_id} is an observer of run {invited.identity.run_id}; folder {home}")
-        typer.echo(f"next: edit-peer swarm watch --home {home}")
-        typer.echo(f"or, as a page in the browser: edit-peer swarm web --home {home}")
+        typer.echo(f"next: edit-peer swarm watch --home {quoted(home)}")
+        typer.echo(f"or, as a page in the browser: edit-peer swarm web --home {quoted(home)}")
         return
     identity = redeem(text, home, nodes)
     article = "an" if identity.role[0] in "ao" else "a"
     typer.echo(f"{identity.peer_id} is {article} {identity.role} of run {identity.run_id}; folder {home}")
     if identity.role in ("observer", "operator"):
-        typer.echo(f"next: edit-peer watch --home {home}")
-        typer.echo(f"or, as a page in the browser: edit-peer web --home {home}")
+        typer.echo(f"next: edit-peer watch --home {quoted(home)}")
+        typer.echo(f"or, as a page in the browser: edit-peer web --home {quoted(home)}")
     elif identity.role == "auditor":
-        typer.echo(f"next: edit-peer audit fetch OUT --home {home}")
+        typer.echo(f"next: edit-peer audit fetch OUT --home {quoted(home)}")
     elif identity.role == "scorer":
-        typer.echo(f"next: edit-peer score --home {home} --data PATH")
+        typer.echo(f"next: edit-peer score --home {quoted(home)} --data PATH")
     elif identity.role == "region":
-        typer.echo(f"next: edit-peer region --home FOLDER_OF_THE_RUN_ABOVE --below {home}")
+        typer.echo(f"next: edit-peer region --home FOLDER_OF_THE_RUN_ABOVE --below {quoted(home)}")
     else:
-        typer.echo(f"next: edit-peer run --home {home} --data PATH")
+        typer.echo(f"next: edit-peer run --home {quoted(home)} --data PATH")
 
 
 @app.command()
@@ -182,7 +181,7 @@ def consent(
     if accept is None and not terms.refused:
         if not sys.stdin.isatty():
             raise ConfigError(f"stdin is not a terminal, so nobody can be asked; consent with: --accept {terms.digest}")
-        typer.confirm(f"\nWhat leaves this site: edit-peer explain --home {home}\nDo you consent?", abort=True)
+        typer.confirm(f"\nWhat leaves this site: edit-peer explain --home {quoted(home)}\nDo you consent?", abort=True)
     consent_to(terms)
 
 
@@ -213,7 +212,7 @@ def approve(
         return
     if digest is None and change.is_approver:
         if not sys.stdin.isatty():
-            command = f"edit-peer approve {change.digest} --home {shlex.quote(str(home))}"
+            command = f"edit-peer approve {change.digest} --home {quoted(home)}"
             raise ConfigError(f"stdin is not a terminal, so nobody can be asked; approve with: {command}")
         typer.confirm("\nDo you approve?", abort=True)
     typer.echo(printable(send(change)))
@@ -248,9 +247,10 @@ def fetch(
     files, total = fetch_to(home, out, step, time.time(), aggregator)
     typer.echo(f"{out}: {files} files, {total:,} bytes")
     for number, address in enumerate(aggregators_in_log(out) if not aggregator else (), start=1):
-        words = f"edit-peer audit fetch {out}-{number} --aggregator {address} --home {home}{f' --step {step}' if step else ''}"
+        folder, at = quoted(f"{out}-{number}"), f" --step {step}" if step else ""
+        words = f"edit-peer audit fetch {folder} --aggregator {address} --home {quoted(home)}{at}"
         typer.echo(f"aggregator {number} keeps a log, too: {words}")
-    typer.echo(f"next: edit-coordinator audit {f'replay --step {step}' if step else 'verify'} --state {out}")
+    typer.echo(f"next: edit-coordinator audit {f'replay --step {step}' if step else 'verify'} --state {quoted(out)}")
 
 
 @audit.command()
@@ -277,7 +277,9 @@ def verify(
     from peers.identity.peer_folder import PeerFolder
 
     if PeerFolder(home).of_swarm():
-        raise ConfigError(f"{home}: its run is a swarm, whose logs lie there: edit-peer swarm audit verify --home {home}")
+        raise ConfigError(
+            f"{home}: its run is a swarm, whose logs lie there: edit-peer swarm audit verify --home {quoted(home)}"
+        )
     logs = verify_all(home, key or ())
     if as_json:
         first, *further = (found.as_json() for found in logs)
@@ -367,7 +369,9 @@ def status(
 
     if PeerFolder(home).of_swarm():
         if rounds is not None:
-            raise ConfigError(f"--rounds: the status of a swarm shows no rounds; see them with: edit-peer watch --home {home}")
+            raise ConfigError(
+                f"--rounds: the status of a swarm shows no rounds; see them with: edit-peer watch --home {quoted(home)}"
+            )
         operate("status", home, *(["--json"] if as_json else []), *(["--watch"] if watch else []))
 
     def tables(console: Console, run: RunStatus) -> None:

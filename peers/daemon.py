@@ -22,7 +22,7 @@ from edit.command_line import otlp_protocol
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.heaps import limit_heaps
-from edit.plain_text import parse_json
+from edit.plain_text import parse_json, quoted
 from edit.replica.ranks import Ranks
 from edit.telemetry import telemetry
 from edit.trackers.background import Trackers
@@ -94,7 +94,7 @@ def server_of(options: PeerOptions, enrolled: Enrolment, launch: Launch, limit: 
     if enrolled.serving is None:
         raise ConfigError(
             f"--serve-snapshots: the certificate in {options.home} is from before peers could serve; ask for a new invitation "
-            f"for {enrolled.identity.peer_id} and run: edit-peer join INVITATION --home {options.home}"
+            f"for {enrolled.identity.peer_id} and run: edit-peer join INVITATION --home {quoted(options.home)}"
         )
     return SnapshotServer(enrolled.run_id, enrolled.serving, listen, options.serving_host, limit=limit)
 

@@ -16,7 +16,7 @@ from edit.config.overrides import with_settings
 from edit.config.run import RunConfig, ServerConfig
 from edit.durable_files import lock_file, read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
-from edit.plain_text import parse_json
+from edit.plain_text import parse_json, quoted
 from editpb.folder_kinds import kind_of_folder
 
 __all__ = [
@@ -64,7 +64,7 @@ def refuse_swarm(config: RunConfig, run_toml: Path) -> None:
     if config.swarm is not None:
         raise ConfigError(
             f"{run_toml}: [swarm] is of a run without a coordinator; remove it, or begin such a run with: "
-            f"edit-peer swarm start {run_toml}"
+            f"edit-peer swarm start {quoted(run_toml)}"
         )
 
 
@@ -108,7 +108,7 @@ class StateFolder:
         self._read = b""  # the one that it was made of
         try:
             if not self.run_json.is_file():
-                raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {path}` makes one")
+                raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {quoted(path)}` makes one")
             values = read_json(self.run_json, version=FORMAT)
             self.run_id, self.aggregator = str(values["run_id"]), int(values.get("aggregator", 0))
         except OSError as error:
@@ -147,7 +147,9 @@ class StateFolder:
             if cls.exists(path) and not begun:
                 whole = (path / "ca.key").exists() and cls._unused(path)  # `init` may have failed at its very end
                 instead = (
-                    f"it is whole, and was not used yet; run `edit-coordinator serve --state {path}`, or " if whole else ""
+                    f"it is whole, and was not used yet; run `edit-coordinator serve --state {quoted(path)}`, or "
+                    if whole
+                    else ""
                 )
                 raise ConfigError(f"{path}: already holds a run; {instead}choose another --state folder")
             if not begun and (kind := kind_of_folder(path)):

@@ -26,6 +26,7 @@ from aggregator.storage import checkpoint
 from aggregator.storage import published_updates as updates
 from aggregator.storage.audit_log import AuditLog
 from aggregator.storage.configurations import configurations_of
+from aggregator.storage.high_water import read_mark
 from aggregator.storage.journal import FORMAT, CommittedRound, Disk, Journal, Span, read_round, replay_segments, rounds_in
 from aggregator.storage.kept_contributions import KeptContributions
 from aggregator.storage.part_log import PartLog
@@ -480,11 +481,19 @@ class Store:
 
 
 def load_outer(folder: StateFolder) -> OuterState:
-    """Read the outer state of the last commit; change nothing. Raises ConfigError when the run has none yet, StorageError."""
+    """Read the outer state of the last commit; change nothing.
+
+    Raises ConfigError where the run has none yet, or lost it, StorageError.
+    """
     found = read_outer(folder.outer, configurations_of(folder).config, folder.run_id)
-    if found is None:
+    if found is not None:
+        return found
+    if (mark := read_mark(folder.high_water)) is None:
         raise ConfigError(f"{folder.path}: the run has no parameters yet; they come with its first peer")
-    return found
+    raise ConfigError(
+        f"{folder.path}: holds no outer step, but outer step {mark.outer_step} was committed; "
+        "restore the folder outer from a copy"
+    )
 
 
 def read_outer(path: Path, config: RunConfig, run_id: str, at: int | None = None) -> OuterState | None:

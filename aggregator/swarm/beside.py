@@ -9,7 +9,7 @@ from aggregator import past
 from aggregator.storage.state_folder import StateFolder
 from aggregator.swarm import watching
 from edit.errors import ConfigError
-from edit.plain_text import parse_json
+from edit.plain_text import parse_json, quoted
 from edit.view.overlaid import HANDED_ON, read_beside
 from editpb.run_status import DAMAGE, RunStatus
 
@@ -35,7 +35,7 @@ def kept_status(path: Path) -> RunStatus:
         if not (path / "run.toml").exists():
             raise ConfigError(
                 f"{path}: is the folder of a member that has no settings yet, or of a run with a coordinator; compare that run "
-                f"from there: edit-peer report --home {path} --beside FOLDER"
+                f"from there: edit-peer report --home {quoted(path)} --beside FOLDER"
             )
         return watching.whole_status(path)
     return past.whole_status(StateFolder(path))

@@ -37,6 +37,7 @@ from edit.config.run import RunConfig
 from edit.council.record import Record, Root, Saved
 from edit.durable_files import read_json, read_private, rename, write_atomic, write_json
 from edit.errors import BusyError, ConfigError, EditError, OutdatedError, RefusedError, StaleError, StorageError, TransportError
+from edit.plain_text import quoted
 from edit.trust.sealed import seal_for
 from edit.trust.signatures import key_hash
 from editpb import control_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
@@ -546,7 +547,8 @@ def make_relay(path: Path, made: Path) -> str:
     write_atomic(made / "ca.pem", issuer.certificate.public_bytes(pem))
     write_atomic(made / "relay.key", key_pem(key), mode=0o600)
     write_atomic(made / "relay.pem", certificate.public_bytes(pem))
-    return f"{made} is a relay's folder: copy it to a machine that all members reach; there: edit-peer swarm relay {made.name}"
+    command = f"edit-peer swarm relay {quoted(made.name)}"
+    return f"{made} is a relay's folder: copy it to a machine that all members reach; there: {command}"
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import shlex
 import signal
 import socket
 import ssl
@@ -42,6 +41,7 @@ from cryptography import x509
 from aggregator.file_limit import raise_file_limit
 from aggregator.security.certificates import public_hash
 from edit.errors import ConfigError, EditError, RefusedError
+from edit.plain_text import quoted
 from editpb.identity import Identity, from_certificate
 
 __all__ = [
@@ -439,7 +439,7 @@ def relay_context(folder: Path) -> tuple[str, ssl.SSLContext]:
         context.load_verify_locations(folder / "ca.pem")
         identity = from_certificate(x509.load_pem_x509_certificate((folder / "relay.pem").read_bytes()))
     except (OSError, ValueError, RefusedError) as error:  # ssl.SSLError is an OSError
-        made_with = f"edit-peer swarm make-relay {shlex.quote(str(folder))} --home FOLDER"
+        made_with = f"edit-peer swarm make-relay {quoted(folder)} --home FOLDER"
         raise ConfigError(f"{folder}: is no relay's folder ({error}); make it with: {made_with}") from error
     return identity.run_id, context
 

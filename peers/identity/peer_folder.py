@@ -19,6 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from edit.durable_files import read_json, read_private, write_atomic, write_json
 from edit.errors import ConfigError, RemoteProtocolError
+from edit.plain_text import quoted
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, is_endpoint
 from editpb.server_certificate import ServerCertificate
@@ -71,15 +72,15 @@ class PeerFolder:
         """
         if not self._has_identity():
             join = "edit-peer swarm join" if swarm else "edit-peer join"
-            raise ConfigError(f"no invitation redeemed in {self.path}; run: {join} INVITATION --home {self.path}")
+            raise ConfigError(f"no invitation redeemed in {self.path}; run: {join} INVITATION --home {quoted(self.path)}")
         identity, endpoints = self._read_identity()
         if swarm == bool(endpoints):
             there, program = ("a coordinator", "edit-peer") if endpoints else ("no coordinator", "edit-peer swarm")
             verb = "watch" if identity.role != "peer" else "run" if endpoints else "join"
             what = "watch it" if verb == "watch" else "train"
-            raise ConfigError(f"{self.path}: its run has {there}; {what} with: {program} {verb} --home {self.path}")
+            raise ConfigError(f"{self.path}: its run has {there}; {what} with: {program} {verb} --home {quoted(self.path)}")
         key, ca, certificate = self._read_key(), _read(self._ca), _read(self._certificate)
-        repair = f"ask for a new invitation and run: edit-peer join INVITATION --home {self.path}"
+        repair = f"ask for a new invitation and run: edit-peer join INVITATION --home {quoted(self.path)}"
         try:
             own, authorities = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_certificates(ca)
         except ValueError as error:
@@ -98,7 +99,7 @@ class PeerFolder:
     def swarm_settings(self) -> Path:
         """Return the run.toml in the folder of a member of a swarm. Raises ConfigError where nobody has told it yet."""
         if not (path := self.path / "run.toml").exists():
-            start = f"edit-peer swarm join --data PATH --home {self.path}"
+            start = f"edit-peer swarm join --data PATH --home {quoted(self.path)}"
             raise ConfigError(
                 f"{self.path}: the run's settings are not here yet; other members tell them at the first start: {start}"
             )

@@ -31,7 +31,7 @@ from edit.config.run import RunConfig
 from edit.config.validation import build, require
 from edit.durable_files import read_json, write_json
 from edit.errors import ConfigError
-from edit.plain_text import parse_toml
+from edit.plain_text import parse_toml, quoted
 from edit.trust.signatures import Signer, is_signed
 from editpb.consents import consent_statement, signed_consent
 from editpb.identity import Identity
@@ -213,10 +213,14 @@ class Consent:
             run_id, peer_id, config, policy = (str(values[key]) for key in ("run_id", "peer_id", "config", "policy"))
             found = cls(run_id, peer_id, config, policy, base64.b64decode(str(values["signature"]), validate=True))
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-            raise ConfigError(f"{path}: is damaged ({error}); consent again: edit-peer consent --home {home}") from error
+            raise ConfigError(
+                f"{path}: is damaged ({error}); consent again: edit-peer consent --home {quoted(home)}"
+            ) from error
         signed = consent_statement(run_id, peer_id, _hex(digest_of(config)), _hex(policy))
         if not is_signed(public_key(), found.signature, signed):
-            raise ConfigError(f"{path}: is not signed with this peer's key; consent again: edit-peer consent --home {home}")
+            raise ConfigError(
+                f"{path}: is not signed with this peer's key; consent again: edit-peer consent --home {quoted(home)}"
+            )
         return found
 
 
@@ -368,7 +372,7 @@ class SitePolicy:
         digest, accept = digest_of(text), self.accept or Accept()
         if digest in accept.runs:
             return
-        look = f"look at it with: edit-peer consent --home {self.home}"
+        look = f"look at it with: edit-peer consent --home {quoted(self.home)}"
         if self.consent is None:
             raise ConfigError(f"nobody at this site has consented to the run's configuration {digest}; {look}")
         changed = [

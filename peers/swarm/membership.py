@@ -22,7 +22,7 @@ from edit.config.presets import founding_text, with_preset
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
 from edit.errors import ConfigError, RefusedError
-from edit.plain_text import parse_toml
+from edit.plain_text import parse_toml, quoted
 from edit.replica.replica import Replica
 from editpb.folder_kinds import refuse_coordinators
 from editpb.hours import Hours
@@ -214,7 +214,7 @@ def enter(home: Path, invitation: str | None, dht_peers: Sequence[str] = ()) -> 
     invited = Invitation.decode(invitation) if invitation is not None else None
     if not is_member(home) or (invited is not None and _renews(home, invited)):
         if invitation is None:
-            raise ConfigError(f"{home}: is no member of a swarm; run: edit-peer swarm join INVITATION --home {home}")
+            raise ConfigError(f"{home}: is no member of a swarm; run: edit-peer swarm join INVITATION --home {quoted(home)}")
         PeerFolder(home).make_private()
         invited = redeem(invitation, home, dht_peers)
         _log.info("%s is a member of run %s", invited.identity.peer_id, invited.identity.run_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -170,5 +171,8 @@ def test_a_folder_that_lost_its_end_is_not_exported(tmp_path: Path) -> None:
             export_parameters([folder], out)
     out.unlink()
     with pytest.raises(ConfigError, match="holds outer step 0, but outer step 1 was committed"):
+        export_parameters([folder], out)
+    shutil.rmtree(folder.outer)
+    with pytest.raises(ConfigError, match="holds no outer step, but outer step 1 was committed"):
         export_parameters([folder], out)
     assert not out.exists()

@@ -1,6 +1,8 @@
 import ast
 import json
 import math
+import re
+import shlex
 import unicodedata
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edit.plain_text import MOST_NESTED, json_text, parse_json, printable, shallow
+from edit.plain_text import MOST_NESTED, json_text, parse_json, printable, quoted, shallow
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -114,3 +116,18 @@ def test_a_printed_line_has_nothing_that_a_terminal_obeys(text):
 def test_escapes_line_ends_and_marks_of_direction_become_spaces(text):
     assert printable(text).isprintable() and " " in printable(text)
     assert printable("ordinary, auch mit Umlauten: äöü") == "ordinary, auch mit Umlauten: äöü"
+
+
+@pytest.mark.parametrize("path", ["runs/a", "my run", "it's", "$HOME/run", "-x y"])
+def test_a_path_in_a_command_is_one_word(path: str) -> None:
+    assert shlex.split(f"edit-peer run --home {quoted(Path(path))} --data PATH") == [
+        *("edit-peer", "run", "--home", path, "--data", "PATH")
+    ]
+
+
+def test_commands_are_printed_with_quoted_folders() -> None:
+    bare = re.compile(r"edit-(?:coordinator|peer) [^\n]*(?:--home|--state|--below) \{(?!quoted\()")
+    sources = (path for folder in ("aggregator", "edit", "peers") for path in (ROOT / folder).rglob("*.py"))
+    texts = {path: path.read_text(encoding="utf-8") for path in sources}
+    assert [(path.name, found[0]) for path, text in texts.items() for found in bare.finditer(text)] == []
+    assert sum(len(re.findall(r"(?:--home|--state) \{quoted\(", text)) for text in texts.values()) > 20

@@ -343,7 +343,7 @@ def test_an_observers_invitation_makes_its_folder_and_says_how_to_look_on(
     authority = Authority.create(tmp_path, "run", now=time.time())
     access = {"a": ("127.0.0.1:1", "[::1]:1"), "b": ("h:2",)}
     invited = authority.invite_to_swarm("eye", role="observer", hosts=access, lifetime_s=60.0, now=time.time())
-    home, joined, asked = tmp_path / "home", list[object](), list[object]()
+    home, joined, asked = tmp_path / "her home", list[object](), list[object]()
     home.mkdir()
 
     def join(*words: object, swarm: bool, observes: bool) -> None:
@@ -354,8 +354,8 @@ def test_an_observers_invitation_makes_its_folder_and_says_how_to_look_on(
     told = CliRunner().invoke(app, ["join", invited.encode(), "--home", str(home)], catch_exceptions=False)
     assert told.exit_code == 0, told.output
     assert told.output == (
-        f"eye is an observer of run {invited.identity.run_id}; folder {home}\nnext: edit-peer swarm watch --home {home}\n"
-        f"or, as a page in the browser: edit-peer swarm web --home {home}\n"
+        f"eye is an observer of run {invited.identity.run_id}; folder {home}\nnext: edit-peer swarm watch --home '{home}'\n"
+        f"or, as a page in the browser: edit-peer swarm web --home '{home}'\n"
     )
     assert joined == [(invited.encode(), home, True, True)]
     assert asked == [("observe", home, "--seed=a=127.0.0.1:1", "--seed=a=[::1]:1", "--seed=b=h:2")]
