@@ -125,9 +125,13 @@ def init(
     settled = RunConfig.from_text(text.encode(), state / "run.toml")
     refuse_swarm(settled, config or state / "run.toml")
     noise = _noise(settled)
-    _keep_settings(state, text, config)
-    folder = StateFolder.create(state, text)
-    authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
+    lock = StateFolder.lock_new(state)
+    try:
+        _keep_settings(state, text, config)
+        folder = StateFolder.create(state, text)
+        authority = Authority.create(folder.path, folder.run_id, folder.config().server.advertise, now=time.time())
+    finally:
+        os.close(lock)
     typer.echo(f"run {folder.run_id} in {state}")
     typer.echo(f"settings    {folder.run_toml}")
     typer.echo(f"authority   {authority.fingerprint}")

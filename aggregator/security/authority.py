@@ -4,7 +4,8 @@ An invitation lies in invitations/ as `<sha256 of its token>.json`, never with t
 `<sha256>.<sha256 of the public key>.used` before a certificate is issued: the rename succeeds once, and its name says for which
 key. So a crash or a lost reply costs the machine that redeemed it nothing: it asks again and gets the same certificate.
 Each has a number, which says which of two for one name was made later: once that was redeemed, the earlier one is void. Those
-of before there were numbers have 0.
+of before there were numbers have 0. members.json keeps the last number that each name has redeemed, so that a damaged file
+concerns nobody but who would redeem it.
 
 A renewed certificate is for the same identity and the same key: only the certificate is replaced, so nothing can end up with a
 key and a certificate that do not fit, and whoever has the earlier certificate of that key goes on with it until it expires.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -45,6 +47,8 @@ from editpb.validity import Validity
 
 __all__ = ["MEMBER_LIFETIME_S", "Authority", "check_equipped", "load_issuer", "load_key", "made_at"]
 
+_log = logging.getLogger(__name__)
+
 INVITATION_FORMAT = 1
 MEMBER_LIFETIME_S = 365 * 86400.0
 COORDINATOR_ID = "coordinator"
@@ -67,6 +71,7 @@ class Authority:
         self.run_id, self.members = run_id, members
         self._path, self.issuer, self._invitations = path, issuer, path / "invitations"
         self._renewed: dict[str, x509.Certificate] = {}  # by peer_id: who asks again, since the reply was lost, gets the same
+        self._passed_over: set[Path] = set()  # damaged files of which a warning was given
         self._used: set[str] | None = None  # hashes of the tokens that were redeemed, once they have been read
 
     @classmethod
@@ -193,7 +198,7 @@ class Authority:
             raise ConfigError(f"server.advertise: an invitation needs 1 to {MAX_ENDPOINTS} addresses HOST:PORT, not {wrong!r}")
         token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)
         # In this order: one that is redeemed meanwhile is found as used.
-        number = 1 + max(self._last_number(peer_id, pattern) for pattern in ("*.json", "*.used"))
+        number = 1 + max(self._last_number(peer_id, "*.json"), self._last_redeemed(peer_id))
         record = {"peer_id": peer_id, "role": role, "expires": expires, "number": number}
         write_json(self._invitations / f"{_hash(token.encode())}.json", record, version=INVITATION_FORMAT, mode=0o600)
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
@@ -256,12 +261,12 @@ class Authority:
         self._check_invitable(identity)
         if now >= float(record["expires"]):
             raise RefusedError("this invitation has expired; ask the run's operator for a new one")
-        if "certificate" not in record and self._last_number(identity.peer_id, "*.used") > record["number"]:
+        if "certificate" not in record and self._last_redeemed(identity.peer_id) > record["number"]:
             raise RefusedError(f"a later invitation for {identity.peer_id} was used; ask the run's operator for a new one")
         if not used.exists():
             self._claim(pending, used)
         if "certificate" not in record:
-            record["certificate"] = self._enrol(identity, public_key, now)
+            record["certificate"] = self._enrol(identity, public_key, now, record["number"])
             write_json(used, record, version=INVITATION_FORMAT, mode=0o600)
         return base64.b64decode(record["certificate"]), identity
 
@@ -270,17 +275,19 @@ class Authority:
         """No certificate can end later, but for the rounding of its dates."""
         return self.validity.ends - _ROUNDED_S
 
-    def _enrol(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float) -> str:
-        certificate = self._issue(identity, public_key, now)
+    def _enrol(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float, number: int) -> str:
+        certificate = self._issue(identity, public_key, now, number)
         return base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode()
 
-    def _issue(self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float) -> x509.Certificate:
+    def _issue(
+        self, identity: Identity, public_key: ec.EllipticCurvePublicKey, now: float, number: int = 0
+    ) -> x509.Certificate:
         """Return a member's new certificate, which is kept as its newest: later than the last one, if need be by a moment."""
         record = self.members.get(identity.peer_id)
         if record is not None and now <= record.issued < now + _CLOCK_SET_BACK_S:
             now = record.issued + 1e-6
         certificate = self.issuer.issue(identity, public_key, lifetime_s=MEMBER_LIFETIME_S, now=now)
-        self.members.add(identity, certificate, now)
+        self.members.add(identity, certificate, now, number)
         return certificate
 
     def _claim(self, pending: Path, used: Path) -> None:
@@ -304,16 +311,31 @@ class Authority:
             self._used = {path.name.partition(".")[0] for path in self._invitations.glob("*.used")}
         return self._used
 
+    def _last_redeemed(self, peer_id: str) -> int:
+        """Return the greatest number of this name's invitations that were redeemed; 0: none was, or none has one."""
+        return max(self.members.redeemed(peer_id), self._last_number(peer_id, "*.used"))
+
     def _last_number(self, peer_id: str, pattern: str) -> int:
-        """Return the greatest number of this name's invitations in files of that pattern; 0: there is none, or none has one."""
+        """Return the greatest number of this name's invitations in files of that pattern; 0: there is none, or none has one.
+
+        A damaged file is passed over. Raises StorageError for one that the member of this name has redeemed before members.json
+        had numbers: nobody knows which earlier ones are void.
+        """
         last = 0
         for path in self._invitations.glob(pattern):
             try:
                 record = _read_record(path)
             except StorageError:
-                if path.exists():
+                if not path.exists():
+                    continue  # redeemed or withdrawn since the folder was listed
+                member = self.members.get(peer_id)
+                own = member is not None and path.name.split(".")[1] == member.key
+                if own and not self.members.redeemed(peer_id):
                     raise
-                continue  # redeemed or withdrawn since the folder was listed
+                if path not in self._passed_over:
+                    self._passed_over.add(path)
+                    _log.warning("%s: is damaged, and is passed over; nobody can redeem this invitation any more", path)
+                continue
             if record["peer_id"] == peer_id:
                 last = max(last, record["number"])
         return last

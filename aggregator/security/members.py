@@ -67,10 +67,12 @@ class Members:
         self._closed = False  # likewise
         self.keys: Mapping[str, str] = {}  # for which key each name counts, as far as known; replaced as a whole, never changed
         self._authority: x509.Certificate | None = None  # see `trust`
+        self._redeemed: Mapping[str, int] = {}  # see `redeemed`
         if new and not path.exists():
             self._save({})
         try:
-            self._records = {row["peer_id"]: MemberRecord(**row) for row in _read_rows(path)}
+            rows, self._redeemed = _read(path)
+            self._records = {row["peer_id"]: MemberRecord(**row) for row in rows}
             self._note_keys()
         except FileNotFoundError:
             without = "" if enrols else f'; if nobody was evicted, write {{"format": {MEMBERS_FORMAT}, "members": []}} into it'
@@ -92,6 +94,10 @@ class Members:
     def get(self, peer_id: str) -> MemberRecord | None:
         """Return one member, or None."""
         return self._records.get(peer_id)
+
+    def redeemed(self, peer_id: str) -> int:
+        """Return the greatest number of this name's invitations that were redeemed; 0: none was, or not known here."""
+        return self._redeemed.get(peer_id, 0)
 
     def why_refused(self, identity: Identity, certificate: x509.Certificate | None = None) -> str | None:
         """Return why the holder of a certificate for this identity may not take part; None: it may.
@@ -186,8 +192,8 @@ class Members:
         record = self._records.get(peer_id)
         return record is not None and record.evicted is not None
 
-    def add(self, identity: Identity, certificate: x509.Certificate, now: float) -> None:
-        """Remember a member and its newest certificate. now: unix seconds."""
+    def add(self, identity: Identity, certificate: x509.Certificate, now: float, redeemed: int = 0) -> None:
+        """Remember a member and its newest certificate. now: unix seconds. redeemed: the number of its invitation; 0: none."""
         record = MemberRecord(
             peer_id=identity.peer_id,
             role=identity.role,
@@ -196,7 +202,8 @@ class Members:
             key=public_hash(certificate),
             expires=certificate.not_valid_after_utc.timestamp(),
         )
-        self._save({**self._records, identity.peer_id: record})
+        last = max(redeemed, self.redeemed(identity.peer_id))
+        self._save({**self._records, identity.peer_id: record}, {**self._redeemed, identity.peer_id: last} if last else None)
 
     def evict(self, peer_id: str, reason: str) -> None:
         """Shut a member out for good. Raises RefusedError for one that was never enrolled, and for the run's own operator."""
@@ -210,10 +217,11 @@ class Members:
         reason = one_line(reason) or "evicted by the operator"
         self._save({**self._records, peer_id: dataclasses.replace(record, evicted=reason)})
 
-    def _save(self, records: dict[str, MemberRecord]) -> None:
-        rows = [dataclasses.asdict(records[peer_id]) for peer_id in sorted(records)]
-        write_json(self._path, {"members": rows}, version=MEMBERS_FORMAT, mode=0o600)
-        self._records = records
+    def _save(self, records: dict[str, MemberRecord], redeemed: Mapping[str, int] | None = None) -> None:
+        """Write the file. redeemed: None: as it is."""
+        rows, redeemed = [dataclasses.asdict(records[peer_id]) for peer_id in sorted(records)], redeemed or self._redeemed
+        write_json(self._path, {"members": rows, "redeemed": redeemed}, version=MEMBERS_FORMAT, mode=0o600)
+        self._records, self._redeemed = records, redeemed
         self._note_keys()
 
     def _note_keys(self) -> None:
@@ -225,10 +233,17 @@ def _is_for(record: MemberRecord, certificate: x509.Certificate) -> bool:
     return record.key == public_hash(certificate) if record.key else record.serial == f"{certificate.serial_number:x}"
 
 
-def _read_rows(path: Path) -> list[Any]:
-    """Return the members' records. Format 1 was a bare list of them; before format 3 they had neither `key` nor `expires`."""
+def _read(path: Path) -> tuple[list[Any], Mapping[str, int]]:
+    """Return the members' records, and the numbers of invitations that were redeemed, by name, which not every file has.
+
+    Format 1 was a bare list of records; before format 3 they had neither `key` nor `expires`.
+    """
     kept = parse_json(path.read_bytes())
     if isinstance(kept, list):
-        return kept
+        return kept, {}
     before = isinstance(kept, dict) and kept.get("format") == 2
-    return list(read_json(path, version=2 if before else MEMBERS_FORMAT)["members"])
+    values = read_json(path, version=2 if before else MEMBERS_FORMAT)
+    redeemed = dict(values.get("redeemed", {}))
+    if not all(type(number) is int for number in redeemed.values()):
+        raise ValueError("the number of an invitation is none")
+    return list(values["members"]), redeemed

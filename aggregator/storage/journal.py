@@ -4,8 +4,8 @@
    format.
 2. A round is written as its fragments, then its commit, then fsync. A fragment counts only with the commit of its round after
    it.
-3. What follows the last commit is cut off when the segment is opened: a record torn by a crash, the fragments of a round
-   that was never committed, or bytes that were to prove that there is room.
+3. What follows the last commit is cut off when the segment is opened: a record torn by a crash, or the fragments of a round
+   that was never committed.
 4. A bad record with a good one after it is not torn, it is damaged: StorageError.
 5. A round that is given up leaves no trace: its records are cut off when the next round writes. No round is in two segments.
 6. A commit is on disk before it is applied, so it names the digest before it. The digest after it follows as a record of its
@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ __all__ = ["CommittedRound", "Cut", "Disk", "Journal", "Span", "read_round", "re
 FORMAT = 4
 OLDER = (3,)  # formats that can be replayed, but not added to
 _PIECE_BYTES = 1 << 20  # that are written at a time to prove that there is room
+_RESERVE: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)  # macOS has none
 Span = tuple[int, int]
 """Where in its segment a committed round begins, and ends with its commit, or its digest."""
 
@@ -81,10 +83,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The two calls that a full or dying disk fails; a test has others in their place."""
+    """The calls that a full or dying disk fails; a test has others in their place."""
 
     write: Callable[[int, memoryview], int] = os.write
     fsync: Callable[[int], None] = os.fsync
+    reserve: Callable[[int, int, int], None] | None = _RESERVE  # of a file, from a byte on, so many bytes
 
 
 class Journal:
@@ -235,21 +238,34 @@ class Journal:
             self.rounds[outer_step] = self.rounds[outer_step][0], self._end
 
     def prove_room(self, count: int) -> None:
-        """Write so many bytes behind the last commit, and cut them off again. After a failure they are synced, too.
+        """Prove that so many bytes can be written behind the last commit: a file without a name, in the same folder, gets them.
 
-        What an uncommitted round has left there is given up. A kill in between leaves bytes that `open` cuts off. Raises
-        StorageError: nothing more is to be written now.
+        They are reserved and given back at once. After a failed write or sync, and where nothing can be reserved, they are
+        written and synced, too. What an uncommitted round has left is given up. A kill in between leaves nothing.
+        count: at least 1. Raises StorageError: nothing more is to be written now.
         """
         self._give_up_round()
         self._mend()
-        piece = os.urandom(min(count, _PIECE_BYTES))  # zeros take no room where a file system compresses
-        self._write(memoryview(piece)[: count - offset] for offset in range(0, count, _PIECE_BYTES))
         try:
-            if self._failed:
-                self._make_durable()
-        finally:
-            self._cut_back(self._end)
-        self._mend()
+            with tempfile.TemporaryFile(dir=self.path.parent) as scratch:
+                # where the round would lie in this segment: no file may be larger than its file system, or a limit, allows
+                if self._disk.reserve is not None:
+                    self._disk.reserve(scratch.fileno(), self._end, count)
+                if self._disk.reserve is None or self._failed:
+                    self._try_out(scratch.fileno(), self._end, count)
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be written ({error.strerror})") from error
+        self._failed = False
+
+    def _try_out(self, descriptor: int, begin: int, count: int) -> None:
+        """Write so many bytes into a file from `begin` on, and sync it. Raises OSError."""
+        os.lseek(descriptor, begin, os.SEEK_SET)
+        piece = memoryview(os.urandom(min(count, _PIECE_BYTES)))  # zeros take no room where a file system compresses
+        for offset in range(0, count, _PIECE_BYTES):
+            rest = piece[: count - offset]
+            while rest:
+                rest = rest[self._disk.write(descriptor, rest) :]
+        self._disk.fsync(descriptor)
 
     def take_back(self) -> None:
         """Cut off the last commit, which was held only (rule 7); the next one leads to the same outer step."""
@@ -341,8 +357,12 @@ def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:
     Raises StorageError for damage, with file and offset, and for a segment of another base; FormatError.
     """
     survey = _survey(path, base_outer_step)  # damage is found before anything is applied
-    if survey.end:
+    if not survey.end:
+        return
+    try:
         yield from _rounds(path, (0, survey.end), "" if survey.format == FORMAT else "fp32")
+    except BadRecord as bad:
+        raise StorageError(f"{path}: was changed at byte {bad.offset} while it was read ({bad}); read it again") from None
 
 
 def rounds_in(path: Path, base_outer_step: int) -> Mapping[int, Span]:
@@ -447,11 +467,12 @@ class _Survey:
 
 
 def _survey(path: Path, base_outer_step: int) -> _Survey:
-    """Read a whole segment. Raises StorageError for damage, FormatError."""
+    """Read a whole segment, to which another process may append meanwhile. Raises StorageError for damage, FormatError."""
     end, outer_step, round_id, fragments, version = 0, base_outer_step, 0, set[int](), FORMAT
     before_last, rounds = None, dict[int, Span]()
     reason = "the last round was not committed"
     try:
+        size = path.stat().st_size  # what is appended from here on says nothing of a record that was not whole yet
         for record in records(path):
             header = record.header
             if record.offset == 0:
@@ -471,12 +492,13 @@ def _survey(path: Path, base_outer_step: int) -> _Survey:
                 if outer_step in rounds:
                     rounds[outer_step] = rounds[outer_step][0], end
     except BadRecord as bad:
-        if good_record_after(path, bad.offset):
+        if good_record_after(path, bad.offset, size):
             raise StorageError(f"{path}: damaged at byte {bad.offset} ({bad}); restore it from a copy") from None
         reason = f"torn at byte {bad.offset}: {bad}"
     except (KeyError, TypeError) as error:
         raise StorageError(f"{path}: not a journal ({error!r})") from error
-    size = path.stat().st_size
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
     return _Survey(end, outer_step, Cut(size - end, reason) if size > end else None, version, before_last, rounds)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import struct
 import zlib
@@ -53,6 +52,7 @@ __all__ = [
 MAGIC = b"EdJ1"
 _PREFIX = struct.Struct("<4sIQI")
 _BEFORE_CRC = struct.calcsize("<4sIQ")
+_BLOCK_BYTES = 1 << 20  # that are read at a time where a record is looked for
 Buffer = bytes | bytearray | memoryview
 
 
@@ -144,16 +144,29 @@ def _header(offset: int, text: bytes) -> dict[str, Any]:
     return header
 
 
-def good_record_after(path: Path, offset: int) -> bool:
-    """Return whether a whole record lies behind `offset`: then the bad one there was not torn, but damaged."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        # not to the last byte: CPython's find reads one more than it is given, and behind a mapping there may be nothing
-        while (offset := data.find(MAGIC, offset + 1, len(data) - 1)) >= 0:
-            try:
-                _read_record(file, offset, len(data))
-            except BadRecord:
-                continue
-            return True
+def good_record_after(path: Path, offset: int, size: int) -> bool:
+    """Return whether a whole record lies behind `offset` in the first `size` bytes: then the bad one is damaged, not torn.
+
+    Another process may append to the file and cut it off meanwhile: so it is read, not mapped. Raises StorageError.
+    """
+    begin = offset + 1
+    try:
+        with path.open("rb") as file:
+            while begin < size:
+                file.seek(begin)
+                block = file.read(min(_BLOCK_BYTES, size - begin))
+                if len(block) < len(MAGIC):
+                    break
+                found = -1
+                while (found := block.find(MAGIC, found + 1)) >= 0:
+                    try:
+                        _read_record(file, begin + found, size)
+                    except BadRecord:
+                        continue
+                    return True
+                begin += len(block) - len(MAGIC) + 1  # the next block may begin in the middle of one
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
     return False
 
 

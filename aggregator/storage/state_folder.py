@@ -137,11 +137,8 @@ class StateFolder:
         return not any(each.exists() for each in (path / "incarnation", path / "outer", *(path / "invitations").glob("*")))
 
     @classmethod
-    def create(cls, path: Path, run_toml: str) -> StateFolder:
-        """Make a new folder with this run.toml, also where `init` has failed before.
-
-        Raises ConfigError when it already holds a run or the settings are wrong.
-        """
+    def _make_for_new(cls, path: Path) -> None:
+        """Make the folder of a new run, if need be. Raises ConfigError where it holds a run or something else."""
         try:
             begun = cls.begun(path)
             if cls.exists(path) and not begun:
@@ -158,6 +155,25 @@ class StateFolder:
             path.chmod(0o700)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be created ({error.strerror})") from error
+
+    @classmethod
+    def lock_new(cls, path: Path) -> int:
+        """Make the folder of a new run, and lock it; return the descriptor that holds the lock.
+
+        Until all of the run is there, `begun` cannot tell an `init` that is at work from one that has failed: who makes a run
+        holds the lock, and calls `create` then. Raises ConfigError where the folder holds a run or something else, or is
+        locked, StorageError.
+        """
+        cls._make_for_new(path)
+        return lock_folder(path, "another init is at work here")
+
+    @classmethod
+    def create(cls, path: Path, run_toml: str) -> StateFolder:
+        """Make a new folder with this run.toml, also where `init` has failed before.
+
+        Raises ConfigError when it already holds a run or the settings are wrong.
+        """
+        cls._make_for_new(path)
         write_atomic(path / "run.toml", run_toml.encode())
         config = RunConfig.from_toml(path / "run.toml")
         run_id = f"{config.name}-{secrets.token_hex(4)}"

@@ -144,6 +144,26 @@ def test_where_a_full_disk_has_ended_it_the_same_command_goes_on(tmp_path: Path,
     assert "already holds a run" in str(init(path).exception)
 
 
+def test_while_one_is_at_work_another_is_refused_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped at any time before its last file, it looks like one that has failed."""
+    really, refused = durable_files.rename, list[str]()
+
+    def rename(source: Path, target: Path) -> None:
+        before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+        with monkeypatch.context() as other:
+            other.setattr(durable_files, "rename", really)
+            refused.append(str(init(tmp_path, "--peers", "3").exception))
+        assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+        really(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable_files, "rename", rename)
+        assert init(tmp_path).exit_code == 0
+    assert set(refused) == {f"{tmp_path}: another init is at work here; end it first"} and len(refused) > 5
+    Authority.load(tmp_path, StateFolder(tmp_path).run_id)
+    assert "already holds a run" in str(init(tmp_path).exception)
+
+
 def test_where_it_failed_at_its_very_end_it_says_that_the_run_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last file is there, and the folder's list of names could not be synced."""
 

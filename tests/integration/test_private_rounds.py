@@ -205,8 +205,8 @@ async def test_a_full_disk_costs_no_budget_however_often_a_round_is_tried(tmp_pa
         assert noise.made == [1] and counted(folder.path) == 1
 
 
-# What proves that there is room; the ledger's write, its fsync; a fragment, the commit, never
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 7, 9])
+# The ledger's write, its fsync; a fragment, the commit, never
+@pytest.mark.parametrize("at", [0, 1, 2, 6, 8])
 @on_a_loop
 async def test_wherever_a_start_is_killed_no_less_is_counted_than_noise_was_made(
     at: int, tmp_path: Path, noise: type[Watched], monkeypatch: pytest.MonkeyPatch

@@ -139,6 +139,11 @@ class FillableDisk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return os.write(descriptor, data)
 
+    def reserve(self, descriptor: int, begin: int, count: int) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(descriptor, begin, count)
+
     def fill(self) -> None:
         """No further write succeeds."""
         self.full = True
@@ -244,7 +249,9 @@ async def served(
 ) -> AsyncIterator[Served]:
     """clock: a `held_clock` where none is given; kill: end as SIGKILL would, without a last checkpoint."""
     disk = FillableDisk()
-    coordinator = Coordinator.open(folder, clock or held_clock(), Disk(write=disk.write), accept_rollback=accept_rollback)
+    coordinator = Coordinator.open(
+        folder, clock or held_clock(), Disk(write=disk.write, reserve=disk.reserve), accept_rollback=accept_rollback
+    )
     hold_ports(folder)
     await coordinator.start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -258,6 +259,42 @@ def test_an_invitation_of_before_there_were_numbers_counts_until_a_later_one_was
     redeem(authority, later, new_key())
     with pytest.raises(RefusedError, match="a later invitation for alice was used"):
         redeem(authority, tokens[0], new_key())
+
+
+def test_a_damaged_invitation_concerns_nobody_else(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, bob = tmp_path / "invitations", invite(authority, "bob").token
+    redeem(authority, invite(authority).token, new_key())
+    (used,) = folder.glob("*.used")
+    used.write_bytes(b"")
+    carol, again = invite(authority, "carol").token, invite(authority, "alice")
+    unused = folder / f"{hashlib.sha256(carol.encode()).hexdigest()}.json"
+    unused.write_text('{"peer_id": "carol"')
+    redeem(authority, bob, new_key())
+    redeem(authority, again.token, new_key())
+    redeem(authority, invite(authority, "dora").token, new_key())
+    said = "is damaged, and is passed over; nobody can redeem this invitation any more"
+    assert sorted(caplog.messages) == sorted(f"{path}: {said}" for path in (used, unused))
+    with pytest.raises(StorageError, match="is damaged; delete it and invite again"):
+        redeem(authority, carol, new_key())
+
+
+def test_an_earlier_invitation_is_void_also_where_the_later_one_is_damaged(authority: Authority, tmp_path: Path) -> None:
+    first, later, key = invite(authority).token, invite(authority).token, new_key()
+    redeem(authority, later, key)
+    (used,) = (tmp_path / "invitations").glob("*.used")
+    used.write_bytes(b"")
+    again = Authority.load(tmp_path, RUN)
+    redeem(again, invite(again).token, key)  # its number is greater
+    with pytest.raises(RefusedError, match="a later invitation for alice was used"):
+        redeem(Authority.load(tmp_path, RUN), first, new_key())
+    members = tmp_path / "members.json"
+    members.write_text(re.sub(r'"redeemed": {[^}]*}', '"redeemed": {}', members.read_text()))  # of an earlier version
+    for path in (tmp_path / "invitations").glob("*.used"):
+        path.write_bytes(b"")
+    with pytest.raises(StorageError, match=r"used: is damaged; delete it and invite again"):
+        redeem(Authority.load(tmp_path, RUN), first, new_key())
 
 
 def test_an_expired_one_is_refused_and_can_not_be_used_later_either(authority: Authority) -> None:

@@ -3,10 +3,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import math
-import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aggregator.storage import journal as journal_module
 from aggregator.storage import journal_records
 from aggregator.storage.journal import CommittedRound, Disk, Journal, read_round, replay, replay_segments, rounds_in
+from aggregator.storage.journal_records import Record
 from edit.codecs.residuals import Residual
 from edit.config.run import CodecConfig, RunConfig
 from edit.errors import LocalProtocolError, StorageError
@@ -107,7 +108,12 @@ class FullDisk:
         self.room, self.syncs = room, syncs
 
     def disk(self) -> Disk:
-        return Disk(self.write, self.fsync)
+        return Disk(self.write, self.fsync, self.reserve)
+
+    def reserve(self, descriptor: int, begin: int, count: int) -> None:
+        if count > self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(descriptor, begin, count)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         if not self.room:
@@ -363,38 +369,53 @@ def test_a_failed_sync_takes_the_digest_before_it_along(path: Path) -> None:
     assert [(one.outer_step, one.digest) for one in replay(path, BASE)] == [(21, ""), (22, "digest 22")]
 
 
-def test_room_is_proved_without_a_trace_and_after_a_failure_on_disk(three: Path, tmp_path: Path) -> None:
-    before, full = three.read_bytes(), FullDisk(room=(2 << 20) + 500)
+def test_room_is_proved_without_a_trace_and_after_a_failure_on_disk(three: Path) -> None:
+    before, full = three.read_bytes(), FullDisk(room=2 << 20)
     journal = Journal.open(three, BASE, full.disk())
     journal.append_fragment(7, record(0, 24))  # of a round that was given up
-    full.syncs = 0
-    journal.prove_room(2 << 20)  # it costs no sync
-    assert three.read_bytes() == before and journal.round_id == 0
-    with pytest.raises(StorageError, match="cannot be written"):
-        journal.prove_room(2 << 20)
-    assert three.read_bytes() == before
-    full.room = 1 << 30
+    full.syncs, full.room = 0, 2 << 20
+    journal.prove_room(2 << 20)  # it costs no write and no sync
+    assert three.read_bytes() == before and (journal.round_id, full.room) == (0, 2 << 20)
+    with pytest.raises(StorageError, match=r"cannot be written \(No space left on device\)"):
+        journal.prove_room((2 << 20) + 1)
+    journal.prove_room(2 << 20)
     with pytest.raises(StorageError, match="cannot be synced"):
-        journal.prove_room(100)
-    full.syncs = 1
+        write_round(journal, 24)
+    with pytest.raises(StorageError, match=r"cannot be written \(Input/output error\)"):
+        journal.prove_room(1 << 20)
+    assert full.room < 1 << 20, "it was written"
+    full.syncs, full.room = 1, 2 << 20
     journal.prove_room(100)
     assert full.syncs == 0
     journal.prove_room(100)
+    assert three.read_bytes() == before and list(three.parent.iterdir()) == [three]
     full.syncs = 1
     write_round(journal, 24)
     assert steps(three) == [21, 22, 23, 24]
 
 
-def test_a_kill_while_room_is_proved_loses_nothing(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, journal = three.read_bytes(), Journal.open(three, BASE)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "the machine is gone")))
-        with pytest.raises(StorageError, match="cannot be cut off"):
-            journal.prove_room(3000)
-    journal.close()
-    assert three.stat().st_size == len(before) + 3000
-    again = Journal.open(three, BASE)
-    assert again.cut is not None and again.cut.cut_bytes == 3000 and three.read_bytes() == before
+def test_while_room_is_proved_the_segment_has_its_records_only_and_its_folder_no_other_file(three: Path) -> None:
+    """So whoever reads the folder meanwhile finds nothing that is no record, and a kill leaves nothing."""
+    before, proved = three.read_bytes(), list[int]()
+
+    def reserve(descriptor: int, begin: int, count: int) -> None:
+        os.posix_fallocate(descriptor, begin, count)
+        assert three.read_bytes() == before and list(three.parent.iterdir()) == [three]
+        assert begin == len(before), "a limit of a file's size counts as it will for the segment"
+        proved.append(os.fstat(descriptor).st_blocks * 512)
+
+    Journal.open(three, BASE, Disk(reserve=reserve)).prove_room(1 << 20)
+    assert proved[0] >= 1 << 20, "real blocks"
+
+
+def test_where_nothing_can_be_reserved_room_is_proved_by_writing(three: Path) -> None:
+    before, full = three.read_bytes(), FullDisk(room=3000)
+    journal = Journal.open(three, BASE, Disk(full.write, full.fsync, None))
+    journal.prove_room(3000)
+    full.room = 2999
+    with pytest.raises(StorageError, match=r"cannot be written \(No space left on device\)"):
+        journal.prove_room(3000)
+    assert three.read_bytes() == before
 
 
 def hold(journal: Journal, step: int) -> None:
@@ -558,19 +579,55 @@ def test_no_bytes_crash_the_reader(
         assert all(same(a, b) for a, b in zip(fragments, committed.fragments, strict=True))
 
 
-def test_what_lies_behind_a_torn_record_is_searched_without_a_look_behind_the_file(
+@pytest.mark.parametrize("ahead", range(1, 12))
+def test_a_good_record_is_found_wherever_it_begins(ahead: int, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it begins at the end of one block that is read, and goes on in the next one."""
+    monkeypatch.setattr(journal_records, "_BLOCK_BYTES", 8)
+    whole = three.read_bytes()
+    three.write_bytes(b"E" * ahead + whole)
+    assert journal_records.good_record_after(three, 0, ahead + len(whole))
+    assert not journal_records.good_record_after(three, 0, ahead + 20), "what is behind `size` does not count"
+
+
+def test_a_segment_that_is_cut_off_while_it_is_searched_ends_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CPython's find reads the byte behind what it is given: a segmentation fault where a file fills its last page."""
-    ends: list[int] = []
+    """As a coordinator does that gives up a round, beside `export`: a mapped file was a SIGBUS then."""
+    path, pieces = tmp_path / "journal", 4 << 20
+    path.write_bytes(b"torn" + journal_records.MAGIC + bytes(pieces))
 
-    class Watched(mmap.mmap):
-        def find(self, sub: bytes, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
-            ends.append(len(self) if end is None else end)
-            return super().find(sub, start, ends[-1])
+    def cut(*_: object) -> None:
+        os.truncate(path, 100)
+        raise journal_records.BadRecord(0, "none")
 
-    monkeypatch.setattr(mmap, "mmap", Watched)
-    path = tmp_path / "journal"
-    path.write_bytes(b"a" * mmap.PAGESIZE)
-    assert not journal_records.good_record_after(path, 0)
-    assert ends and max(ends) < mmap.PAGESIZE
+    monkeypatch.setattr(journal_records, "_read_record", cut)
+    assert not journal_records.good_record_after(path, 0, pieces)
+    assert path.stat().st_size == 100
+
+
+def test_a_round_that_is_written_while_the_segment_is_read_is_no_damage(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader finds half of a record, and then, behind it, what was appended since."""
+    whole = three.read_bytes()
+    begin, end = rounds_in(three, BASE)[22]
+    three.write_bytes(whole[: begin + 50])
+
+    def appended(path: Path, offset: int = 0) -> Iterator[Record]:
+        try:
+            yield from journal_records.records(path, offset)
+        finally:
+            three.write_bytes(whole)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal_module, "records", appended)
+        assert steps(three) == [21]
+    assert steps(three) == [21, 22, 23]
+    really = journal_module._survey
+
+    def cut(path: Path, base: int) -> object:
+        found = really(path, base)
+        os.truncate(path, end - 50)  # the owner of a swarm's part takes back what it held
+        return found
+
+    monkeypatch.setattr(journal_module, "_survey", cut)
+    with pytest.raises(StorageError, match=r"was changed at byte \d+ while it was read"):
+        steps(three)
