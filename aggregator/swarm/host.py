@@ -736,7 +736,7 @@ class Host:
         not in it may bring News, and nothing else (`heard`).
         """
         if stream.certificate is not None and (text := self.callers.why_over(stream.peer_id, stream.certificate)):
-            return RefusedError(text)
+            return TransportError(text)  # it may be the clock here that is wrong
         record = self.council.record
         if not self._has_other_key(stream.name, stream.key) or (
             not self.council.leader and record is not None and stream.name not in record.names
