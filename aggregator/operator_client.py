@@ -16,7 +16,15 @@ from cryptography import x509
 
 from aggregator.storage.state_folder import StateFolder
 from edit.durable_files import read_private
-from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, TransportError
+from edit.errors import (
+    ConfigError,
+    EditError,
+    RefusedError,
+    RemoteProtocolError,
+    RemoteStorageError,
+    StorageError,
+    TransportError,
+)
 from edit.plain_text import quoted
 from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
@@ -124,7 +132,10 @@ async def ask_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -
 
 
 def call_operator(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> _T:
-    """Run one call at the coordinator, and return its answer. Raises TransportError when it does not answer."""
+    """Run one call at the coordinator, and return its answer.
+
+    Raises TransportError when it does not answer, StorageError when its disk refuses, and what else its refusal means.
+    """
     return asyncio.run(ask_operator(folder, call))
 
 
@@ -144,7 +155,8 @@ async def _ask(connection: Callable[[], grpc.aio.Channel], call: Callable[[Any],
                 raise RefusedError(f"{who}: {stranger}") from error
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise TransportError(f"{who} does not answer; is `serve` running?") from error
-            raise from_status(error.code(), error.details() or "") from error
+            meant = from_status(error.code(), error.details() or "")
+            raise StorageError(str(meant)) if isinstance(meant, RemoteStorageError) else meant from error
 
 
 async def read_status(stub: Any) -> RunStatus:

@@ -25,7 +25,7 @@ from aggregator.past import PAST_BYTES, Past
 from aggregator.resources import Clock, Resources
 from aggregator.run_feed import Advised, EventLog, RunFeed, Subscriber
 from aggregator.security.authority import Authority, check_equipped
-from aggregator.security.expiry import ExpiryWatch, text_of, watched_files, watched_members
+from aggregator.security.expiry import ExpiryWatch, Watched, text_of, watched_files, watched_members
 from aggregator.security.members import Members
 from aggregator.services.audit import AuditService
 from aggregator.services.authorization import Authorizer
@@ -77,7 +77,8 @@ __all__ = ["Coordinator", "serve_changes", "serve_run"]
 
 _log = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
-_CERTIFICATES_S = 3600.0  # how often certificates are looked at
+_CERTIFICATES_S = 3600.0  # how often certificates are looked at and renewed
+_CLOCK_S = 60.0  # how often their ends are compared with the clock, which may jump
 _FAREWELL_S = 0.25  # how often a finished run is looked at
 _MAX_CALLS = 4096  # control and data at a time; the stream of each rank is one of them
 _MAX_ENDING = 4096  # more, which are too many, until they have ended
@@ -109,6 +110,7 @@ class Coordinator:
     metrics_page: MetricsPage | None = None
     _serving: bool = False  # whether members can connect
     _expiry: ExpiryWatch = field(default_factory=ExpiryWatch)
+    _own_certificates: list[Watched] = field(default_factory=list)
     listen: str = ""  # HOST:PORT of control and data, once bound
     enrol_listen: str = ""  # HOST:PORT of enrolment, once bound
 
@@ -275,7 +277,7 @@ class Coordinator:
             _log.info("serving aggregator %d of %s on %s", self.folder.aggregator, self.folder.run_id, self.listen)
 
     def look_after_certificates(self) -> None:
-        """Renew the folder's own certificates that are due; say in the log which certificates end soon, once for each limit."""
+        """Renew the folder's own certificates that are due, and tell of all that end soon."""
         now = self.run.clock.unix()
         try:
             if self.authority is not None and (renewed := self.authority.renew_own(self.config.server.advertise, now=now)):
@@ -284,6 +286,12 @@ class Coordinator:
         except (EditError, OSError, ValueError) as error:
             _log.warning("certificates: %s; tried again in an hour", error)
             own = []
+        self._own_certificates = own
+        self.tell_of_certificates()
+
+    def tell_of_certificates(self) -> None:
+        """Say in the log which certificates end soon, have expired or are not valid yet by the clock here, once for each."""
+        now, own = self.run.clock.unix(), self._own_certificates
         for peer_id, text in self._expiry.news((*own, *watched_members(self.run.members)), now):
             self.run.feed.publish(Advised(peer_id, text))
         self.run.warnings = [text_of(one, now) for one in own if one.validity.notice(now) is not Notice.NONE]
@@ -326,7 +334,9 @@ class Coordinator:
 
     async def _keep_certificates(self) -> None:
         while True:
-            await asyncio.sleep(_CERTIFICATES_S)
+            for _ in range(int(_CERTIFICATES_S / _CLOCK_S)):
+                await asyncio.sleep(_CLOCK_S)
+                self.tell_of_certificates()
             self.look_after_certificates()
 
     async def close(self, *, checkpoint: bool = True) -> None:

@@ -14,6 +14,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from queue import Full, Queue
 
 import typer
 
@@ -50,6 +52,8 @@ _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # by the disk
 
 LOG_FORMAT = "EDIT_LOG_FORMAT"  # in the environment
 LOG_FORMATS = ("text", "json")
+MOST_LINES = 10_000  # of the log that wait for a stderr that nobody reads; more are counted, not kept
+FLUSH_S = 2.0  # that they are waited for at the end
 SHORT_HELP = {"help_option_names": ["-h", "--help"]}  # context settings of a command
 
 
@@ -118,7 +122,11 @@ def run_command(program: str, command: Callable[[], object]) -> None:
 
 
 def _say(text: str) -> None:
-    """Print lines to stderr, where that can be."""
+    """Print lines to stderr after those of the log, where that can be."""
+    lines = next((each for each in logging.getLogger().handlers if isinstance(each, _Lines)), None)
+    if lines is not None:
+        lines.say(_lines(text))
+        return
     try:
         print(_lines(text), file=sys.stderr, flush=True)  # noqa: T201
     except OSError:
@@ -171,8 +179,12 @@ def log_to_stderr(level: int = logging.INFO, who: str = "") -> None:
 
     With EDIT_LOG_FORMAT = json in the environment, as --log-format sets it, a line is an object: time (RFC 3339, UTC), level,
     logger, message, and traceback where there is one.
+
+    A thread writes them, so that a pipe that nobody reads stops nothing else: beyond MOST_LINES they are counted, not written.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    if sys.stderr is None:  # it was closed (`2>&-`)
+        return
+    handler = _Lines(2)
     text = _OneLine(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_Json(who) if os.environ.get(LOG_FORMAT) == "json" else text)
     logging.basicConfig(level=level, handlers=[handler])
@@ -188,6 +200,60 @@ def otlp_protocol() -> str:
     if not any(of) or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return ""
     return "grpc" if os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "").strip() == "grpc" else "http/protobuf"
+
+
+class _Lines(QueueHandler):
+    """Leaves lines to a thread that writes them to a descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._waiting = Queue[logging.LogRecord](MOST_LINES)
+        super().__init__(self._waiting)
+        self._descriptor = descriptor
+        self._process = 0  # in which the thread is; one that was forked has none, and maybe a queue that stays locked
+        self._left_out = 0
+        self._patience_s = FLUSH_S
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._process != os.getpid():
+            self._waiting, self._process = Queue(MOST_LINES), os.getpid()
+            _Writer(self._waiting, self._descriptor).start()
+        try:
+            if self._left_out:
+                text = "%d lines of the log were not written: nobody read them"
+                gap = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (self._left_out,), None)
+                self._waiting.put_nowait(self.prepare(gap))
+                self._left_out = 0
+            self._waiting.put_nowait(record)
+        except Full:
+            self._left_out += 1
+
+    def say(self, text: str) -> None:
+        """Write `text` as it is, after all before it; return once it is written, or nobody reads it."""
+        self.flush()
+        self.enqueue(logging.makeLogRecord({"msg": text}))
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until all is written; FLUSH_S at most, and no more once that was in vain. Also called when Python ends."""
+        if self._process == os.getpid():
+            waiting = self._waiting
+            with waiting.all_tasks_done:
+                if not waiting.all_tasks_done.wait_for(lambda: not waiting.unfinished_tasks, self._patience_s):
+                    self._patience_s = 0.0
+
+
+class _Writer(QueueListener):
+    """The thread. It writes to the descriptor itself: a daemon thread that is stopped in a stream keeps that stream locked."""
+
+    def __init__(self, queue: Queue[logging.LogRecord], descriptor: int) -> None:
+        super().__init__(queue)
+        self._descriptor = descriptor
+
+    def handle(self, record: logging.LogRecord) -> None:
+        line = memoryview(f"{record.getMessage()}\n".encode(errors="backslashreplace"))
+        with contextlib.suppress(OSError):  # a full disk; a reader that has gone
+            while line:
+                line = line[os.write(self._descriptor, line) :]
 
 
 class _OneLine(logging.Formatter):

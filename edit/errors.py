@@ -13,7 +13,8 @@ EditError                 exit code 70 unless it says otherwise
  ├─ StorageError          the disk under the state folder is full, failed or damaged; exit code 2
  ├─ FormatError           a file is of another format than this software reads; exit code 2
  └─ TransportError        the connection failed; the same call may be tried again; exit code 69
-     └─ BusyError         the other side has no room for this call now
+     ├─ BusyError         the other side has no room for this call now
+     └─ RemoteStorageError  the other side's StorageError
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "PluginError",
     "RefusedError",
     "RemoteProtocolError",
+    "RemoteStorageError",
     "StaleError",
     "StorageError",
     "TransportError",
@@ -104,3 +106,7 @@ class TransportError(EditError):
 
 class BusyError(TransportError):
     """The other side serves as many as it can now; the same call may be tried again later."""
+
+
+class RemoteStorageError(TransportError):
+    """The other side's state folder cannot be written or is damaged; the same call may be tried again later."""

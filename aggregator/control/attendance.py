@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from aggregator.control.membership import REPLACED, Change, Membership, digest_mismatch
-from aggregator.run_feed import MemberChanged, PeerReported, RankLost, ResyncChanged, RunFeed
+from aggregator.run_feed import Advised, MemberChanged, PeerReported, RankLost, ResyncChanged, RunFeed
 from edit.config.run import MembershipConfig
 from edit.errors import EvictedError, RefusedError, TransportError
 from edit.fragments.schema import Schema
 from edit.records import Commit
 from edit.rounds.deadlines import PeerPhase
 from editpb.messages import Heartbeat
+from editpb.validity import INVITE_OR_SET, Validity, over
 
 __all__ = ["Attendance", "Attendances"]
 
@@ -168,10 +169,15 @@ class Attendances:
         self._publish(self.membership.tick(self._now()))
 
     def end_expired(self, unix: float) -> None:
-        """End the streams whose certificate is over. The peer connects again, and is let in with a new one."""
+        """End the streams whose certificate is over, and warn of it: the clock here may be wrong. The peer connects again, and
+        is let in with a new one, or once the clock is right.
+        """
         for attendance in self._open.values():
-            if attendance.expires() <= unix and attendance.expelled is None:
-                attendance.expel(TransportError(f"the certificate of {attendance.peer_id} has expired; renew it"))
+            if (ends := attendance.expires()) <= unix and attendance.expelled is None:
+                attendance.expel(TransportError(over(attendance.peer_id, ends, unix, "the aggregator's clock")))
+                if attendance.rank == 0:
+                    expired = Validity(-math.inf, ends).text(unix)
+                    self._feed.publish(Advised(attendance.peer_id, f"its certificate {expired}; {INVITE_OR_SET}"))
 
     def end_replaced(self, peer_id: str, reason: str) -> None:
         """End the streams of a peer whose certificate counts no more, since the peer has another key."""

@@ -10,12 +10,11 @@ from cryptography import x509
 
 from aggregator.security.authority import Authority
 from aggregator.security.members import Members
-from editpb.validity import Notice, Validity
+from editpb.validity import INVITE_OR_SET, Notice, Validity
 
 __all__ = ["ExpiryWatch", "Watched", "watched_files", "watched_members"]
 
 _RUNNING = "a peer that runs renews it by itself: look at its log, or invite the member again"
-_AGAIN = "invite the member again"
 _RENEWS = "`serve` renews it by itself unless the disk refuses, or the authority ends then"
 _EQUIP = "make another with `edit-coordinator new-aggregator` and copy the folder; no restart is needed"
 _NEW_RUN = "no certificate outlives it: make a new run"
@@ -70,5 +69,7 @@ class ExpiryWatch:
 def text_of(one: Watched, now: float) -> str:
     """Return what is said of this certificate."""
     notice = one.validity.notice(now)
-    mend = "set the clock" if notice is Notice.NOT_YET else _AGAIN if one.peer_id and notice is Notice.EXPIRED else one.mend
+    mend = (
+        "set the clock" if notice is Notice.NOT_YET else INVITE_OR_SET if one.peer_id and notice is Notice.EXPIRED else one.mend
+    )
     return f"{one.subject} {one.validity.text(now)}; {mend}"

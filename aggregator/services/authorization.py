@@ -14,9 +14,9 @@ from cryptography import x509
 from aggregator.open_call import OpenCall
 from aggregator.run_feed import MachineReplaced, OrderGiven, RunEvent
 from aggregator.security.members import Members
-from edit.errors import EvictedError, RefusedError
+from edit.errors import EvictedError, RefusedError, TransportError
 from editpb.identity import Identity, admitted
-from editpb.validity import Validity
+from editpb.validity import over
 
 if TYPE_CHECKING:
     import grpc
@@ -46,8 +46,8 @@ class Authorizer:
     def authorize(self, context: Context, *roles: str) -> Identity:
         """Return who calls: a member of this run in one of these roles. Call this before anything else of the request is read.
 
-        Raises EvictedError, RefusedError (another run, another role, not a member, a certificate that was replaced or has
-        expired).
+        Raises EvictedError, RefusedError (another run, another role, not a member, a certificate that was replaced), and
+        TransportError for one that has expired: it may be the clock here that is wrong.
         """
         identity = admitted(context.auth_context(), self._run_id, roles)
         if self._only and identity.peer_id != self._only:
@@ -56,8 +56,8 @@ class Authorizer:
         self._members.add_caller(identity, certificate)
         if (reason := self._members.why_refused(identity, certificate)) is not None:
             raise EvictedError(reason) if self._members.evicted(identity.peer_id) else RefusedError(reason)
-        if self._members.valid_until(identity.peer_id, certificate) <= (now := self._unix()):
-            raise RefusedError(f"the certificate of {identity.peer_id} {Validity.of(certificate).text(now)}; renew it")
+        if (ends := self._members.valid_until(identity.peer_id, certificate)) <= (now := self._unix()):
+            raise TransportError(over(identity.peer_id, ends, now, "the aggregator's clock"))
         return identity
 
     def certificate(self, context: Context) -> x509.Certificate:

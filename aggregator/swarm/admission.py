@@ -58,7 +58,7 @@ from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import channel_options
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc, swarm_refusal
-from editpb.validity import Notice, Validity
+from editpb.validity import Notice, Validity, over
 
 __all__ = [
     "Gate",
@@ -334,8 +334,8 @@ class SwarmRenewal:
             if self._gate.authority is None:
                 raise StaleError("this member has no copy of the authority's key")
             present = certificate_of(context)
-            if now >= (validity := Validity.of(present)).ends:
-                raise RefusedError(f"the certificate of {identity.peer_id} {validity.text(now)}; invite the member again")
+            if now >= (ends := Validity.of(present).ends):
+                raise TransportError(over(identity.peer_id, ends, now, self._gate.callers.clock))
             certificate = self._gate.authority.renew(identity, present, now=now)
             _log.info("the certificate of %s is renewed", identity.peer_id)
             return epb.RenewReply(certificate_der=certificate)

@@ -26,9 +26,9 @@ from cryptography import x509
 from aggregator.security.certificates import public_hash
 from aggregator.security.members import Members
 from edit.council.record import Record, peer_of
-from edit.errors import EvictedError, RefusedError, StaleError
+from edit.errors import EvictedError, RefusedError, StaleError, TransportError
 from editpb.identity import Identity, admitted, from_auth_context, is_signed_by
-from editpb.validity import Notice, Validity
+from editpb.validity import Notice, Validity, over
 
 if TYPE_CHECKING:
     import grpc
@@ -41,8 +41,9 @@ _HERE = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")  # as gRPC names 
 
 
 class Callers:
-    """See above. All methods that take a context raise RefusedError, EvictedError, and StaleError for a name that nobody was
-    enrolled with: it may be known in a moment.
+    """See above. All methods that take a context raise RefusedError, EvictedError, StaleError for a name that nobody was
+    enrolled with (it may be known in a moment), and TransportError for a peer's certificate that has expired: it may be the
+    clock here that is wrong.
 
     Args:
         run_id: of the run.
@@ -116,9 +117,16 @@ class Callers:
 
     def why_over(self, peer_id: str, certificate: x509.Certificate) -> str:
         """Return that a connection counts no more that a peer opened with this certificate, or ''. A renewal moves the end."""
-        validity, now = Validity.of(certificate), self._unix()
-        ends = self._members.valid_until(peer_id, certificate) or validity.ends  # 0: whose key counts, the record says
-        return f"the certificate of {peer_id} {validity.text(now)}; invite the member again" if ends <= now else ""
+        now = self._unix()
+        ends = (
+            self._members.valid_until(peer_id, certificate) or Validity.of(certificate).ends
+        )  # 0: the record has whose key counts
+        return over(peer_id, ends, now, self.clock) if ends <= now else ""
+
+    @property
+    def clock(self) -> str:
+        """What the clock here is called on other machines."""
+        return f"the clock of {self._peer_id}"
 
     def _check(self, context: Context, *roles: str) -> Identity:
         identity, certificate = admitted(context.auth_context(), self._run_id, roles), certificate_of(context)
@@ -136,7 +144,7 @@ class Callers:
         if identity.role == "peer":
             self._members.add_caller(identity, certificate)  # what trains beside a member has an older one for a while
             if text := self.why_over(identity.peer_id, certificate):
-                raise RefusedError(text)
+                raise TransportError(text)
         return identity
 
     def _check_authority(self, peer_id: str, certificate: x509.Certificate) -> None:
@@ -145,7 +153,7 @@ class Callers:
             raise RefusedError("the authority was replaced, and this copy of its key gives no orders any more")
         validity, now = Validity.of(certificate), self._unix()
         if validity.notice(now) in (Notice.EXPIRED, Notice.NOT_YET):
-            raise RefusedError(f"the certificate of {peer_id} {validity.text(now)}")
+            raise RefusedError(f"the certificate of {peer_id} {validity.text(now, self.clock)}")
 
 
 def certificate_of(context: Context) -> x509.Certificate:

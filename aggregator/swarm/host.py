@@ -235,6 +235,13 @@ class _HostedPart:
         self.witnesses: Witnesses | None = None  # while a state is fetched
         self.not_believed: set[str] = set()  # whose state was another than that of most voters
         self.said = asyncio.Event()  # by a witness
+        self._troubles: dict[str, str] = {}  # why nothing came from a peer the last time
+
+    def came_from(self, peer_id: str, trouble: str = "") -> None:
+        """Log why nothing came from a peer, unless that was said last; '': it came."""
+        if trouble and self._troubles.get(peer_id) != trouble:
+            _log.info("part %d: %s", self.number, trouble)
+        self._troubles[peer_id] = trouble
 
     def heard_of_state(self, peer_id: str, said: StateDigest) -> None:
         """Take what another member's state comes to, if that was asked."""
@@ -736,7 +743,7 @@ class Host:
         not in it may bring News, and nothing else (`heard`).
         """
         if stream.certificate is not None and (text := self.callers.why_over(stream.peer_id, stream.certificate)):
-            return RefusedError(text)
+            return TransportError(text)  # it may be the clock here that is wrong
         record = self.council.record
         if not self._has_other_key(stream.name, stream.key) or (
             not self.council.leader and record is not None and stream.name not in record.names
@@ -985,7 +992,7 @@ class Host:
             part.pulling[1].cancel()
         task = asyncio.get_running_loop().create_task(self._pull(part, sender, update))
         part.pulling = update, task
-        task.add_done_callback(partial(self._pull_ended, part))
+        task.add_done_callback(partial(self._pull_ended, part, peer_of(sender)))
 
     async def _pull(self, part: _HostedPart, sender: str, update: Update) -> Offer:
         stub, sizes = self.links.stub(peer_of(sender)), body_sizes(part.replica.outer)
@@ -1058,16 +1065,16 @@ class Host:
         finally:
             verification.close()
 
-    def _pull_ended(self, part: _HostedPart, task: asyncio.Task[Offer]) -> None:
+    def _pull_ended(self, part: _HostedPart, owner: str, task: asyncio.Task[Offer]) -> None:
         if part.pulling is not None and part.pulling[1] is task:
             part.pulling = None
         if task.cancelled():
             return
         match task.exception():
             case None:
-                pass
+                part.came_from(owner)
             case EditError() as error:
-                _log.info("part %d: %s", part.number, error)
+                part.came_from(owner, str(error))
             case bug:
                 self.failed(bug)
 
@@ -1122,11 +1129,11 @@ class Host:
             part.fetching -= 1
             if part.witnesses is not None and part.witnesses.source == effect.source:
                 self._dismiss(part, part.witnesses)
-        self._say(part, fetching.answer)
+        self._say(part, fetching.answer, effect.source)
         self._say_state_to(part, *part.asking)
 
-    def _say(self, part: _HostedPart, answer: ev.Held | ev.Applied | ev.Failed) -> None:
-        """Tell the council, and the log, what came of an Adopt or Fetch."""
+    def _say(self, part: _HostedPart, answer: ev.Held | ev.Applied | ev.Failed, source: str = "") -> None:
+        """Tell the council, and the log, what came of an Adopt, or of a Fetch from a source."""
         self.tell(answer)
         if self.gossip is not None:
             self.gossip.tell()
@@ -1134,8 +1141,9 @@ class Host:
             case ev.Applied(number, outer_step):
                 self._taken[number].taken()
                 _steps_log.info("part %d is at outer step %d", number, outer_step)
-            case ev.Failed(number, _, reason):
-                _log.info("part %d: %s", number, reason)
+                part.came_from(source)
+            case ev.Failed(_, _, reason):
+                part.came_from(source, reason)
 
     async def _coming(self, part: _HostedPart, wanted: Wanted, pulled: Offer | None) -> Any:
         """Return the wanted update from its owner, if it was announced and is here or on its way; None also if that fails.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -253,6 +254,7 @@ def host(
     os.dup2(nothing, 0)  # a pipe there would mean that another process trains beside it
     os.dup2(nothing, 1)
     words = command(home, *arguments)
+    logging.shutdown()  # the log is written by a thread
     os.execv(words[0], words)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
 
 from cryptography import x509
 
-__all__ = ["SOON_S", "VERY_SOON_S", "Notice", "Validity", "duration"]
+__all__ = ["INVITE_OR_SET", "SOON_S", "VERY_SOON_S", "Notice", "Validity", "duration", "over"]
 
 DAY_S = 86_400.0
 RENEW_AT = 2 / 3  # of its life a certificate is due for renewal
 SOON_S, VERY_SOON_S = 30 * DAY_S, 7 * DAY_S  # before the end somebody is warned
+INVITE_OR_SET = "invite the member again, or set that clock if it is wrong"  # what helps once it has expired
 
 
 class Notice(IntEnum):
@@ -50,15 +52,26 @@ class Validity:
             return Notice.EXPIRED
         return Notice.VERY_SOON if left <= VERY_SOON_S else Notice.SOON if left <= SOON_S else Notice.NONE
 
-    def text(self, now: float) -> str:
-        """Return the notice as the rest of a sentence: `expires in 6 days, on 2026-11-28 10:00 UTC`."""
+    def text(self, now: float, clock: str = "this machine's clock") -> str:
+        """Return the notice as the rest of a sentence: `expires in 6 days, on 2026-11-28 10:00 UTC`.
+
+        clock: whose time `now` is, for a reader on another machine.
+        """
         match self.notice(now):
             case Notice.NOT_YET:
                 behind = duration(self.begins - now)
-                return f"is valid from {_day(self.begins)} on: this machine's clock is at least {behind} behind"
+                return f"is valid from {_day(self.begins)} on: {clock} is at least {behind} behind"
             case Notice.EXPIRED:
-                return f"expired on {_day(self.ends)}, {duration(now - self.ends)} ago by this machine's clock"
+                return f"expired on {_day(self.ends)}, {duration(now - self.ends)} ago by {clock}"
         return f"expires in {duration(self.ends - now)}, on {_day(self.ends)}"
+
+
+def over(peer_id: str, ends: float, now: float, clock: str) -> str:
+    """Return that a member's certificate has ended, for whoever is refused or reads of it elsewhere, and what helps.
+
+    ends, now: seconds since 1970. clock: whose time `now` is, such as "the aggregator's clock": it may be wrong.
+    """
+    return f"the certificate of {peer_id} {Validity(-math.inf, ends).text(now, clock)}; {INVITE_OR_SET}"
 
 
 def duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -293,13 +294,14 @@ def test_a_certificate_that_is_over_counts_no_more_on_a_warm_connection(tmp_path
         async with served(new_folder(tmp_path / "run"), held_clock(lambda: time.time() + ahead)) as run, run.peer("a") as a:
             await found_run(a)
             ahead = 2 * LIFETIME_S
-            with pytest.raises(
-                grpc.aio.AioRpcError,
-                match=r"the certificate of a expired on .* UTC, \d+ days ago by this machine.s clock; renew it",
-            ) as refused:
+            over = (
+                r"the certificate of a expired on .* UTC, \d+ days ago by the aggregator's clock; invite the member again, or "
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match=over) as refused:
                 await a.data.DescribeSnapshot(data_pb2.SnapshotManifestRequest(run_id=a.run_id))
-            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
-            assert await ended(a._call) == (grpc.StatusCode.UNAVAILABLE, "the certificate of a has expired; renew it")
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE, "the clock may be wrong: the peer tries again"
+            code, details = await ended(a._call)
+            assert code is grpc.StatusCode.UNAVAILABLE and re.match(over, details)
 
     asyncio.run(scenario())
 

@@ -1,7 +1,9 @@
 """How commands log and end. In processes of their own: both change the process that they run in."""
 
+import fcntl
 import importlib
 import json
+import logging
 import os
 import re
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import edit
+from edit import command_line
 from edit.command_line import run_command
 from edit.errors import ConfigError
 
@@ -62,6 +65,73 @@ def test_as_json_a_message_is_one_object_whatever_is_in_it(monkeypatch: pytest.M
     assert datetime.fromisoformat(first["time"]).utcoffset() == timedelta(0)
     assert (second["level"], second["message"]) == ("ERROR", "rank 1: a bug")
     assert second["traceback"].startswith("Traceback") and second["traceback"].endswith(f"ValueError: {SHOWN}")
+
+
+def test_the_last_line_of_a_command_comes_after_its_log_and_that_of_a_process_that_it_forked() -> None:
+    program = f"""
+import logging, os
+from edit.command_line import log_to_stderr
+log_to_stderr()
+logging.info("before")
+if not (child := os.fork()):
+    logging.info("the child's")
+    logging.shutdown()
+    os._exit(0)
+os.waitpid(child, 0)
+logging.info("after")
+{ended_by("errors.ConfigError")}"""
+    *logged, last, end = stderr_of(program, 2)
+    assert [line.partition(" I ")[2] for line in logged] == ["before", "the child's", "after"]
+    assert last.startswith("program: left") and end == ""
+
+
+def full_pipe() -> tuple[int, int]:
+    """Return both ends of a pipe that has no room."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"." * 4096)
+    return reader, writer
+
+
+def test_a_stderr_that_nobody_reads_stops_neither_a_command_nor_its_end() -> None:
+    program = f"""
+import logging
+from edit import command_line
+command_line.FLUSH_S = 0.01
+command_line.log_to_stderr()
+for k in range(100):
+    logging.info("line %d", k)
+{ended_by("errors.ConfigError")}"""
+    reader, writer = full_pipe()
+    try:
+        done = subprocess.run([sys.executable, "-c", program], stderr=writer, timeout=60, check=False)
+        assert done.returncode == 2
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_lines_that_nobody_read_are_counted_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "MOST_LINES", 3)
+    reader, writer = full_pipe()
+    handler = command_line._Lines(writer)
+
+    def log(text: str) -> None:
+        handler.handle(logging.makeLogRecord({"msg": text}))
+
+    for k in range(10):
+        log(f"line {k}")
+    os.read(reader, 4096)
+    handler.flush()
+    log("read again")
+    handler.flush()
+    *written, gap, last = os.read(reader, 4096).decode().splitlines()
+    os.close(reader)
+    log("the reader has gone")
+    handler.flush()
+    assert written == [f"line {k}" for k in range(len(written))] and len(written) in (3, 4)  # the thread may have had one
+    assert gap == f"{10 - len(written)} lines of the log were not written: nobody read them" and last == "read again"
+    os.close(writer)
 
 
 def test_the_format_of_logs_is_an_option_of_every_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,7 +381,7 @@ async def test_a_member_whose_certificate_ends_while_it_waits_does_not_get_the_k
             for peer in (a, b):
                 await send(peer, round_id, 1, 1.0)
             await a.view(lambda view: view.outer_step == 1)
-            with pytest.raises(grpc.aio.AioRpcError, match="renew it"):
+            with pytest.raises(grpc.aio.AioRpcError, match="set that clock if it is wrong"):
                 await waiting
         assert answer.manifest is None and answer.data == b""
 

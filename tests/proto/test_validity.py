@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from editpb.validity import DAY_S, Notice, Validity, duration
+from editpb.validity import DAY_S, Notice, Validity, duration, over
 
 YEAR = Validity(begins=1_800_000_000.0, ends=1_800_000_000.0 + 365 * DAY_S)
 
@@ -33,6 +33,14 @@ def test_what_is_said(days_left: float, notice: Notice, text: str) -> None:
     now = YEAR.ends - days_left * DAY_S
     assert YEAR.notice(now) is notice
     assert YEAR.text(now).startswith(text)
+
+
+def test_another_machine_is_told_whose_clock_says_so() -> None:
+    assert YEAR.text(YEAR.begins - 5 * 3600, "the clock of b").endswith("on: the clock of b is at least 5 h behind")
+    assert over("a", YEAR.ends, YEAR.ends + 3 * DAY_S, "the clock of b") == (
+        "the certificate of a expired on 2028-01-15 08:00 UTC, 3 days ago by the clock of b; "
+        "invite the member again, or set that clock if it is wrong"
+    )
 
 
 @pytest.mark.parametrize(

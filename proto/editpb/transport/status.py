@@ -18,6 +18,7 @@ from edit.errors import (
     OutdatedError,
     RefusedError,
     RemoteProtocolError,
+    RemoteStorageError,
     StaleError,
     StorageError,
     TransportError,
@@ -29,6 +30,7 @@ __all__ = ["ERRORS", "from_rpc", "from_status", "handshake_refusal", "swarm_refu
 
 MAX_DETAILS_CHARS = 1024  # HTTP/2 trailers are bounded to a few KiB
 _EVICTED = "evicted: "  # tells an eviction from another refusal under the same code
+_STORAGE = "storage: "  # likewise a disk from too many calls
 
 ERRORS: Mapping[grpc.StatusCode, type[EditError]] = MappingProxyType(
     {
@@ -96,7 +98,7 @@ HANDSHAKE_WORDS = {  # the first that fits
 def to_status(error: EditError) -> tuple[grpc.StatusCode, str]:
     """Return (code, details) with which a servicer aborts a call because of `error`."""
     kind = next(kind for kind in type(error).__mro__ if kind in _CODES)
-    prefix = _EVICTED if isinstance(error, EvictedError) else ""
+    prefix = _EVICTED if isinstance(error, EvictedError) else _STORAGE if isinstance(error, StorageError) else ""
     return _CODES[kind], one_line(f"{prefix}{error}", MAX_DETAILS_CHARS)
 
 
@@ -107,6 +109,8 @@ def from_status(code: grpc.StatusCode, details: str | None) -> EditError:
         return TransportError("the other side ended the call while it was written to")
     if code is grpc.StatusCode.PERMISSION_DENIED and text.startswith(_EVICTED):
         return EvictedError(text.removeprefix(_EVICTED))
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and text.startswith(_STORAGE):
+        return RemoteStorageError(text.removeprefix(_STORAGE))
     if code is grpc.StatusCode.UNAVAILABLE and (proxy := _PROXY.search(text)) is not None:
         place, answer = proxy[1].removeprefix("ipv4:").removeprefix("ipv6:"), proxy[2]
         return TransportError(f"the HTTP proxy {place} answers {answer}: {_PROXY_WORDS.get(answer, 'it does not connect')}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from aggregator.control.attendance import Attendance, Attendances
-from aggregator.run_feed import MemberChanged, PeerReported, RankLost, ResyncChanged, RunEvent, RunFeed
+from aggregator.run_feed import Advised, MemberChanged, PeerReported, RankLost, ResyncChanged, RunEvent, RunFeed
 from edit.config.run import MembershipConfig
-from edit.errors import EvictedError, RefusedError
+from edit.errors import EvictedError, RefusedError, TransportError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from editpb.messages import Heartbeat, PeerState
 
@@ -49,6 +49,24 @@ def test_a_newer_stream_of_a_rank_replaces_the_older_one(site: Site) -> None:
     site.news()
     assert not site.attendances.close(older, "the connection broke", polite=False)
     assert site.attendances.get("a") is newer and site.news() == []  # the older one counts no more
+
+
+def test_a_certificate_that_is_over_by_the_clock_here_is_warned_of_once_and_the_peer_may_come_back(site: Site) -> None:
+    ranks = [site.attendances.open("a", schema(), rank, 2, lambda: 86400.0) for rank in range(2)]
+    valid = site.open("b")
+    site.news()
+    for _ in range(2):
+        site.attendances.end_expired(86400.0 * 401)
+    for each in ranks:
+        assert isinstance(each.expelled, TransportError)
+        assert str(each.expelled) == (
+            "the certificate of a expired on 1970-01-02 00:00 UTC, 400 days ago by the aggregator's clock; "
+            "invite the member again, or set that clock if it is wrong"
+        )
+    assert valid.expelled is None
+    (said,) = site.news()
+    assert isinstance(said, Advised) and said.peer_id == "a"
+    assert said.advice.endswith("by this machine's clock; invite the member again, or set that clock if it is wrong")
 
 
 def test_a_smaller_replica_expels_the_ranks_that_it_no_longer_has(site: Site) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
 import torch
 
 from aggregator.swarm import host
+from aggregator.swarm.offers import Offer
+from aggregator.swarm.replication import PartReplica
 from edit.council import events as ev
 from edit.council.record import Phase, Saved
-from edit.errors import LocalProtocolError, StorageError
+from edit.errors import LocalProtocolError, StorageError, TransportError
 from edit.fragments.digest import digest
 from editpb.messages import Expel
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
@@ -326,3 +331,28 @@ def test_a_bug_ends_the_host_and_a_disk_that_fails_too(tmp_path: Path, monkeypat
                 await a.watch(asyncio.Event())
 
     run_held(body())
+
+
+def test_why_nothing_of_a_part_comes_is_said_once_of_each_owner_until_something_came(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        stopped: Any = SimpleNamespace(tell=lambda answer: None, gossip=None)
+        part = host._HostedPart(0, schema_of(0), cast("PartReplica", None))
+
+        async def pull(why: str) -> Offer:
+            if why:
+                raise TransportError(why)
+            return cast("Offer", None)
+
+        async def end(owner: str, why: str) -> None:
+            task = asyncio.create_task(pull(why))
+            await asyncio.wait([task])
+            host.Host._pull_ended(stopped, part, owner, task)
+
+        for owner, why in (*[("b", "expired")] * 3, ("c", "expired"), ("b", ""), ("b", "expired")):
+            await end(owner, why)
+        for _ in range(3):
+            host.Host._say(stopped, part, ev.Failed(0, cast("ev.Fetch", None), "expired"), "d")
+
+    with caplog.at_level(logging.INFO):
+        run_held(body())
+    assert caplog.messages == ["part 0: expired"] * 4

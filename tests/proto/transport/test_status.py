@@ -18,6 +18,7 @@ from edit.errors import (
     OutdatedError,
     RefusedError,
     RemoteProtocolError,
+    RemoteStorageError,
     StaleError,
     StorageError,
     TransportError,
@@ -72,7 +73,7 @@ def test_what_concerns_the_caller_comes_back_as_it_was(kind: type[EditError]) ->
 
 @pytest.mark.parametrize(
     ("kind", "seen"),
-    [(StorageError, TransportError), (ConfigError, RemoteProtocolError), (LocalProtocolError, RemoteProtocolError)],
+    [(StorageError, RemoteStorageError), (ConfigError, RemoteProtocolError), (LocalProtocolError, RemoteProtocolError)],
 )
 def test_the_other_sides_own_trouble_is_retried_or_blamed_on_it(kind: type[EditError], seen: type[EditError]) -> None:
     assert type(from_status(*to_status(kind("because")))) is seen
