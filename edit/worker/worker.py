@@ -563,6 +563,7 @@ class EditWorker:
             return
         self._require_local("optimizer.step()")
         self._trainers.add(optimizer)
+        self._exchanges[0].replica.modules.before_step()
         self._refuse_uncounted(optimizer)
         self._keep_local()
 
@@ -585,6 +586,7 @@ class EditWorker:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
+        self._exchanges[0].replica.modules.before_step()
         self._refuse_uncounted(optimizer)
         if in_backward():
             self._keep_local()
@@ -662,6 +664,7 @@ class EditWorker:
             self._exchanges[0].replica.refuse_changes()
         contributed = [each.run(each.exchange.contribute_if_due()) for each in self._exchanges]
         if any(contributed):
+            self._exchanges[0].replica.warn_frozen()
             self._reset_finished()
 
     def _end(self) -> None:

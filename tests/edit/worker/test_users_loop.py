@@ -156,18 +156,37 @@ class TestUnfreezing:
         p.step()
         assert len(p.collective.rounds()) == 1
 
-    def test_freezing_is_said_once_with_a_contribution(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_freezing_is_said_once_with_the_second_contribution(self, caplog: pytest.LogCaptureFixture) -> None:
         p = entered(every=2)
         p.model[0].requires_grad_(False)  # type: ignore[index]
-        p.step()
-        assert not caplog.records
-        p.step()
-        commit_next(p)
         p.step(2)
-        assert len(p.collective.rounds()) == 2
+        assert len(p.collective.rounds()) == 1 and not caplog.records
+        for _ in range(2):
+            commit_next(p)
+            p.step(2)
+        assert len(p.collective.rounds()) == 3
         assert [each.getMessage().partition(";")[0] for each in caplog.records] == [
             "frozen since the EditWorker was entered, but exchanged all the same: 0.weight, 0.bias"
         ]
+
+    @pytest.mark.parametrize("given", [True, False])
+    def test_what_a_gan_freezes_while_the_other_part_is_trained_is_not(
+        self, caplog: pytest.LogCaptureFixture, given: bool
+    ) -> None:
+        """With the optimizer of the one that is frozen at each contribution given to the worker, or not."""
+        model = small_mlp()
+        discriminator, both = model[2], torch.optim.SGD(model.parameters(), lr=0.1)
+        own = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+        collective = Locked()
+        with EditWorker(model, [own, both] if given else both, collective, worker_config(every=1), leave="local") as worker:
+            p = Peer(model, both, collective, worker, regression_batches(0))
+            for stays_frozen in (False, False, False, True):
+                discriminator.requires_grad_(not stays_frozen)
+                train_step(model, own, next(p.batches))
+                discriminator.requires_grad_(False)
+                p.step()
+                commit_next(p)
+                assert len(caplog.records) == stays_frozen
 
 
 def a_new_head(model: nn.Module) -> None:
