@@ -616,6 +616,73 @@ class TestStepsWithinTheBackward:
             answer.sum().backward()
 
 
+@pytest.mark.parametrize("way", ["grad", "vmap"])
+@pytest.mark.parametrize("mode", ["blocking", "forward"])
+def test_a_forward_within_a_transform_takes_the_outcome_first(mode: str, way: str) -> None:
+    p = entered(mode=mode)
+    p.step()
+    after, (inputs, targets) = commit_next(p), next(p.batches)
+
+    def loss(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(torch.func.functional_call(p.model, parameters, (inputs,)), targets)
+
+    gradient = torch.func.grad(loss)
+    if way == "vmap":
+        gradient, inputs, targets = torch.func.vmap(gradient, (None, 0, 0)), inputs[None], targets[None]
+    found = gradient(dict(p.model.named_parameters()), inputs, targets)
+    assert same(flat(p.model), list(after.fragments))
+    p.model.zero_grad()
+    nn.functional.mse_loss(p.model(inputs), targets).backward()
+    for name, parameter in p.model.named_parameters():
+        torch.testing.assert_close(found[name].reshape(parameter.shape), parameter.grad)
+
+
+class Switched(torch.optim.SGD):
+    """As a schedule-free optimizer: what it evaluates with lies between the parameters and z, here their initial values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.z = [parameter.detach().clone() for parameter in model.parameters()]
+        self.param_groups[0]["train_mode"] = True
+
+    def train(self) -> None:
+        self.switch(1 / 3, train=True)
+
+    def eval(self) -> None:
+        self.switch(-1 / 2, train=False)  # lerp by 1 / 3 undoes it
+
+    @torch.no_grad()
+    def switch(self, weight: float, *, train: bool) -> None:
+        if self.param_groups[0]["train_mode"] != train:
+            self.param_groups[0]["train_mode"] = train
+            for parameter, z in zip(self.param_groups[0]["params"], self.z, strict=True):
+                parameter.lerp_(z, weight)
+
+
+class TestAnOptimizerThatSwitchesTheParameters:
+    def test_the_outer_ones_cannot_be_evaluated_by_a_trainer(self) -> None:
+        model, collective = small_mlp(), Locked()
+        with pytest.raises(ConfigError, match=r"^evaluate_outer = True: Switched has an eval\(\) and a train\(\)") as caught:
+            Attachment(model, [Switched(model)], collective, worker_config(every=1), "outer", evaluate_outer=True)
+        assert "\n" not in str(caught.value) and not collective.asked
+
+    def test_it_is_not_switched_within_outer_parameters(self) -> None:
+        model = small_mlp()
+        optimizer, config = Switched(model), worker_config(every=9)
+        with pytest.raises(KeyboardInterrupt), EditWorker(model, optimizer, Locked(), config) as worker:
+            train_step(model, optimizer, next(regression_batches(0)))
+            before = flat(model)
+            with worker.outer_parameters():
+                optimizer.eval()
+                optimizer.train()
+            assert same(flat(model), before)
+            words = r"^the optimizer's eval\(\) or train\(\) within outer_parameters\(\)"
+            with pytest.raises(ConfigError, match=words), worker.outer_parameters():
+                optimizer.eval()
+            assert same(flat(model), before)
+            raise KeyboardInterrupt
+
+
 class Adapter(nn.Module):
     """A frozen layer and what is trained beside it, added to it by `merge`, as PEFT's LoRA does."""
 
