@@ -13,8 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from edit.collective import Collective, CompositeCollective
+from edit.errors import ConfigError
 from edit.replica.ranks import Ranks
 from edit.worker.log_values import log_values
+from edit.worker.unwrap import innermost_optimizers
 from edit.worker.worker import EditWorker, WorkerConfig
 
 __all__ = ["ONE_TRAINING", "Attachment"]
@@ -37,8 +39,10 @@ class Attachment:
             the wrapper leaves out (gradient accumulation, an overflow) does not count.
         collective: the run.
         config, leave: as of `EditWorker`.
+        evaluate_outer: `show_outer` will be called.
 
-    Raises ConfigError when what is wrapped is no torch optimizer, and as `EditWorker`.
+    Raises ConfigError when what is wrapped is no torch optimizer, when the outer parameters are to be shown and an evaluation
+    calls the optimizer, which writes to them (`eval`, `train`), and as `EditWorker`.
     """
 
     def __init__(
@@ -48,7 +52,11 @@ class Attachment:
         collective: Collective | CompositeCollective,
         config: WorkerConfig,
         leave: Literal["outer", "local"],
+        *,
+        evaluate_outer: bool = False,
     ) -> None:
+        if evaluate_outer:
+            _refuse_switched(innermost_optimizers(optimizer))
         self._config, self._collective = config, collective
         self._inside, self._shown = ExitStack(), ExitStack()
         self._showing = False
@@ -112,3 +120,13 @@ class Attachment:
         self._showing = False
         for entered in (self._shown, self._inside):
             entered.__exit__(type(error), error, error.__traceback__)
+
+
+def _refuse_switched(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ConfigError for an optimizer that puts other parameters into the model to evaluate with (schedule-free)."""
+    for optimizer in optimizers:
+        if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+            raise ConfigError(
+                f"evaluate_outer = True: {type(optimizer).__name__} has an eval() and a train(), which write the parameters; "
+                "an evaluation would move the outer ones, and training go on from others: set evaluate_outer = False"
+            )

@@ -35,7 +35,7 @@ class EditCallback(Callback):
         collective: the run, for example of `peers.connect`.
         config: `WorkerConfig.of(run)`.
         evaluate_outer: validation and checkpoints saved during training hold the outer parameters, which all peers share;
-            otherwise this peer's local ones.
+            otherwise this peer's local ones. Not with an optimizer that has an `eval` and a `train` (schedule-free).
         leave: what the module holds after training: "outer" or "local".
         tokens: returns how many tokens a batch has. None: the size of its `input_ids`, or 0.
 
@@ -78,7 +78,9 @@ class EditCallback(Callback):
         if self._used:
             raise ConfigError(ONE_TRAINING)
         self._used = True
-        self._attached = Attachment(pl_module, trainer.optimizers, self._collective, self._config, self._leave)
+        self._attached = Attachment(
+            pl_module, trainer.optimizers, self._collective, self._config, self._leave, evaluate_outer=self._evaluate_outer
+        )
         if self._evaluate_outer:
             self._save_outer(self._attached, trainer.strategy)
 

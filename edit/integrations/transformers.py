@@ -48,7 +48,7 @@ class EditCallback(TrainerCallback):
         collective: the run, for example of `peers.connect`.
         config: `WorkerConfig.of(run)`.
         evaluate_outer: evaluations and checkpoints during training hold the outer parameters, which all peers share; otherwise
-            this peer's local ones.
+            this peer's local ones. Not with an optimizer that has an `eval` and a `train` (schedule-free).
         leave: what the model holds after training: "outer" or "local".
 
     Raises ConfigError when training begins: settings of the Trainer that cannot work with it (`load_best_model_at_end`, several
@@ -126,7 +126,9 @@ class EditCallback(TrainerCallback):
             raise ConfigError(f"{args.n_gpu} GPUs in one process: start a process per GPU with torchrun, or show it only one")
         model = kwargs["model"]
         self._used = True
-        self._attached = Attachment(model, kwargs["optimizer"], self._collective, self._config, self._leave)
+        self._attached = Attachment(
+            model, kwargs["optimizer"], self._collective, self._config, self._leave, evaluate_outer=self._evaluate_outer
+        )
         # What is traced into a compiled model would count once, not at each call.
         counter = Hook(torch.compiler.disable(self._count_tokens))  # type: ignore[no-untyped-call]
         self._counter = model.register_forward_pre_hook(counter, with_kwargs=True)

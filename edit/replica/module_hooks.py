@@ -30,6 +30,7 @@ class ParameterModules:
         owners = _owners(self._modules)
         self._owners = [[name for tensor in fragment for name in owners.get(id(tensor), [])] for fragment in tensors]
         self._trainable = _trainable(model)
+        self._frozen: dict[str, nn.Parameter] = {}  # at the last contribution and at each step since
         self._said_frozen = False
         self._adapters = _adapters(self._modules)
         self._sharding = [list(dict.fromkeys(self._sharding_modules(names))) for names in self._owners]
@@ -76,11 +77,21 @@ class ParameterModules:
                 "unfreeze parameters before entering, or leave and enter again"
             )
 
+    def before_step(self) -> None:
+        """An optimizer of the model is about to step: what it may train is not frozen, only what it leaves alone."""
+        self._frozen = {name: each for name, each in self._frozen.items() if not each.requires_grad and each.grad is None}
+
     def warn_frozen(self) -> None:
-        """Say once which parameters were trainable and no longer are: they are still exchanged."""
-        now = _trainable(self._root)
-        if not self._said_frozen and (frozen := [name for name in self._trainable if name not in now]):
-            self._said_frozen = True
+        """At each contribution: say once which parameters have been frozen since the one before; they are still exchanged.
+
+        Not of those that are frozen now and then, as the discriminator of a GAN is while the generator is trained.
+        """
+        if self._said_frozen:
+            return
+        before, now = self._frozen, _parameters(self._root, trainable=False)
+        self._frozen = {name: each for name, each in now.items() if name in self._trainable}
+        if frozen := [name for name in before if name in self._frozen]:
+            self._said_frozen, self._frozen = True, {}
             _log.warning(
                 "frozen since the EditWorker was entered, but exchanged all the same: %s; merges and the outer momentum go on "
                 "moving them: to keep them still, freeze them at all peers before entering a new run",
@@ -161,8 +172,12 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
+def _parameters(model: nn.Module, *, trainable: bool) -> dict[str, nn.Parameter]:
+    return {clean_name(name): each for name, each in model.named_parameters() if each.requires_grad == trainable}
+
+
 def _trainable(model: nn.Module) -> dict[str, None]:
-    return {clean_name(name): None for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return dict.fromkeys(_parameters(model, trainable=True))
 
 
 def _adapters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

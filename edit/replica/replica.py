@@ -186,14 +186,16 @@ class Replica:
     # Checking.
 
     def refuse_changes(self) -> None:
-        """Raise ConfigError, at every rank, for a parameter that became trainable, or was replaced, after this was made; warn
-        once of one that was frozen."""
+        """Raise ConfigError, at every rank, for a parameter that became trainable, or was replaced, after this was made."""
 
         def look() -> None:
             self.modules.refuse_unfrozen()
             self.modules.refuse_replaced(self.layout.named)
 
         self.layout.ranks.together(look)
+
+    def warn_frozen(self) -> None:
+        """At each contribution: warn once, at the first rank, of what was frozen after this was made, and stays so."""
         if self.layout.ranks.leads:
             self.modules.warn_frozen()
 

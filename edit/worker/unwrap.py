@@ -77,13 +77,27 @@ def innermost_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> tuple[O
 
 
 def innermost_optimizer(optimizer: object) -> Optimizer:
-    """Return the torch optimizer that accelerate, Fabric or a Trainer has wrapped. Raises ConfigError."""
+    """Return the torch optimizer that accelerate, Fabric or a Trainer has wrapped. Raises ConfigError.
+
+    One that wraps another but runs step hooks of its own is returned itself: it may write after the inner step, as Lookahead.
+    """
     inner: object = optimizer
-    while not isinstance(inner, LRScheduler) and isinstance(inside := getattr(inner, "optimizer", None), Optimizer):
+    while not (isinstance(inner, LRScheduler) or _runs_hooks(inner)) and isinstance(inside := _inside(inner), Optimizer):
         inner = inside
     if not isinstance(inner, Optimizer):
         raise ConfigError(f"optimizer: must be a torch optimizer, or a list of them, not {_the(optimizer)}")
     return inner
+
+
+def _inside(optimizer: object) -> object:
+    """Return what a wrapper has wrapped, also Opacus's."""
+    return getattr(optimizer, "optimizer", None) or getattr(optimizer, "original_optimizer", None)
+
+
+def _runs_hooks(optimizer: object) -> bool:
+    """Return whether the step of this class itself runs torch's hooks; that of accelerate's and Fabric's wrappers does not."""
+    step = getattr(type(optimizer), "step", None)
+    return isinstance(optimizer, Optimizer) and hasattr(step, "hooked") and "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def _the(value: object) -> str:

@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -99,7 +100,8 @@ class EditWorker:
         optimizer: what trains it, wrapped or not. Several, as Muon for the matrices and AdamW for the rest: the last one's
             `step()` ends an inner step. Within a backward (one for each parameter, which a hook steps as soon as its gradient
             is there) the inner step ends with that backward. None that writes its own copy of the parameters into them: that
-            undoes merges. If each step does (fp32 master weights), a warning says so after three merges; not of Lookahead.
+            undoes merges. If each step does (fp32 master weights), a warning says so after three merges; not of Lookahead. Of
+            one that wraps another and runs step hooks of its own, what it writes after the inner step counts, too.
         collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
         config: `WorkerConfig.of(run)`.
         ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else
@@ -446,17 +448,24 @@ class EditWorker:
 
         No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError. Of an outer step of which only a
         part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it, nor at its end
-        (ConfigError): merge and unmerge them inside.
+        (ConfigError): merge and unmerge them inside. Do not call `eval()` or `train()` of a schedule-free optimizer inside
+        (ConfigError where its mode differs at the end).
         """
         self._require_local("outer_parameters()")
         _refuse_merged(self._entered[0].replica, "outer_parameters()")
         self._apply_rest()
         with _outside_autograd():
             kept = [each.replica.load_outer() for each in self._entered]
+        modes = _train_modes(self._optimizers)
         self._swapped = True
         try:
             yield self._model
             _refuse_merged(self._entered[0].replica, "the end of outer_parameters()")
+            if _train_modes(self._optimizers) != modes:
+                raise ConfigError(
+                    "the optimizer's eval() or train() within outer_parameters(): it moved the outer parameters, and the next "
+                    "one would move the local ones as if it had moved them; call neither there"
+                )
         finally:
             self._swapped = False
             with _outside_autograd():
@@ -563,6 +572,7 @@ class EditWorker:
             return
         self._require_local("optimizer.step()")
         self._trainers.add(optimizer)
+        self._exchanges[0].replica.modules.before_step()
         self._refuse_uncounted(optimizer)
         self._keep_local()
 
@@ -585,6 +595,7 @@ class EditWorker:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_local("optimizer.step()")
+        self._exchanges[0].replica.modules.before_step()
         self._refuse_uncounted(optimizer)
         if in_backward():
             self._keep_local()
@@ -662,6 +673,7 @@ class EditWorker:
             self._exchanges[0].replica.refuse_changes()
         contributed = [each.run(each.exchange.contribute_if_due()) for each in self._exchanges]
         if any(contributed):
+            self._exchanges[0].replica.warn_frozen()
             self._reset_finished()
 
     def _end(self) -> None:
@@ -719,8 +731,9 @@ def _check_config(config: object) -> None:
 
 @contextmanager
 def _outside_autograd() -> Iterator[None]:
-    """No graph, and no inference tensors even when the user evaluates under torch.inference_mode()."""
-    with torch.inference_mode(False), torch.no_grad():
+    """No graph, no inference tensors even when the user evaluates under torch.inference_mode(), and no transform of torch.func:
+    a tensor made within `grad` or `vmap` has no memory to read. What the forward then reads are the merged parameters."""
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -730,6 +743,15 @@ def _refuse_merged(replica: Replica, call: str) -> None:
             f"{call} while the adapter {name} is merged into its base: it would change what unmerging subtracts, "
             "and the base could stay damaged; unmerge first (PEFT: model.unmerge_adapter(); loralib: merge_weights=False)"
         )
+
+
+def _train_modes(optimizers: Iterable[Optimizer]) -> list[object]:
+    """Return whether schedule-free optimizers have their training parameters in the model; None of others."""
+    return [
+        mode
+        for optimizer in optimizers
+        for mode in (getattr(optimizer, "train_mode", None), *(group.get("train_mode") for group in optimizer.param_groups))
+    ]
 
 
 def _not_stepped(given: Optimizer, stepped: Optimizer) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from edit import ConfigError, EditWorker, RunConfig, WorkerConfig
+from edit.codecs import decode
 from edit.replica.replica import Replica
 from tests.support.lone_peer import EVERY, parameters, run_of, same, theta
 from tests.support.models import regression_batches, small_mlp, train_step
@@ -63,6 +64,62 @@ def test_fabric() -> None:
     fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
     model = small_mlp()
     contributes(*fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02)), model)
+
+
+class Pulled(torch.optim.Optimizer):
+    """As Lookahead: steps another optimizer, then writes to the parameters, here half of the way back."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        trained = [parameter for group in self.param_groups for parameter in group["params"]]
+        before = [parameter.clone() for parameter in trained]
+        self.optimizer.step()
+        for parameter, then in zip(trained, before, strict=True):
+            parameter.lerp_(then, 0.5)
+
+
+class Outside:
+    """As apex's wrapper: no torch optimizer, but steps the one in it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.zero_grad, self.step = optimizer.zero_grad, optimizer.step
+
+
+class Silent(torch.optim.Optimizer):
+    """As Opacus's: a torch optimizer without hooks of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.original_optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.original_optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.original_optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["blocking", "delayed"])
+def test_what_a_wrapper_writes_after_its_inner_step_is_contributed(mode: str) -> None:
+    model, collective = small_mlp(), ScriptedCollective()
+    optimizer, before = Pulled(torch.optim.SGD(model.parameters(), lr=0.1)), flat(model)
+    config = worker_config(every=1, codec="fp32", mode=mode)
+    with pytest.raises(KeyboardInterrupt), EditWorker(model, optimizer, collective, config) as worker:
+        train_step(model, optimizer, next(regression_batches(0)))
+        assert worker.inner_steps == 1
+        sent = [decode(part.payload) for part in collective.rounds()[0]]
+        assert all(map(torch.equal, sent, [then - now for then, now in zip(before, flat(model), strict=True)]))
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("wrapper", [Outside, Silent])
+def test_a_wrapper_without_hooks_of_its_own_is_taken_off(wrapper: Any) -> None:
+    model = small_mlp()
+    contributes(model, wrapper(torch.optim.AdamW(model.parameters(), lr=0.02)), model)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it

@@ -156,18 +156,37 @@ class TestUnfreezing:
         p.step()
         assert len(p.collective.rounds()) == 1
 
-    def test_freezing_is_said_once_with_a_contribution(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_freezing_is_said_once_with_the_second_contribution(self, caplog: pytest.LogCaptureFixture) -> None:
         p = entered(every=2)
         p.model[0].requires_grad_(False)  # type: ignore[index]
-        p.step()
-        assert not caplog.records
-        p.step()
-        commit_next(p)
         p.step(2)
-        assert len(p.collective.rounds()) == 2
+        assert len(p.collective.rounds()) == 1 and not caplog.records
+        for _ in range(2):
+            commit_next(p)
+            p.step(2)
+        assert len(p.collective.rounds()) == 3
         assert [each.getMessage().partition(";")[0] for each in caplog.records] == [
             "frozen since the EditWorker was entered, but exchanged all the same: 0.weight, 0.bias"
         ]
+
+    @pytest.mark.parametrize("given", [True, False])
+    def test_what_a_gan_freezes_while_the_other_part_is_trained_is_not(
+        self, caplog: pytest.LogCaptureFixture, given: bool
+    ) -> None:
+        """With the optimizer of the one that is frozen at each contribution given to the worker, or not."""
+        model = small_mlp()
+        discriminator, both = model[2], torch.optim.SGD(model.parameters(), lr=0.1)
+        own = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+        collective = Locked()
+        with EditWorker(model, [own, both] if given else both, collective, worker_config(every=1), leave="local") as worker:
+            p = Peer(model, both, collective, worker, regression_batches(0))
+            for stays_frozen in (False, False, False, True):
+                discriminator.requires_grad_(not stays_frozen)
+                train_step(model, own, next(p.batches))
+                discriminator.requires_grad_(False)
+                p.step()
+                commit_next(p)
+                assert len(caplog.records) == stays_frozen
 
 
 def a_new_head(model: nn.Module) -> None:
@@ -595,6 +614,73 @@ class TestStepsWithinTheBackward:
         answer = checkpoint(p.model, inputs, use_reentrant=True)
         with pytest.raises(ConfigError, match=r"^optimizer.step\(\) in the backward of a reentrant .* use_reentrant=False, or"):
             answer.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["grad", "vmap"])
+@pytest.mark.parametrize("mode", ["blocking", "forward"])
+def test_a_forward_within_a_transform_takes_the_outcome_first(mode: str, way: str) -> None:
+    p = entered(mode=mode)
+    p.step()
+    after, (inputs, targets) = commit_next(p), next(p.batches)
+
+    def loss(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(torch.func.functional_call(p.model, parameters, (inputs,)), targets)
+
+    gradient = torch.func.grad(loss)
+    if way == "vmap":
+        gradient, inputs, targets = torch.func.vmap(gradient, (None, 0, 0)), inputs[None], targets[None]
+    found = gradient(dict(p.model.named_parameters()), inputs, targets)
+    assert same(flat(p.model), list(after.fragments))
+    p.model.zero_grad()
+    nn.functional.mse_loss(p.model(inputs), targets).backward()
+    for name, parameter in p.model.named_parameters():
+        torch.testing.assert_close(found[name].reshape(parameter.shape), parameter.grad)
+
+
+class Switched(torch.optim.SGD):
+    """As a schedule-free optimizer: what it evaluates with lies between the parameters and z, here their initial values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.z = [parameter.detach().clone() for parameter in model.parameters()]
+        self.param_groups[0]["train_mode"] = True
+
+    def train(self) -> None:
+        self.switch(1 / 3, train=True)
+
+    def eval(self) -> None:
+        self.switch(-1 / 2, train=False)  # lerp by 1 / 3 undoes it
+
+    @torch.no_grad()
+    def switch(self, weight: float, *, train: bool) -> None:
+        if self.param_groups[0]["train_mode"] != train:
+            self.param_groups[0]["train_mode"] = train
+            for parameter, z in zip(self.param_groups[0]["params"], self.z, strict=True):
+                parameter.lerp_(z, weight)
+
+
+class TestAnOptimizerThatSwitchesTheParameters:
+    def test_the_outer_ones_cannot_be_evaluated_by_a_trainer(self) -> None:
+        model, collective = small_mlp(), Locked()
+        with pytest.raises(ConfigError, match=r"^evaluate_outer = True: Switched has an eval\(\) and a train\(\)") as caught:
+            Attachment(model, [Switched(model)], collective, worker_config(every=1), "outer", evaluate_outer=True)
+        assert "\n" not in str(caught.value) and not collective.asked
+
+    def test_it_is_not_switched_within_outer_parameters(self) -> None:
+        model = small_mlp()
+        optimizer, config = Switched(model), worker_config(every=9)
+        with pytest.raises(KeyboardInterrupt), EditWorker(model, optimizer, Locked(), config) as worker:
+            train_step(model, optimizer, next(regression_batches(0)))
+            before = flat(model)
+            with worker.outer_parameters():
+                optimizer.eval()
+                optimizer.train()
+            assert same(flat(model), before)
+            words = r"^the optimizer's eval\(\) or train\(\) within outer_parameters\(\)"
+            with pytest.raises(ConfigError, match=words), worker.outer_parameters():
+                optimizer.eval()
+            assert same(flat(model), before)
+            raise KeyboardInterrupt
 
 
 class Adapter(nn.Module):
