@@ -57,6 +57,7 @@ from aggregator.swarm.admission import (
 from aggregator.swarm.callers import Callers, certificate_of, moved, shut_out
 from aggregator.swarm.engine import Engine, first_round_id
 from aggregator.swarm.engine_store import Proposal
+from aggregator.swarm.enrolments import Enrolments, UnclearKeyError, present_key
 from aggregator.swarm.gossip.member import GossipMember
 from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.links import Addresses, Links, Stream
@@ -86,7 +87,7 @@ from aggregator.swarm.transfers import (
     offer_parts,
     state_parts,
 )
-from aggregator.swarm.verification import Verification, enrolled_key
+from aggregator.swarm.verification import Verification
 from aggregator.swarm.witnesses import AWAY_S, Witnesses
 from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
@@ -334,6 +335,7 @@ class Host:
         self._files = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._background = Background(self._disk)
         self._saved = folder.saved()
+        self._enrolments: Enrolments | None = None  # as of the newest record that is on disk; replaced, never changed
         self.parts: list[_HostedPart] = []
         self._stores: list[Store] = []
         self._taken: list[TakenUpdates] = []  # of each part, for the ranks of the peer beside this host
@@ -341,7 +343,8 @@ class Host:
         merged_by = merging(config)
         for number, schema in enumerate(schemas):
             self._stores.append(part_store(folder, number, merged_by, run_id))
-            replica = PartReplica(run_id, number, merged_by, self._stores[-1], partial(on_commit, number), self._newest_record)
+            known = partial(getattr, self, "_enrolments")
+            replica = PartReplica(run_id, number, merged_by, self._stores[-1], partial(on_commit, number), known)
             self.parts.append(part := _HostedPart(number, schema, replica))
             self._taken.append(TakenUpdates(self, schema, self._stores[-1].update, part.comes, part.do))
         self.gossip: GossipMember | None = None  # in place of the parts' engines
@@ -398,6 +401,7 @@ class Host:
         self._council = Council(self.run_id, self.peer_id, member, saved, states, self._timing, self._clock.monotonic())
         self._links = Links(self.run_id, self.peer_id, saved.incarnation, self._credentials, self._signer, self)
         await self._server.start()
+        self._learn(saved.record)
         self._reach(saved.record)
         for part in self.parts:
             await part.do(torch.set_num_threads, torch.get_num_threads())  # OpenMP counts for each thread that computes
@@ -830,6 +834,7 @@ class Host:
             case ev.Save(saved):
                 self._check(saved.record)
                 await self._background.in_worker(self._folder.save, saved)  # if that fails, this host ends, and says no more
+                self._learn(saved.record)
                 self._reach(saved.record)
             case ev.Send(peer_id, message):
                 self.links.send(peer_id, message)
@@ -877,6 +882,12 @@ class Host:
                 "run.toml is not the one that the swarm was founded with; restore it from another member's, or, if "
                 "it is equal to theirs, join anew (edit-peer swarm rejoin): one that lied may have let this member in"
             )
+
+    def _learn(self, record: Record | None) -> None:
+        """Remember whose keys have changed with a record."""
+        known = self._enrolments
+        if record is not None and (known is None or known.record is not record):
+            self._enrolments = known.taking(record) if known is not None else Enrolments.of(record)
 
     def _reach(self, record: Record | None) -> None:
         members = record.members if record is not None else {}
@@ -1017,7 +1028,8 @@ class Host:
     async def _verified(self, part: _HostedPart, sender: str, offer: Offer) -> tuple[MergeRecord, ...]:
         """Merge an update's contributions here, too; return the records. Raises EditError: the update is not held.
 
-        An owner whose update is another, or who does not show what it merged, is disputed: the part goes to others.
+        An owner whose update is another, or who does not show what it merged, is disputed: the part goes to others. Where that
+        cannot be told here, it merges again.
         """
         update, owner = offer.update, peer_of(sender)
         try:
@@ -1025,8 +1037,8 @@ class Host:
         except EditError as error:
             update_id, failed = part.unverified
             part.unverified = update.id, failed + 1 if update_id == update.id else 1
-            lies = isinstance(error, RemoteProtocolError)
-            if self.council.why_refused(sender, update) or not (lies or part.unverified[1] >= VERIFY_TRIES):
+            decided = isinstance(error, RemoteProtocolError | UnclearKeyError) or part.unverified[1] >= VERIFY_TRIES
+            if self.council.why_refused(sender, update) or not decided:
                 raise
             self._dispute(part, sender, update, error)
             raise
@@ -1034,13 +1046,15 @@ class Host:
         return records
 
     def _dispute(self, part: _HostedPart, sender: str, update: Update, error: EditError) -> None:
-        """Tell the leader that an owner's update is wrong. It is not fetched again."""
-        part.disputed = update.id
-        reason = one_line(f"{peer_of(sender)} is not believed: {error}", MOST_TEXT)
+        """Tell the leader that an owner's update is wrong, or cannot be judged here. It is not fetched again."""
+        part.disputed, is_unclear = update.id, isinstance(error, UnclearKeyError)
+        reason = one_line(str(error) if is_unclear else f"{peer_of(sender)} is not believed: {error}", MOST_TEXT)
         self._note(f"part {part.number}: {reason}")
-        self.tell(ev.Disputed(part.number, update.grant, reason))
+        self.tell(ev.Disputed(part.number, update.grant, reason, is_unclear))
 
     async def _merged_again(self, part: _HostedPart, owner: str, offer: Offer) -> tuple[MergeRecord, ...]:
+        known = self._enrolments
+        assert known is not None  # the record made this member a verifier
         verification = Verification(
             self.run_id,
             self._config,
@@ -1048,7 +1062,7 @@ class Host:
             part.replica.outer.due,
             offer.update,
             self._config_digest,
-            enrolled_key(self.council.record),
+            partial(known.counts, update=offer.update),
             self._folder.engine(part.number) / "verified",
             self._files,
         )
@@ -1092,7 +1106,7 @@ class Host:
             self._say_news(part.complaint)
         self.tell(answer)
         update = effect.update
-        if isinstance(answer, ev.Failed) and answer.is_wrong:
+        if isinstance(answer, ev.Failed) and (answer.is_wrong or answer.is_unclear):
             part.disputed = update.id
         if part.replica.contested and part.looked != (update.outer_step, update.grant) and part.witnesses is None:
             part.looked = update.outer_step, update.grant
@@ -1333,7 +1347,11 @@ class Host:
         if log is None:
             return None
         unix = self._clock.unix
-        return OwnerEntries(log, self.run_id, number, grant, self._config, self.peer_id, self._signer, unix)
+
+        def key_of(peer_id: str) -> str:  # in the engine's thread
+            return present_key(self._newest_record(), peer_id)
+
+        return OwnerEntries(log, self.run_id, number, grant, self._config, self.peer_id, self._signer, unix, key_of)
 
     def _newest_record(self) -> Record | None:
         """Return the newest record that is known here, also before this host has started."""

@@ -16,7 +16,7 @@ from edit.config.run import RunConfig
 from edit.errors import LocalProtocolError
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.trust.canonical import parse_canonical
-from edit.trust.signatures import Signer
+from edit.trust.signatures import Signer, key_hash
 from editpb.audit_log import RoundFacts, check_length, claimed_privacy, commit_entry, consent_entry, entry_line
 from editpb.messages import Consent, ContributionHeader, SeenHead
 from editpb.owner_signatures import signed_by_owner
@@ -61,6 +61,7 @@ class OwnerEntries:
         log: of the part, at this member.
         owner: this member; signer: has its certificate's key.
         now: unix seconds, for the entries.
+        key_of: returns the key (SHA-256) that counts for a member now; '': none does.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class OwnerEntries:
         owner: str,
         signer: Signer,
         now: Callable[[], float],
+        key_of: Callable[[str], str],
     ) -> None:
         self._log, self._run_id, self._part, self._grant = log, run_id, part, grant
-        self._config, self._owner, self._signer, self._now = config, owner, signer, now
+        self._config, self._owner, self._signer, self._now, self._key_of = config, owner, signer, now, key_of
         self._said: dict[str, Consent] = {}  # by peer: its site's, as it said it last
 
     @property
@@ -115,8 +117,12 @@ class OwnerEntries:
         self._said[peer_id] = consent
 
     def _unlogged(self) -> list[dict[str, Any]]:
-        """Return the entries of the consents that the log lacks, by peer: as many as one entry of a commit may have."""
-        said = {peer_id: consent_entry(peer_id, self._said[peer_id]) for peer_id in sorted(self._said)}
+        """Return the entries of the consents that the log lacks, by peer: as many as one entry of a commit may have.
+
+        One that is signed with another key than the member has now would make the entry none.
+        """
+        counts = [(one, said) for one, said in sorted(self._said.items()) if key_hash(said.public_key) == self._key_of(one)]
+        said = {peer_id: consent_entry(peer_id, consent) for peer_id, consent in counts}
         known = self._log.consents
         return [each for peer_id, each in said.items() if known.get(peer_id) != consent_name(each)][:MOST_CONSENTS]
 

@@ -16,6 +16,7 @@ import json
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,13 +27,14 @@ from torch import Tensor
 from aggregator.data.round_runner import commit_tokens, weighted_tokens
 from aggregator.storage.store import Entries, Store, peaks_from
 from aggregator.swarm.engine_store import EngineStore, Proposal
+from aggregator.swarm.enrolments import Enrolments, UnclearKeyError
 from aggregator.swarm.offers import Offer, Round
 from aggregator.swarm.owner_entries import computed
-from aggregator.swarm.verification import Contributed, enrolment
+from aggregator.swarm.verification import Contributed
 from edit.config.run import RunConfig
 from edit.council.events import Adopt, Applied, Failed, Fetch, Held, Hold
-from edit.council.record import MOST_COUNT, PartState, Record, Update
-from edit.errors import EditError, GoneError, LocalProtocolError, RemoteProtocolError, StorageError
+from edit.council.record import MOST_COUNT, PartState, Update
+from edit.errors import EditError, GoneError, LocalProtocolError, OutdatedError, RemoteProtocolError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.plain_text import parse_json
@@ -122,8 +124,8 @@ class PartReplica:
     Args:
         store: the part's folder. What it has is recovered at once: StorageError, ConfigError as `Store.recover`.
         on_commit: is told of each outer step that is taken, after it is on disk and in `outer`.
-        record: returns what the members have agreed on, as far as it is known here: who owns the part, and is enrolled for
-            which key. For a run with an audit log.
+        enrolments: returns what the members have agreed on, as far as it is known here: who owns the part, and whose keys
+            count. For a run with an audit log.
     """
 
     def __init__(
@@ -133,10 +135,10 @@ class PartReplica:
         config: RunConfig,
         store: Store,
         on_commit: Callable[[Commit], None] = lambda _: None,
-        record: Callable[[], Record | None] = lambda: None,
+        enrolments: Callable[[], Enrolments | None] = lambda: None,
     ) -> None:
         self._run_id, self._part, self._config, self._store, self._on_commit = run_id, part, config, store, on_commit
-        self._record, self._config_digest = record, config_digest(config)
+        self._enrolments, self._config_digest = enrolments, config_digest(config)
         self._outer: OuterState | None = None
         self._state = PartState()
         self._held: Round | None = None  # the round of the update that is held
@@ -290,8 +292,8 @@ class PartReplica:
 
         Raises RemoteProtocolError for bytes that are no update to the state here, or to other parameters than are here: one of
         the two is wrong, and if an owner is, no quorum may hold it. EntryFault for an entry of the audit log that is not of
-        this update, GoneError where that cannot be told yet. StorageError. After each nothing, or what was held before, is
-        held.
+        this update, OutdatedError where that cannot be told (UnclearKeyError: nor later). StorageError. After each nothing, or
+        what was held before, is held.
         """
         update, state, self._contested = offer.update, self._state, False
         if (update.part, update.outer_step, update.base) != (self._part, state.outer_step + 1, state.digest):
@@ -317,17 +319,18 @@ class PartReplica:
     def _checked_entry(self, update: Update, merged: Round, *, agreed: bool) -> Mapping[int, Staged]:
         """Check an update's entry of the audit log; return the outer step that was computed for it.
 
-        What an engine here has made it has computed itself. Raises EntryFault, GoneError, StorageError.
+        What an engine here has made it has computed itself. Raises EntryFault, OutdatedError, StorageError.
         """
         assert self._store.part_log is not None
         tree, outer = self._store.part_log.tree, self.outer
         if update.id == self._proposed:
             return {}
-        record, whose = self._record(), dict[str, str]()
+        whose, counts = dict[str, str](), None
         if not agreed:
-            if record is None or record.parts[self._part].grant != update.grant:
+            known = self._enrolments()
+            if known is None or known.record.parts[self._part].grant != update.grant:
                 raise GoneError(f"part {self._part}: the update to outer step {update.outer_step} is of another grant")
-            whose = {"owner": record.parts[self._part].owner}
+            whose, counts = {"owner": known.record.parts[self._part].owner}, partial(known.counts, update=update)
         staged = outer.stage_all(merged.records, None, {})
         facts = RoundFacts(round_id=merged.round_id, outer_step=update.outer_step, reason=merged.reason)
         says = computed(self._config, self._part, update.grant, outer, merged.records, staged, facts, {})
@@ -337,11 +340,11 @@ class PartReplica:
             tree=tree,
             says={**says, **whose},
             numel={one.fragment_id: fragments[one.fragment_id].numel for one in merged.records},
-            key_of=None if agreed else enrolment(record),
+            counts=counts,
         )
         try:
             check_entry(merged.audit.encode(), expected)
-        except (EntryFault, GoneError) as error:
+        except (EntryFault, OutdatedError) as error:
             raise type(error)(f"part {self._part}: outer step {update.outer_step}: {error}") from error
         return staged
 
@@ -623,7 +626,7 @@ def _came_to_nothing(
         update = effect.update
         continues = (update.outer_step, update.base) == (before.outer_step + 1, before.digest)
         wrong = continues and isinstance(error, RemoteProtocolError) and not isinstance(error, _OthersError)
-        return Failed(update.part, effect, str(error), wrong)
+        return Failed(update.part, effect, str(error), wrong, isinstance(error, UnclearKeyError))
     if replica.state.outer_step == before.outer_step:
         return Failed(effect.part, effect, str(error), is_forked=isinstance(error, _ForkedError))
     _log.warning("part %d: %s", effect.part, error)  # some of the steps were taken

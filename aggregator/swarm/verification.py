@@ -4,8 +4,8 @@ Who verifies a part gets the owner's update, and what it was merged from: each s
 and the inner steps and tokens that the owner counts for it. It holds the update only if the merge, by the same code, has the
 same manifest and the same bytes. What is checked of a contribution, before memory is taken for it:
 
- 1. Its peer has signed it, with the key that the record has it enrolled for, is no observer, and is not evicted. An enrolment
-    may reach the owner before it reaches this member: then the contributions are asked for again.
+ 1. Its peer has signed it, with a key that counts for this update (`aggregator.swarm.enrolments`). An enrolment may reach the
+    owner before it reaches this member: then the contributions are asked for again.
  2. It is to the update's round and outer step, of this model, and the part's codec: a signature is of one round, and no round
     id comes twice, so none can be used again.
  3. One of each peer and fragment, in shards that cover the fragment once; the bytes have the hash that was signed.
@@ -29,19 +29,17 @@ from aggregator.data.contributions import Contributions, ShardUpload
 from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm.engine import first_round_id
 from edit.config.run import RunConfig
-from edit.council.record import Record, Update
+from edit.council.record import Update
 from edit.errors import EditError, RemoteProtocolError, StaleError
 from edit.fragments.schema import Schema
 from edit.merging.merge import Measured, measure
 from edit.rounds.work_claims import UsualWork, Work
-from edit.trust.signatures import key_hash
 from editpb.council_messages import MergedContribution
 from editpb.messages import ContributionHeader
 from editpb.signed_contributions import check_payload, check_signature
 
-__all__ = ["Contributed", "Verification", "enrolled_key", "enrolment"]
+__all__ = ["Contributed", "Verification"]
 
-_NO_KEY = "-"
 _SHARE = 4  # of storage.buffer_bytes, for what is verified; the rest lies in files
 
 
@@ -55,32 +53,6 @@ class Contributed:
     signatures: Mapping[tuple[int, str, int], bytes]  # of each shard, by fragment, peer and rank
 
 
-def enrolled_key(record: Record | None) -> Callable[[str], str]:
-    """Return what says for which key (SHA-256) a peer was enrolled; '': it was not, only looks on, or is evicted."""
-
-    def key(peer_id: str) -> str:
-        if record is None or peer_id in record.evicted:
-            return ""
-        enrolled = record.enrolled.get(peer_id)
-        return enrolled.key if enrolled is not None and not enrolled.observer else ""
-
-    return key
-
-
-def enrolment(record: Record | None) -> Callable[[str], str]:
-    """Return what says for which key (SHA-256) a member was enrolled last; '': that is not known here.
-
-    For an observer that is none. Of the evicted, too: their last contributions may be on the way when they are.
-    """
-    known = record.enrolled if record is not None else {}
-
-    def key(peer_id: str) -> str:
-        enrolled = known.get(peer_id)
-        return "" if enrolled is None else _NO_KEY if enrolled.observer else enrolled.key
-
-    return key
-
-
 class Verification:
     """One update's contributions, on their way in. Used on the event loop, but for `contributed`. `close` it at the end.
 
@@ -88,7 +60,7 @@ class Verification:
         schema: of the part.
         due: the fragments of the update.
         digest: of the configuration (`editpb.signed_contributions.config_digest`).
-        key_of: see `enrolled_key`.
+        counts: says whether a peer's key counts for it, as `Enrolments.counts`.
         folder: for what is not kept in memory.
         files: the host's file thread.
     """
@@ -101,12 +73,12 @@ class Verification:
         due: Collection[int],
         update: Update,
         digest: str,
-        key_of: Callable[[str], str],
+        counts: Callable[[str, bytes], bool],
         folder: Path,
         files: Executor,
     ) -> None:
         self._run_id, self._schema, self._due, self._update = run_id, schema, due, update
-        self._digest, self._key_of = digest, key_of
+        self._digest, self._counts = digest, counts
         self._usual, self._quorum = UsualWork.of(config), config.rounds.quorum
         self._uploads = UploadBuffer(config.storage.buffer_bytes // _SHARE, folder, files)
         self._contributions = Contributions(schema, config.codec.uplink, self._uploads)
@@ -117,8 +89,8 @@ class Verification:
     def declare(self, merged: MergedContribution) -> ShardUpload:
         """Return the upload for the bytes of a shard.
 
-        Raises RemoteProtocolError, which says whose it is; StaleError for a key that this member's record does not have: the
-        peer's enrolment may be on its way here.
+        Raises RemoteProtocolError, which says whose it is; OutdatedError for a key that this member's record does not have: the
+        peer's enrolment may be on its way here. Of these UnclearKeyError: whether it counted cannot be told.
         """
         header, work = merged.header, merged.work
         who = f"contribution of {header.peer_id} to fragment {header.fragment_id}"
@@ -135,7 +107,7 @@ class Verification:
         if self._round_id not in (0, header.round_id):
             raise RemoteProtocolError(f"{who} is to round {header.round_id}, others are to {self._round_id}")
         check_signature(header, self._digest)
-        if not (key := self._key_of(header.peer_id)) or key_hash(header.public_key) != key:
+        if not self._counts(header.peer_id, header.public_key):
             raise StaleError(f"{who} is signed with a key that {header.peer_id} is not enrolled for")
         self._check_work(who, header, work)
         if self._work.setdefault((header.fragment_id, header.peer_id), work) != work:

@@ -158,7 +158,9 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """From the owner: I do not serve this grant. From others: what its owner offers is wrong. Another grant is needed."""
+    """From the owner: I do not serve this grant. From others: what its owner offers is wrong, or, if not `away`, that cannot be
+    told here. Another grant is needed.
+    """
 
     part: int
     grant: int
@@ -283,6 +285,7 @@ class Failed:
     work: Hold | Adopt | Fetch
     reason: str
     is_wrong: bool = False  # of a Hold: no member can hold this update, and its owner is to blame
+    is_unclear: bool = False  # of a Hold: whether it may be held cannot be told here, and nobody is to blame
     is_forked: bool = False  # of a Fetch: the state here is whole, and not among those that lead to what the record names
 
 
@@ -302,6 +305,7 @@ class Disputed:
     part: int
     grant: int
     reason: str  # becomes that of a Release, whose bounds hold
+    is_unclear: bool = False  # that cannot be told here, and nobody is to blame
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,8 +193,8 @@ class Parts:
             if mine.own == event.work.update:
                 mine.own, mine.to_release = None, Release(event.part, event.work.update.grant, event.reason, away=True)
                 self._tell_leader(mine.to_release)
-            elif event.is_wrong:
-                self.dispute(Release(event.part, event.work.update.grant, event.reason, away=True))
+            elif event.is_wrong or event.is_unclear:
+                self.dispute(Release(event.part, event.work.update.grant, event.reason, away=event.is_wrong))
             return
         mine.moving = None
         if isinstance(event.work, Adopt):  # what is held is of no use
@@ -284,7 +284,7 @@ class Parts:
         self._tell_leader(event)
 
     def dispute(self, release: Release) -> None:
-        """The owner's update is not what this member computed, or is none."""
+        """The owner's update is not what this member computed, or is none; or, if not `away`, that cannot be told here."""
         self._parts[release.part].to_release = release
         self._tell_leader(release)
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from edit.config.run import RunConfig
-from edit.errors import GoneError, RemoteProtocolError
+from edit.errors import RemoteProtocolError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
-from edit.trust.signatures import key_hash
 from editpb.audit_log import DAMAGE, PART, Signed, consent_entry, consent_in, is_signed_part
 from editpb.consents import check_consent
 from editpb.limits import MAX_DATA_CHARS, MAX_ENTRY_BYTES, MAX_VERDICTS, is_id
@@ -94,15 +93,15 @@ class ExpectedEntry:
     tree: MerkleTree  # of the entries before it
     says: Mapping[str, object]  # what the member has computed itself, or knows
     numel: Mapping[int, int]  # elements of each fragment that is due
-    # Returns the hash of the key that a member is enrolled for, '' where that is not known here; None: the members have agreed
-    # on the entry before, and a key may have been replaced since.
-    key_of: Callable[[str], str] | None
+    # Returns whether a member's key counts for the entry, or raises OutdatedError; None: the members have agreed on the entry
+    # before, and a key may have been replaced since.
+    counts: Callable[[str, bytes], bool] | None
 
 
 def check_entry(line: bytes, expected: ExpectedEntry) -> None:
     """Raise EntryFault, which says what is wrong, unless a member may hold an update with this entry.
 
-    Raises GoneError where that cannot be told here yet: somebody's enrolment is not known.
+    Raises OutdatedError where that cannot be told here: see `ExpectedEntry.counts`.
     """
     try:
         if len(line) > MAX_ENTRY_BYTES:
@@ -245,11 +244,7 @@ def _part(values: Any) -> dict[str, Any]:
 
 
 def _check_key(peer: str, key: bytes, expected: ExpectedEntry) -> None:
-    if expected.key_of is None:
-        return
-    if not (enrolled := expected.key_of(peer)):
-        raise GoneError(f"the enrolment of {peer}, whom an entry of the audit log names, is not known here")
-    if key_hash(key) != enrolled:
+    if expected.counts is not None and not expected.counts(peer, key):
         raise ValueError(f"it names a key of {peer} that it is not enrolled for")
 
 

@@ -25,17 +25,18 @@ from aggregator.storage.journal import Disk, replay_segments
 from aggregator.storage.state_folder import part_log_of, part_logs
 from aggregator.swarm import operate
 from aggregator.swarm.commands import app
+from aggregator.swarm.enrolments import Enrolments
 from aggregator.swarm.owner_entries import OwnerEntries
 from aggregator.swarm.replication import Claimed, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
-from edit.council.record import Update, update_id
+from edit.council.record import Enrolled, Update, update_id
 from edit.errors import ConfigError, GoneError, StorageError
 from edit.lab.council.parts_on_disk import RUN
 from edit.lab.council.replicated import same
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.merkle import verify_consistency
-from edit.trust.signatures import Signer
+from edit.trust.signatures import Signer, key_hash
 from editpb.audit_log import LogFault, LogVerifier, RoundFacts, config_entry, consent_entry, continued_entry, entry_line
 from editpb.consents import signed_consent
 from editpb.identity import Identity
@@ -48,7 +49,7 @@ from tests.aggregator.storage.test_audit_log import Killed, MortalDisk
 from tests.aggregator.swarm.test_operating import equip, in_thread
 from tests.aggregator.swarm.test_takeover import EITHER, LOST
 from tests.aggregator.swarm.test_verification import PEERS, contribute
-from tests.support.council.audited import AUDITED, KEYS, AuditedMember, AuditedTable, audited_toml, record_of
+from tests.support.council.audited import AUDITED, KEYS, AuditedMember, AuditedTable, audited_toml, enrolled_key, record_of
 from tests.support.council.hosts import Hosts, hosts
 from tests.support.council.replicated_table import CONFIG, ReplicatedTable
 from tests.support.council.table import LEASE_S
@@ -252,20 +253,48 @@ def test_what_cannot_be_told_yet_is_not_held_against_the_owner(two: tuple[Audite
     for record, why in (
         (None, "is of another grant"),
         (replace(record_of(), parts=(replace(record_of().parts[0], grant=2),)), "is of another grant"),
-        (
-            replace(record_of(), enrolled=enrolled),
-            "the enrolment of q, whom an entry of the audit log names, is not known here",
-        ),
+        (replace(record_of(), enrolled=enrolled), "the enrolment of q is not known here"),
     ):
-        other.record = record  # type: ignore[assignment]
+        other.enrolments = Enrolments.of(record) if record is not None else None
         answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
-        assert isinstance(answer, ev.Failed) and not answer.is_wrong and why in answer.reason
-    observer = replace(record_of().enrolled["q"], observer=True)
-    other.record = record_of(q=observer)
+        assert isinstance(answer, ev.Failed) and not answer.is_wrong and not answer.is_unclear and why in answer.reason
+
+
+OTHER_KEY = Enrolled("2" * 32, key_hash(Signer(KEYS["b"]).public_key))
+CHANGES = {
+    "enrolled again": record_of(q=OTHER_KEY),
+    "an observer": record_of(q=replace(record_of().enrolled["q"], observer=True)),
+    "evicted": replace(record_of(), evicted={"q": "late"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("at", "late"), [(1, False), (0, True)])
+def test_a_key_of_before_counts_for_the_outer_step_that_was_on_its_way_and_for_no_other(
+    two: tuple[AuditedMember, AuditedMember], change: str, at: int, late: bool
+) -> None:
+    """q's key changes while the record names outer step `at`; the update with its old key is to outer step 2."""
+    owner, other = two
+    offer = owner.offer(2)
+    parts = (replace(record_of().parts[0], outer_step=at),)
+    other.enrolments = other.enrolments.taking(replace(CHANGES[change], parts=parts))
     answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
-    assert isinstance(answer, ev.Failed) and answer.is_wrong, "who only looks on contributes nothing"
-    other.record = replace(record_of(), evicted={"q": "late"})
-    assert carry_out(other.replica, ev.Hold(offer.update), offer=offer) == ev.Held(offer.update)
+    if not late:
+        assert answer == ev.Held(offer.update)
+    else:
+        assert isinstance(answer, ev.Failed) and answer.is_wrong and "it names a key of q that it is not" in answer.reason
+
+
+@pytest.mark.parametrize("change", ["enrolled again", "an observer"])
+def test_a_key_that_a_member_which_has_just_started_cannot_tell_about_blames_nobody(
+    two: tuple[AuditedMember, AuditedMember], change: str
+) -> None:
+    owner, other = two
+    offer = owner.offer(2)
+    other.enrolments = Enrolments.of(replace(CHANGES[change], parts=(replace(record_of().parts[0], outer_step=1),)))
+    answer = carry_out(other.replica, ev.Hold(offer.update), offer=offer)
+    assert isinstance(answer, ev.Failed) and answer.is_unclear and not answer.is_wrong
+    assert "whether this key of q counted when the owner merged is not known here" in answer.reason
 
 
 def test_a_contribution_that_names_a_signed_head_of_the_log_is_refused(two: tuple[AuditedMember, AuditedMember]) -> None:
@@ -291,7 +320,7 @@ def said(*consents: Entry) -> Callable[[Entry], None]:
 def test_a_consent_is_in_the_log_of_all_once_until_its_policy_is_another(two: tuple[AuditedMember, AuditedMember]) -> None:
     owner, other = two
     policies, found = ("", "", "5" * 64, ""), list[bool]()
-    entries = OwnerEntries(owner.log, RUN, 0, 1, AUDITED, "a", Signer(KEYS["a"]), lambda: 1.7e9)
+    entries = OwnerEntries(owner.log, RUN, 0, 1, AUDITED, "a", Signer(KEYS["a"]), lambda: 1.7e9, enrolled_key)
     for step, policy in enumerate(policies, 2):
         data = DataStatement("notes", "6" * 64, "DUA")
         entries.consent("p", consent_of("p", policy, data=data))
@@ -308,6 +337,18 @@ def test_a_consent_is_in_the_log_of_all_once_until_its_policy_is_another(two: tu
     assert found == [True, False, True, True] and owner.logs == other.logs
     log = verified(owner.logs[0])
     assert {peer_id: each.data.licence for peer_id, each in log.consents.items()} == {"p": "DUA", "q": ""}
+
+
+def test_a_consent_that_is_signed_with_a_replaced_key_is_not_logged(two: tuple[AuditedMember, AuditedMember]) -> None:
+    """The member's new machine says it again, with its own key."""
+    owner, _ = two
+    keys = {"p": key_hash(Signer(KEYS["p"]).public_key), "q": OTHER_KEY.key}
+    entries = OwnerEntries(owner.log, RUN, 0, 1, AUDITED, "a", Signer(KEYS["a"]), lambda: 1.7e9, lambda one: keys.get(one, ""))
+    for peer_id in "pqd":
+        entries.consent(peer_id, consent_of(peer_id))
+    assert entries._unlogged() == [OF_P]
+    entries.consent("q", consent_of("q", key=KEYS["b"]))
+    assert [each["peer"] for each in entries._unlogged()] == ["p", "q"]
 
 
 OF_P = consent_entry("p", consent_of("p"))

@@ -20,6 +20,7 @@ from aggregator.data.round_runner import Source
 from aggregator.security.certificates import key_pem, new_key
 from aggregator.swarm import host as host_module
 from aggregator.swarm import transfers
+from aggregator.swarm.enrolments import Enrolments
 from aggregator.swarm.host import Host
 from aggregator.swarm.offers import Offer
 from aggregator.swarm.transfers import STALL_S, fetch_contributions
@@ -333,7 +334,7 @@ def test_an_owner_whose_update_nobody_can_hold_is_left_though_nobody_verifies(
 
 
 def test_what_an_observer_signs_is_no_contribution(tmp_path: Path) -> None:
-    """Its key is enrolled, too; an owner that merges what it sends is found out."""
+    """Its key is enrolled, too; an owner that merges what it sends is found out, after the outer step that was on its way."""
 
     async def body() -> None:
         async with hosts(tmp_path, config=config(1)) as swarm:
@@ -342,7 +343,8 @@ def test_what_an_observer_signs_is_no_contribution(tmp_path: Path) -> None:
             leader, owner = swarm.running[swarm.leader], swarm.record.parts[0].owner
             leader.tell(ev.Claim("q", replace(swarm.record.enrolled["q"], invitation="2" * 32, observer=True)))
             await swarm.until(lambda: all(host.council.committed.enrolled["q"].observer for host in swarm.running.values()))
-            await contribute(swarm, 1)
+            await take_step(swarm, 1)
+            await contribute(swarm, 2)
             await swarm.until(lambda: swarm.record.parts[0].owner != owner, passes=1.0)
             said = [text for _, text in leader._notices]
             assert any("is signed with a key that q is not enrolled for" in text for text in said), said
@@ -354,13 +356,15 @@ def test_an_owner_that_knows_of_an_enrolment_before_the_verifier_does_is_not_dis
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update waits for the verifier, which asks again."""
-    known, asked = host_module.enrolled_key, list[str]()
+    known, asked = Enrolments.counts, list[Update]()
 
-    def late(record: Record | None) -> Callable[[str], str]:
-        asked.append("")
-        return known(record) if len(asked) > host_module.VERIFY_TRIES - 1 else lambda _: ""
+    def late(self: Enrolments, peer_id: str, key: bytes, update: Update) -> bool:
+        if len(asked) < host_module.VERIFY_TRIES - 1:
+            asked.append(update)
+            return False
+        return known(self, peer_id, key, update)
 
-    monkeypatch.setattr(host_module, "enrolled_key", late)
+    monkeypatch.setattr(Enrolments, "counts", late)
 
     async def body() -> None:
         async with hosts(tmp_path, config=config(1)) as swarm:
@@ -370,11 +374,47 @@ def test_an_owner_that_knows_of_an_enrolment_before_the_verifier_does_is_not_dis
             await contribute(swarm, 1)
             await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1), passes=1.0)
             assert swarm.taken[0, 1] == {honest(config(1), 1, anew=1)}
-            assert len(asked) == host_module.VERIFY_TRIES
+            assert len(asked) == host_module.VERIFY_TRIES - 1
             assert (swarm.record.parts[0].owner, swarm.record.parts[0].grant) == (part.owner, part.grant)
             assert not any("is not believed" in text for host in swarm.running.values() for _, text in host._notices)
 
     run_held(body())
+
+
+@pytest.mark.parametrize("change", ["claim", "evict"])
+def test_who_is_enrolled_again_or_evicted_while_its_contribution_is_verified_puts_no_blame_on_the_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """The round was merging when its owner heard of it."""
+    fetch, gate = host_module.fetch_offer, asyncio.Event()
+
+    async def slow(*arguments: Any) -> Offer:
+        await gate.wait()
+        return await fetch(*arguments)
+
+    monkeypatch.setattr(host_module, "fetch_offer", slow)
+
+    async def body() -> None:
+        async with hosts(tmp_path, config=config(1)) as swarm:
+            await grown(swarm, 1)
+            await swarm.until(lambda: swarm.owner() is not None)
+            part, leader = swarm.record.parts[0], swarm.running[swarm.leader]
+            await contribute(swarm, 1)
+            await swarm.until(lambda: swarm.running[part.owner].council.states[0].held is not None)
+            again = replace(swarm.record.enrolled["q"], invitation="2" * 32, key="0" * 64)
+            leader.tell(ev.Claim("q", again) if change == "claim" else ev.Evict("q", "an order"))
+            records = [host.council for host in swarm.running.values()]
+            await swarm.until(lambda: all(_has_changed(each.committed) for each in records))
+            gate.set()
+            await swarm.until(lambda: swarm.record.parts[0].outer_step == 1)
+            assert (swarm.record.parts[0].owner, swarm.record.parts[0].grant) == (part.owner, part.grant)
+            assert not swarm.record.disputes
+
+    run_held(body())
+
+
+def _has_changed(record: Record | None) -> bool:
+    return record is not None and ("q" in record.evicted or record.enrolled["q"].key == "0" * 64)
 
 
 def test_what_was_merged_is_shown_to_nobody_but_those_who_verify_it(tmp_path: Path) -> None:

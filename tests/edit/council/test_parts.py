@@ -299,6 +299,35 @@ def test_who_verifies_and_was_restarted_does_not_go_on_with_the_grant() -> None:
     assert not table.record.disputes and not any(council._distrusted(table.record) for council in table.councils.values())
 
 
+def test_what_a_verifier_cannot_judge_is_merged_again_by_the_same_owner_and_nobody_is_blamed() -> None:
+    table = Table("abcd", verify=1)
+    table.elect("d")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    table.handle(part.verifiers[0], ev.Disputed(0, part.grant, "a key is not known", is_unclear=True))
+    table.run(LEASE_S)
+    after = table.record.parts[0]
+    assert after.grant > part.grant and after.owner == part.owner and not table.record.disputes
+
+
+@pytest.mark.parametrize("blamed", [False, True])
+def test_so_is_what_so_many_voters_cannot_judge_that_the_others_are_no_quorum(blamed: bool) -> None:
+    """Where one of them says that it is none, the part goes to another; who only cannot tell disputes nothing."""
+    table = Table("abc")
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    first, second = sorted({*"abc"} - {part.owner})
+    table.handle(first, ev.Disputed(0, part.grant, "a key is not known", is_unclear=True))
+    table.run(LEASE_S / 2)
+    assert table.record.parts[0].grant == part.grant, "the others are a quorum"
+    table.handle(second, ev.Disputed(0, part.grant, "its bytes are others", is_unclear=not blamed))
+    table.run(LEASE_S)
+    after = table.record.parts[0]
+    assert after.grant > part.grant and (after.owner != part.owner) == blamed
+    assert table.record.disputes == ({part.owner: (second,), second: (part.owner,)} if blamed else {})
+
+
 def verified_by(table: Table, liars: str, owner: str) -> bool:
     """Whether the next update of an owner is agreed on, where these dispute whatever they verify."""
     part = table.record.parts[0]

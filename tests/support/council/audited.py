@@ -15,6 +15,7 @@ from aggregator.storage.journal import Disk
 from aggregator.storage.part_log import PartLog
 from aggregator.storage.state_folder import part_logs
 from aggregator.storage.store import Store
+from aggregator.swarm.enrolments import Enrolments
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.offers import Offer
 from aggregator.swarm.owner_entries import OwnerEntries
@@ -54,6 +55,10 @@ def audited_toml(keep: int = 0) -> str:
     return "\n".join([*lines, f"keep_contributions = {keep}", "[swarm]", "parts = 1", ""])
 
 
+def enrolled_key(peer_id: str) -> str:
+    return ENROLLED[peer_id].key
+
+
 def record_of(**enrolled: Enrolled) -> Record:
     """What all have agreed on: a owns the part."""
     return Record(
@@ -74,10 +79,12 @@ class AuditedMember:
     def __init__(
         self, folder: Path, peer_id: str = "a", disk: Disk | None = None, config: RunConfig = AUDITED, part: int = 0
     ) -> None:
-        self.folder, self.peer_id, self.config, self.record = folder, peer_id, config, record_of()
+        self.folder, self.peer_id, self.config = folder, peer_id, config
+        before = replace(record_of(), parts=(Part(owner="a", grant=GRANT - 1, outer_step=0, digest="0" * 64),))
+        self.enrolments: Enrolments | None = Enrolments.of(before).taking(record_of())
         self.log = PartLog(folder, RUN, part, config, disk)
         self.store = Store(folder, config, RUN, disk, part_log=self.log)
-        self.replica = PartReplica(RUN, part, config, self.store, record=lambda: self.record)
+        self.replica = PartReplica(RUN, part, config, self.store, enrolments=lambda: self.enrolments)
 
     def found(self) -> AuditedMember:
         self.replica.found(outer_state(self.config, 0))
@@ -178,7 +185,7 @@ def entry_of(
     key: bytes,
 ) -> str:
     """What an owner writes of a merged round."""
-    entries = OwnerEntries(log, RUN, 0, grant, config, owner, Signer(key), lambda: 1.7e9)
+    entries = OwnerEntries(log, RUN, 0, grant, config, owner, Signer(key), lambda: 1.7e9, enrolled_key)
     staged = outer.stage_all(records, None, {})
     step = outer.outer_step + 1
     return entries.commit(
@@ -194,6 +201,7 @@ class _AuditedDisk(MemberDisk):
     """The folder of one member, with a log."""
 
     record: Callable[[], Record | None] = staticmethod(lambda: None)
+    enrolments: Enrolments | None = None
     log: PartLog
 
     def open(self, parts: int, on_commit: Callable[[int, Commit], None]) -> list[PartReplica]:
@@ -201,7 +209,12 @@ class _AuditedDisk(MemberDisk):
         disk = Disk(write=self._write, fsync=self._sync)
         self.log = PartLog(path, RUN, 0, self._config, disk)
         self._stores.append(Store(path, self._config, RUN, disk, part_log=self.log))
-        return [PartReplica(RUN, 0, self._config, self._stores[-1], partial(on_commit, 0), lambda: self.record())]
+        return [PartReplica(RUN, 0, self._config, self._stores[-1], partial(on_commit, 0), self.known)]
+
+    def known(self) -> Enrolments | None:
+        if (record := self.record()) is not None:
+            self.enrolments = self.enrolments.taking(record) if self.enrolments is not None else Enrolments.of(record)
+        return self.enrolments
 
 
 class AuditedTable(ReplicatedTable):
