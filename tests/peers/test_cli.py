@@ -63,6 +63,7 @@ def test_only_rank_0_logs_lines_the_others_warn(
     monkeypatch.setattr(logging.root, "handlers", [])  # as in a process of its own
     monkeypatch.setattr(logging.root, "level", logging.WARNING)
     run(monkeypatch, "run", "--data", str(tmp_path))
+    logging.root.handlers[0].flush()
     said = capfd.readouterr().err
     assert line in said
     assert ("told" in said) == (rank == 0)

@@ -162,9 +162,9 @@ def test_of_two_that_differ_neither_is_taken(tmp_path: Path, monkeypatch: pytest
         failed: list[str] = []
         say = d._say
 
-        def said(part: Any, answer: Any) -> None:
+        def said(part: Any, answer: Any, source: str = "") -> None:
             failed.append(answer.reason if isinstance(answer, ev.Failed) else "")
-            say(part, answer)
+            say(part, answer, source)
 
         d._say = said  # type: ignore[method-assign]
         await swarm.until(lambda: len(failed) >= 3, passes=1.0)
