@@ -34,8 +34,14 @@ PROCESSES = (
     "tests/edit/lab/chaos/test_chaos_swarm_real.py",
     "tests/edit/lab/demo/test_demo_real.py",
     "tests/edit/test_bits.py",
+    "tests/edit/test_command_line.py::test_an_integration_whose_package_is_missing_says_in_one_line_what_to_install",
+    "tests/edit/test_public_api.py::test_the_example_needs_at_most_five_lines_and_trains",
+    "tests/edit/test_public_api.py::test_importing_leaves_torchs_settings_and_random_state_alone",
+    "tests/edit/web/test_browser.py",
     "tests/examples/",
+    "tests/peers/test_connection.py::test_what_is_forked_beside_calls_does_not_abort",
     "tests/processes/",
+    "tests/test_extras.py",
 )
 """Files and folders whose tests start real programs, and wait for them; `make test-processes` runs these."""
 

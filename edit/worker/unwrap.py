@@ -82,16 +82,17 @@ def innermost_optimizer(optimizer: object) -> Optimizer:
     One that wraps another but runs step hooks of its own is returned itself: it may write after the inner step, as Lookahead.
     """
     inner: object = optimizer
-    while not (isinstance(inner, LRScheduler) or _runs_hooks(inner)) and isinstance(inside := _inside(inner), Optimizer):
+    while not (isinstance(inner, LRScheduler) or _runs_hooks(inner)) and (inside := wrapped(inner)) is not None:
         inner = inside
     if not isinstance(inner, Optimizer):
         raise ConfigError(f"optimizer: must be a torch optimizer, or a list of them, not {_the(optimizer)}")
     return inner
 
 
-def _inside(optimizer: object) -> object:
-    """Return what a wrapper has wrapped, also Opacus's."""
-    return getattr(optimizer, "optimizer", None) or getattr(optimizer, "original_optimizer", None)
+def wrapped(optimizer: object) -> Optimizer | None:
+    """Return the torch optimizer that this one has wrapped, as Opacus's does, too; None: it wraps none."""
+    inside = (getattr(optimizer, name, None) for name in ("optimizer", "original_optimizer"))
+    return next((each for each in inside if isinstance(each, Optimizer)), None)
 
 
 def _runs_hooks(optimizer: object) -> bool:

@@ -54,7 +54,7 @@ from edit.worker.checkpoint import Checkpoint, kinds_needed, skeleton
 from edit.worker.config import WorkerConfig
 from edit.worker.hooks import Hook, after_backward, in_backward
 from edit.worker.speed import Speed, Stopwatch
-from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated
+from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated, wrapped
 
 __all__ = ["EditWorker", "WorkerConfig"]
 
@@ -154,6 +154,9 @@ class EditWorker:
         self._stepped = False  # whether the optimizer whose step ends an inner step ever was
         self._backward = -1  # the last one in which an inner step ended
         self._other_steps: dict[int, int] = {}  # since then, of the other optimizers, by id
+        self._written_before: list[
+            int
+        ] = []  # how often the parameters were, by fragment, before the step of one that wraps another
         self._trainers = WeakSet(self._optimizers)  # of the model: these, and those that were seen to step
 
     def __enter__(self) -> Self:
@@ -604,6 +607,8 @@ class EditWorker:
         with _outside_autograd():
             for each in self._exchanges:
                 each.undone_merges.before_step()
+        if wrapped(optimizer) is not None:
+            self._written_before = self._written()
 
     def _take_rest(self) -> None:
         """Take what no forward has taken."""
@@ -613,9 +618,9 @@ class EditWorker:
                 each.before_step()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._stepped = True
+        self._stepped, skipped = True, self._skipped(optimizer)
         self._other_steps.clear()
-        if self._skipped(optimizer):
+        if skipped:
             return
         for each in self._exchanges:
             each.undone_merges.after_step()
@@ -645,9 +650,21 @@ class EditWorker:
             self._waited = (self.outer_step, paused_s, paused_s - self._waited[1])
 
     def _skipped(self, optimizer: Optimizer) -> bool:
-        """Whether this step did nothing: to a fused optimizer GradScaler leaves it to skip one whose gradients overflowed."""
+        """Whether this step did nothing.
+
+        To a fused optimizer GradScaler leaves it to skip one whose gradients overflowed. One that wraps another may leave out
+        its steps, to accumulate gradients.
+        """
         found_inf = getattr(optimizer, "found_inf", None)
-        return found_inf is not None and self._ranks.all([bool(found_inf)])[0]
+        if found_inf is not None:
+            return self._ranks.all([bool(found_inf)])[0]
+        inside = wrapped(optimizer)
+        if inside is None or id(inside) in self._other_steps:
+            return False
+        return self._ranks.all([self._written() == self._written_before])[0]
+
+    def _written(self) -> list[int]:
+        return [each.replica.version(i) for each in self._exchanges for i in range(len(each.replica.schema.fragments))]
 
     def _tell(self) -> None:
         """Tell each aggregator how far this peer is."""

@@ -20,7 +20,6 @@ from aggregator.worker_thread import Background
 from edit.errors import ConfigError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.outer_state import OuterState
-from tests.support.exhaustive import rarely
 from tests.support.served import TOML, found_run, new_folder, served
 from tests.support.served import theta as theta_of
 
@@ -123,7 +122,8 @@ async def trained(path: Path, codec: str, threads: int) -> OuterState:
     return load_outer(folder)
 
 
-@pytest.mark.parametrize("codec", rarely(["fp32", "int8"], kept=["int8"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_with_more_threads_the_bits_are_the_same_over_kills(tmp_path: Path, codec: str) -> None:
     one, three = (asyncio.run(trained(tmp_path / str(threads), codec, threads)) for threads in (1, 3))
     assert one.outer_step == three.outer_step == 4 and one.digest == three.digest

@@ -224,7 +224,7 @@ LONG, PARTS, KILLED_EVERY = 12, 2, 5
         pytest.param("enabled = false", "fp32", "fp32", False, marks=pytest.mark.exhaustive),
         ("enabled = false", "fp32", "fp32", True),
         pytest.param("enabled = true", "fp32", "fp32", True, marks=pytest.mark.exhaustive),
-        ("enabled = true", "int8", "bf16", False),
+        pytest.param("enabled = true", "int8", "bf16", False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_swarm_whose_owners_are_killed_gives_the_bits_of_a_hub_and_in_fp32_of_the_naive_diloco(

@@ -240,6 +240,7 @@ def test_the_noise_is_as_large_as_it_is_said_to_be_and_never_the_same(tmp_path: 
     assert len({tuple(row.tolist()) for row in seen}) == 400
 
 
+@pytest.mark.exhaustive
 def test_examples_are_drawn_independently_and_sometimes_there_is_none(tmp_path: Path) -> None:
     task = Regression()
     with task.gradients(tmp_path, privacy(epsilon_max=1e3), batch_size=2, planned=2000, block=500, at_once=64) as private:
@@ -356,6 +357,7 @@ def test_more_steps_than_were_planned_may_be_taken_within_the_budget(tmp_path: P
         assert private._ledger.count == 16
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_more_steps_than_can_be_computed_is_begun_all_the_same(tmp_path: Path) -> None:
     with Regression().gradients(tmp_path, planned=1 << 70, block=10) as private:
         private.backward()

@@ -161,7 +161,10 @@ MIXED = CodecConfig(
 @pytest.mark.parametrize(
     ("kind", "up"),
     rarely([("delayed", text) for text in SPECS], kept=[("delayed", text) for text in FAMILIES])
-    + [(kind, MIXED) for kind in MODES if kind != "eager"],
+    + rarely(
+        [(kind, MIXED) for kind in MODES if kind != "eager"],
+        kept=[("forward", MIXED), ("streaming", MIXED)],
+    ),
     ids=str,
 )
 def test_an_interrupted_training_gives_the_same_bits_with_every_codec(kind: str, up: str | CodecConfig) -> None:
@@ -174,7 +177,7 @@ def equal(a: tuple[list[float], list[str], list[Tensor]], b: tuple[list[float], 
     return a[:2] == b[:2] and all(torch.equal(x, y) for x, y in zip(a[2], b[2], strict=True))
 
 
-@pytest.mark.parametrize("kind", rarely(MODES, kept=("forward", "delayed", "streaming")))
+@pytest.mark.parametrize("kind", rarely(MODES, kept=("forward", "streaming")))
 def test_a_contribution_that_was_shortened_is_the_same_after_an_interruption(kind: str) -> None:
     run_config, clip = run_of(kind, CodecConfig(up="int4", down="bf16")), 0.05
     whole = trained(run_config, clip=clip)

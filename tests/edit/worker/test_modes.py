@@ -94,6 +94,7 @@ def test_forward_gives_the_same_bits_as_blocking(groups: int) -> None:
     assert blocking[1] == forward[1]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("mix", "alpha"), [("replay", 0.5), ("replace", 0.5), ("lerp", 0.5), ("lerp", 0.0), ("lerp", 1.0)])
 @pytest.mark.parametrize(("groups", "delay"), [(1, 1), (1, 4), (1, EVERY), (3, 1), (3, 2)])
 def test_delayed_is_the_oracles(mix: str, alpha: float, groups: int, delay: int) -> None:

@@ -82,6 +82,24 @@ class Pulled(torch.optim.Optimizer):
             parameter.lerp_(then, 0.5)
 
 
+class Accumulating(torch.optim.Optimizer):
+    """Steps another optimizer at each fourth step, or, `alone`, writes to the parameters itself then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, alone: bool) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.alone, self.steps = optimizer, alone, 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps % 4 == 0:
+            if self.alone:
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.mul_(0.5)
+            else:
+                self.optimizer.step()
+
+
 class Outside:
     """As apex's wrapper: no torch optimizer, but steps the one in it."""
 
@@ -101,6 +119,19 @@ class Silent(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self.original_optimizer.step()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_step_that_a_wrapper_leaves_out_does_not_count(alone: bool) -> None:
+    model, collective = small_mlp(), ScriptedCollective()
+    optimizer, batches = Accumulating(torch.optim.SGD(model.parameters(), lr=0.1), alone), regression_batches(0)
+    counted = []
+    with pytest.raises(KeyboardInterrupt), EditWorker(model, optimizer, collective, worker_config(every=9)) as worker:
+        for _ in range(9):
+            train_step(model, optimizer, next(batches))
+            counted.append(worker.inner_steps)
+        raise KeyboardInterrupt
+    assert counted == [0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("mode", ["blocking", "delayed"])
