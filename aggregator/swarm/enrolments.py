@@ -60,14 +60,12 @@ class Enrolments:
 
         Raises GoneError: the peer's enrolment is not known here yet; UnclearKeyError.
         """
-        if (enrolled := self.record.enrolled.get(peer_id)) is None:
+        if peer_id not in self.record.enrolled:
             raise GoneError(f"the enrolment of {peer_id} is not known here")
         found = key_hash(key)
         if found == present_key(self.record, peer_id):
             return True
         last, since = self._changed.get(peer_id, ("", self._begun))
-        if peer_id in self.record.evicted and not enrolled.observer:
-            last = enrolled.key
         changes = _is_on_its_way(update, since)
         if changes and found == last:
             return True

@@ -67,7 +67,8 @@ Owners
     fails. A verifier may Release what it disputes, or when it was restarted; then others get the part, if there are others.
     So they do when so many voters Release an update that is none that those who are left are no quorum: it could never be a
     step, and who refuses it without a reason could as well have said nothing. Whoever cannot judge it Releases it, too, and
-    blames nobody: if no other says that it is none, its owner has it merged again, with the next grant.
+    blames nobody: if no other says that it is none, and those of the others that are live are no quorum, its owner has it
+    merged again, with the next grant.
     Whom two others disagreed with owns and verifies nothing, if others can. Disputes are in the record, until one of the two is
     evicted or enrolled anew; who did not verify in time (rule 13), only the leader knows that waited for it. Of those that can,
     they get it first to whom others connect without a relay. To such a voter that has been live for 5 leases a part moves from
@@ -370,8 +371,8 @@ class Council:
         self._accepted = set[str]()  # names that have the present version on disk
         self._heard: dict[str, _Heard] = {}  # by peer_id
         self._moved: dict[int, set[str]] = {}  # parts that change hands with the next version, and who should not get them
-        # By part: a grant, and the voters that cannot hold its update, with whether it is none to them.
-        self._cannot_hold: dict[int, tuple[int, dict[str, bool]]] = {}
+        # By part: a grant and an outer step, and the voters that cannot hold the next update, with whether it is none to them.
+        self._cannot_hold: dict[int, tuple[tuple[int, int], dict[str, bool]]] = {}
         self._unverified: dict[int, tuple[Update, float]] = {}  # by part: what a quorum holds, since when
         self._against: dict[str, set[str]] = {}  # by peer: with whom an update was not verified in time
         self._ended: dict[int, int] = {}  # the grants of the parts whose engine ended
@@ -1014,21 +1015,25 @@ class Council:
                 self._draft = record.disputed(part.owner, peer_id)
             said = f", owned by {part.owner}: {peer_id} says" if peer_id != part.owner else f": its owner {peer_id} returns it"
             self._effects.append(Noticed(f"part {message.part}{said}: {message.reason}"))
-        elif isinstance(message, Release) and sender in record.electors:
+        elif isinstance(message, Release) and sender in record.electors and self._has(sender, message.part, part):
             self._refuse(sender, message, record, part)
         elif isinstance(message, Ended) and peer_id == part.owner:
             self._ended[message.part] = message.grant
 
     def _refuse(self, sender: str, release: Release, record: Record, part: Part) -> None:
         """Rule 11: count the voters that cannot hold an owner's update; when the others are no quorum, the part moves."""
-        grant, names = self._cannot_hold.get(release.part, (part.grant, {}))
-        names = names if grant == part.grant else {}
+        place = part.grant, part.outer_step
+        known, names = self._cannot_hold.get(release.part, (place, {}))
+        names = names if known == place else {}
         if sender not in names:
             text = f"part {release.part}, owned by {part.owner}: {peer_of(sender)} says: {release.reason}"
             self._effects.append(Noticed(text))
         names = {**names, sender: release.away or names.get(sender, False)}
-        self._cannot_hold[release.part] = part.grant, names
-        if record.agreed({*record.electors} - names.keys()):
+        self._cannot_hold[release.part] = place, names
+        others = {*record.electors} - names.keys()
+        if not any(names.values()):  # nobody blames anybody, and who is not there does not hold it, either
+            others = {name for name in others if self._is_live(peer_of(name))}
+        if record.agreed(others):
             return
         blaming = [name for name, blames in names.items() if blames]
         self._moved[release.part] = {part.owner} if blaming else set()

@@ -49,6 +49,7 @@ class _Part:
     own: Update | None = None  # an engine here made it
     served: int | None = None  # the grant that an engine here serves
     to_release: Release | None = None  # said to the leader until the grant is another
+    disputed: float = math.inf  # the outer step before the update that it disputes; of who does not verify it is over with that
     ended: Ended | None = None  # likewise, until the run is finished
 
 
@@ -108,8 +109,9 @@ class Parts:
         for i, (mine, part) in enumerate(zip(self._parts, record.parts, strict=True)):
             if mine.own is not None and not mine.own.continues(part):
                 mine.own = None
-            if mine.to_release is not None and mine.to_release.grant != part.grant:
-                mine.to_release = None
+            decided = part.outer_step > mine.disputed and self._peer_id not in (part.owner, *part.verifiers)
+            if mine.to_release is not None and (mine.to_release.grant != part.grant or decided):
+                mine.to_release, mine.disputed = None, math.inf
             if mine.ended is not None and mine.ended.grant != part.grant:
                 mine.ended = None
             if first and self._peer_id in (part.owner, *part.verifiers):
@@ -285,7 +287,8 @@ class Parts:
 
     def dispute(self, release: Release) -> None:
         """The owner's update is not what this member computed, or is none; or, if not `away`, that cannot be told here."""
-        self._parts[release.part].to_release = release
+        mine = self._parts[release.part]
+        mine.to_release, mine.disputed = release, mine.state.outer_step
         self._tell_leader(release)
 
     # -- time --------------------------------------------------------------------------------------------------------------

@@ -54,13 +54,18 @@ def test_a_key_that_nobody_was_enrolled_for_is_unclear_for_as_long_and_then_does
     assert not changed.counts("p", THIRD, update(5)), "nothing has changed for p"
 
 
-def test_after_a_start_and_under_another_leader_other_keys_are_unclear_until_the_next_outer_step() -> None:
-    for fresh in (known(record(4, key=NEW)), known(record(1, key=NEW), record(4, key=NEW, term=2))):
+@pytest.mark.parametrize(("key", "out"), [(NEW, False), (OLD, True)])
+def test_after_a_start_and_under_another_leader_other_keys_are_unclear_until_the_next_outer_step(key: bytes, out: bool) -> None:
+    """Also that of who was evicted long before: else an owner that lies could merge it once more with each leader."""
+    for fresh in (
+        known(record(4, key=key, out=out)),
+        known(record(1, key=key, out=out), record(4, key=key, out=out, term=2)),
+    ):
         with pytest.raises(UnclearKeyError):
             fresh.counts("q", OLD, update(5))
         assert not fresh.counts("q", OLD, update(6)) and not fresh.counts("q", OLD, update(5, GRANT + 1))
-    assert known(record(4, out=True)).counts("q", OLD, update(5)), "the record has its last key"
-    assert known(record(1), record(4, key=NEW), record(4, key=NEW, term=2)).counts("q", OLD, update(5)), "it has seen that"
+    seen = known(record(1), record(4, key=key, out=out), record(4, key=key, out=out, term=2))
+    assert seen.counts("q", OLD, update(5)), "it has seen the change"
 
 
 def test_of_who_is_not_enrolled_nothing_is_known() -> None:

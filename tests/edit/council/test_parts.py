@@ -328,6 +328,35 @@ def test_so_is_what_so_many_voters_cannot_judge_that_the_others_are_no_quorum(bl
     assert table.record.disputes == ({part.owner: (second,), second: (part.owner,)} if blamed else {})
 
 
+def test_of_who_is_not_there_nobody_waits_before_what_cannot_be_judged_is_merged_again() -> None:
+    table = Table("abc")
+    table.elect("b")
+    table.run(LEASE_S)
+    part = table.record.parts[0]
+    table.kill("c")
+    table.idle.add("b")
+    table.make("a")
+    table.handle("b", ev.Disputed(0, part.grant, "a key is not known", is_unclear=True))
+    table.run(2 * LEASE_S)
+    after = table.record.parts[0]
+    assert after.grant > part.grant and after.owner == "a" and len(table.record.voters) == 3 and not table.record.disputes
+
+
+@pytest.mark.parametrize("is_unclear", [False, True])
+def test_what_voters_say_of_different_outer_steps_does_not_add_up(is_unclear: bool) -> None:
+    table = Table("abc")
+    table.elect("c")
+    table.run(LEASE_S)
+    part = table.record.parts[0]
+    for step, peer_id in enumerate("bcb", 1):
+        table.idle = {peer_id}
+        table.make("a")
+        table.handle(peer_id, ev.Disputed(0, part.grant, "its record is old", is_unclear))
+        table.run(2 * LEASE_S)
+        assert table.steps() == dict.fromkeys("abc", step)
+    assert (table.record.parts[0].owner, table.record.parts[0].grant) == ("a", part.grant) and not table.record.disputes
+
+
 def verified_by(table: Table, liars: str, owner: str) -> bool:
     """Whether the next update of an owner is agreed on, where these dispute whatever they verify."""
     part = table.record.parts[0]
