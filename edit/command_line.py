@@ -10,6 +10,7 @@ import errno
 import gc
 import logging
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -217,6 +218,8 @@ class _Lines(QueueHandler):
         if self._process != os.getpid():
             self._waiting, self._process = Queue(MOST_LINES), os.getpid()
             _Writer(self._waiting, self._descriptor).start()
+            if (forks := sys.modules.get("multiprocessing.util")) is not None:  # what it forks ends without `logging.shutdown`
+                forks.Finalize(None, self.flush, exitpriority=0)
         try:
             if self._left_out:
                 text = "%d lines of the log were not written: nobody read them"
@@ -234,12 +237,15 @@ class _Lines(QueueHandler):
         self.flush()
 
     def flush(self) -> None:
-        """Wait until all is written; FLUSH_S at most, and no more once that was in vain. Also called when Python ends."""
+        """Wait until all is written; no more once nothing was for FLUSH_S. Also called when Python ends."""
         if self._process == os.getpid():
             waiting = self._waiting
             with waiting.all_tasks_done:
-                if not waiting.all_tasks_done.wait_for(lambda: not waiting.unfinished_tasks, self._patience_s):
-                    self._patience_s = 0.0
+                while left := waiting.unfinished_tasks:
+                    waiting.all_tasks_done.wait(self._patience_s)
+                    if waiting.unfinished_tasks == left:
+                        self._patience_s = 0.0
+                        return
 
 
 class _Writer(QueueListener):
@@ -253,7 +259,10 @@ class _Writer(QueueListener):
         line = memoryview(f"{record.getMessage()}\n".encode(errors="backslashreplace"))
         with contextlib.suppress(OSError):  # a full disk; a reader that has gone
             while line:
-                line = line[os.write(self._descriptor, line) :]
+                try:
+                    line = line[os.write(self._descriptor, line) :]
+                except BlockingIOError:  # whoever made the pipe does not wait for it
+                    select.select([], [self._descriptor], [])
 
 
 class _OneLine(logging.Formatter):

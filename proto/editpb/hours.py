@@ -152,4 +152,5 @@ def _until_over(work: Callable[[], object], is_over: Callable[[], bool], look_s:
 def _restart() -> None:
     """Become the same command anew. What it began with --fresh it goes on with."""
     words = [word for word in sys.orig_argv[1:] if word != "--fresh"]
+    logging.shutdown()  # the log is written by a thread
     os.execv(sys.executable, [sys.executable, *words])

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -131,6 +132,65 @@ def test_lines_that_nobody_read_are_counted_where_they_are_missing(monkeypatch: 
     handler.flush()
     assert written == [f"line {k}" for k in range(len(written))] and len(written) in (3, 4)  # the thread may have had one
     assert gap == f"{10 - len(written)} lines of the log were not written: nobody read them" and last == "read again"
+    os.close(writer)
+
+
+def test_lines_that_a_process_logged_which_multiprocessing_forked_are_written() -> None:
+    program = """
+import logging, multiprocessing
+from edit.command_line import log_to_stderr
+log_to_stderr()
+children = [multiprocessing.get_context("fork").Process(target=logging.info, args=("child %d", k)) for k in range(5)]
+for child in children:
+    child.start()
+    child.join()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert [line.partition(" I ")[2] for line in done.stderr.splitlines()] == [f"child {k}" for k in range(5)]
+
+
+def test_who_reads_slowly_gets_all_also_from_a_pipe_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "FLUSH_S", 60.0)
+    reader, writer = full_pipe()
+    os.set_blocking(writer, False)
+    handler = command_line._Lines(writer)
+    lines = [f"{k:04} {'x' * 100}" for k in range(400)]
+    for line in lines:
+        handler.handle(logging.makeLogRecord({"msg": line}))
+    flushing = threading.Thread(target=handler.flush)
+    flushing.start()
+    got = b""
+    while got.count(b"\n") < len(lines):
+        got += os.read(reader, 512)
+    flushing.join()
+    os.close(reader)
+    os.close(writer)
+    assert got.lstrip(b".").decode().splitlines() == lines
+
+
+def test_a_wait_for_who_reads_ends_only_where_nothing_was_read_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "FLUSH_S", 0.0)
+    reader, writer = full_pipe()
+    handler = command_line._Lines(writer)
+    for k in range(5):
+        handler.handle(logging.makeLogRecord({"msg": f"{k}{'.' * 4094}"}))
+    read = list[int]()
+
+    def wait(timeout: float | None = None) -> bool:
+        """One line is read and the next fits in, in each of the first three waits."""
+        if len(read) < 3:
+            before = handler._waiting.unfinished_tasks
+            os.read(reader, 4096)
+            read.append(before)
+            while handler._waiting.unfinished_tasks == before:
+                really(0.01)
+        return False
+
+    really = handler._waiting.all_tasks_done.wait
+    monkeypatch.setattr(handler._waiting.all_tasks_done, "wait", wait)
+    handler.flush()
+    assert read == [5, 4, 3] and handler._patience_s == 0.0
+    os.close(reader)
     os.close(writer)
 
 

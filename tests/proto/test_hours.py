@@ -228,3 +228,20 @@ def test_the_command_is_the_same_process_in_its_next_hours_and_fresh_only_once(t
     finally:
         process.kill()
         process.communicate()
+
+
+def test_what_was_logged_last_is_written_before_the_process_begins_anew() -> None:
+    program = """
+import logging, sys
+from edit.command_line import log_to_stderr
+from editpb import hours
+log_to_stderr()
+for k in range(100):
+    logging.info("line %d", k)
+sys.orig_argv = [sys.executable, "-c", ""]
+hours._restart()
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'proto'}"}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, env=environment, timeout=60, check=True)
+    assert [line.partition(" I ")[2] for line in done.stderr.splitlines()] == [f"line {k}" for k in range(100)]
