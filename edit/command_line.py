@@ -16,7 +16,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from queue import Full, Queue
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
 
 import typer
 
@@ -207,28 +209,31 @@ class _Lines(QueueHandler):
     """Leaves lines to a thread that writes them to a descriptor."""
 
     def __init__(self, descriptor: int) -> None:
-        self._waiting = Queue[logging.LogRecord](MOST_LINES)
+        # A destructor, or a signal's handler, that logs may come in between: in a Queue it would wait for itself.
+        self._waiting = SimpleQueue[logging.LogRecord | Event]()
         super().__init__(self._waiting)
         self._descriptor = descriptor
-        self._process = 0  # in which the thread is; one that was forked has none, and maybe a queue that stays locked
+        self._writer: _Writer | None = None
+        self._process = 0  # in which the writer is; one that was forked has none
         self._left_out = 0
         self._patience_s = FLUSH_S
 
     def enqueue(self, record: logging.LogRecord) -> None:
         if self._process != os.getpid():
-            self._waiting, self._process = Queue(MOST_LINES), os.getpid()
-            _Writer(self._waiting, self._descriptor).start()
+            self._waiting, self._process = SimpleQueue(), os.getpid()
+            self._writer = _Writer(self._waiting, self._descriptor)
+            self._writer.start()
             if (forks := sys.modules.get("multiprocessing.util")) is not None:  # what it forks ends without `logging.shutdown`
                 forks.Finalize(None, self.flush, exitpriority=0)
-        try:
-            if self._left_out:
-                text = "%d lines of the log were not written: nobody read them"
-                gap = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (self._left_out,), None)
-                self._waiting.put_nowait(self.prepare(gap))
-                self._left_out = 0
-            self._waiting.put_nowait(record)
-        except Full:
+        if self._waiting.qsize() >= MOST_LINES:
             self._left_out += 1
+            return
+        if self._left_out:
+            text = "%d lines of the log were not written: nobody read them"
+            gap = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (self._left_out,), None)
+            self._waiting.put(self.prepare(gap))
+            self._left_out = 0
+        self._waiting.put(record)
 
     def say(self, text: str) -> None:
         """Write `text` as it is, after all before it; return once it is written, or nobody reads it."""
@@ -238,24 +243,29 @@ class _Lines(QueueHandler):
 
     def flush(self) -> None:
         """Wait until all is written; no more once nothing was for FLUSH_S. Also called when Python ends."""
-        if self._process == os.getpid():
-            waiting = self._waiting
-            with waiting.all_tasks_done:
-                while left := waiting.unfinished_tasks:
-                    waiting.all_tasks_done.wait(self._patience_s)
-                    if waiting.unfinished_tasks == left:
-                        self._patience_s = 0.0
-                        return
+        if self._writer is None or self._process != os.getpid():
+            return
+        all_is_written = Event()
+        self._waiting.put(all_is_written)
+        written = self._writer.written
+        while not all_is_written.wait(self._patience_s):
+            if written == (written := self._writer.written):
+                self._patience_s = 0.0
+                return
 
 
 class _Writer(QueueListener):
     """The thread. It writes to the descriptor itself: a daemon thread that is stopped in a stream keeps that stream locked."""
 
-    def __init__(self, queue: Queue[logging.LogRecord], descriptor: int) -> None:
+    def __init__(self, queue: SimpleQueue[Any], descriptor: int) -> None:
         super().__init__(queue)
         self._descriptor = descriptor
+        self.written = 0  # lines
 
-    def handle(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord | Event) -> None:
+        if isinstance(record, Event):
+            record.set()
+            return
         line = memoryview(f"{record.getMessage()}\n".encode(errors="backslashreplace"))
         with contextlib.suppress(OSError):  # a full disk; a reader that has gone
             while line:
@@ -263,6 +273,7 @@ class _Writer(QueueListener):
                     line = line[os.write(self._descriptor, line) :]
                 except BlockingIOError:  # whoever made the pipe does not wait for it
                     select.select([], [self._descriptor], [])
+        self.written += 1
 
 
 class _OneLine(logging.Formatter):

@@ -169,29 +169,49 @@ def test_who_reads_slowly_gets_all_also_from_a_pipe_that_does_not_wait(monkeypat
 
 
 def test_a_wait_for_who_reads_ends_only_where_nothing_was_read_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_line, "FLUSH_S", 0.0)
     reader, writer = full_pipe()
     handler = command_line._Lines(writer)
     for k in range(5):
         handler.handle(logging.makeLogRecord({"msg": f"{k}{'.' * 4094}"}))
-    read = list[int]()
+    seen = list[int]()
 
-    def wait(timeout: float | None = None) -> bool:
+    class Slow(threading.Event):
         """One line is read and the next fits in, in each of the first three waits."""
-        if len(read) < 3:
-            before = handler._waiting.unfinished_tasks
-            os.read(reader, 4096)
-            read.append(before)
-            while handler._waiting.unfinished_tasks == before:
-                really(0.01)
-        return False
 
-    really = handler._waiting.all_tasks_done.wait
-    monkeypatch.setattr(handler._waiting.all_tasks_done, "wait", wait)
+        def wait(self, timeout: float | None = None) -> bool:
+            assert handler._writer is not None
+            seen.append(written := handler._writer.written)
+            if len(seen) <= 3:
+                os.read(reader, 4096)
+                while handler._writer.written == written:
+                    threading.Event().wait(0.01)
+            return False
+
+    monkeypatch.setattr(command_line, "Event", Slow)
     handler.flush()
-    assert read == [5, 4, 3] and handler._patience_s == 0.0
+    assert seen == [0, 1, 2, 3] and handler._patience_s == 0.0
     os.close(reader)
     os.close(writer)
+
+
+def test_a_destructor_that_logs_while_a_line_is_logged_does_not_stop_the_process() -> None:
+    program = """
+import gc, logging, sys
+from edit.command_line import log_to_stderr
+log_to_stderr()
+class Logs:
+    def __del__(self):
+        logging.info("ended")
+gc.set_threshold(1)
+for k in range(2000):
+    one = Logs()
+    one.itself = one
+    del one
+    logging.info("line %d", k)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    lines = [line.partition(" I ")[2] for line in done.stderr.splitlines()]
+    assert [line for line in lines if line != "ended"] == [f"line {k}" for k in range(2000)] and lines.count("ended") > 1000
 
 
 def test_the_format_of_logs_is_an_option_of_every_program(monkeypatch: pytest.MonkeyPatch) -> None:
