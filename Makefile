@@ -21,6 +21,7 @@ test-processes: $(VENV)/.dev
 
 test-exhaustive: $(VENV)/.dev
 	EXHAUSTIVE=1 $(BIN)/python -m pytest -n 4 --dist worksteal -m "not processes" $(ARGS)
+	EXHAUSTIVE=1 $(BIN)/python -m pytest -n 4 --dist worksteal -m processes $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -30,8 +30,8 @@ def here() -> dict[str, str]:
     "environment",
     [
         pytest.param(PLAIN | TORCH, id="plain, 1 thread"),
-        pytest.param(AVX2 | TORCH, id="avx2, 2 threads"),
-        pytest.param(KERNELS, id="kernels", marks=needs_numba),
+        pytest.param(AVX2 | TORCH, id="avx2, 2 threads", marks=pytest.mark.exhaustive),
+        pytest.param(KERNELS, id="kernels", marks=[needs_numba, pytest.mark.exhaustive]),
         pytest.param(PLAIN | KERNELS_SSE2, id="plain, kernels", marks=needs_numba),
     ],
 )

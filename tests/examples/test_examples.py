@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.exhaustive import rarely
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IN_ONE_PROCESS = {"bring_your_own_loop": 0.01, "frozen_base": 0.02, "lora": 2.7}
 OVER_THE_NETWORK = {"transformers_trainer": 1.6, "lightning_trainer": 0.1, "sharded_loop": 0.05}
@@ -50,7 +52,7 @@ def test_peers_that_take_turns(name: str, main: Main) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", sorted(OVER_THE_NETWORK))
+@pytest.mark.parametrize("name", rarely(sorted(OVER_THE_NETWORK), kept=["sharded_loop"]))
 def test_peers_over_the_network(name: str, main: Main) -> None:
     assert common_loss(losses_in(main(name))) < OVER_THE_NETWORK[name]
 

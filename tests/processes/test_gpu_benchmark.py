@@ -44,6 +44,7 @@ def test_without_cuda_every_part_says_that_it_was_not_run(
     assert capsys.readouterr().out.splitlines() == [f"{part}: needs CUDA: not run here" for part in gpu.PARTS]
 
 
+@pytest.mark.exhaustive
 def test_codecs_and_the_paths_of_every_mode(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-exhaustive`, which sets EXHAUSTIVE=1.
+"""What `make test` and `make test-processes` leave to `make test-exhaustive`, which sets EXHAUSTIVE=1.
 
 - A test with the marker `covering` and several parameters runs with each value of each of them, but not with each combination.
 - A test, or a parameter, with the marker `exhaustive` does not run at all.
@@ -22,7 +22,7 @@ def examples(count: int) -> int:
 
 
 def rarely(values: Iterable[Any], kept: Sequence[Any]) -> list[Any]:
-    """Parameters of which `make test` runs those in `kept`; a tuple is a value of each of several names."""
+    """Parameters of which those in `kept` always run; a tuple is a value of each of several names."""
     return [
         value
         if value in kept

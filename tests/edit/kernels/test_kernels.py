@@ -250,6 +250,7 @@ def test_no_cache_where_none_can_be_written_or_others_can(fake: FakeNumba, tmp_p
     assert load().startswith("kernels: numba 0, not cached: ") and fake.cached == {(False, "")}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 def test_another_process_reads_what_one_has_compiled(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from edit.lab.bench.links import heartbeat_delays, link_rates
 from edit.lab.link import LinkShape
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
 def test_all_transfers_are_measured_beside_raw_tcp() -> None:
     shape = LinkShape(up_bits_per_s=1e9, down_bits_per_s=1e9, latency_s=0.001, queue_bytes=1 << 16)
@@ -23,6 +24,7 @@ def test_all_transfers_are_measured_beside_raw_tcp() -> None:
     assert rates.share("snapshot") == pytest.approx(rates.snapshot[1] / rates.raw_down[1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
 def test_heartbeats_are_timed_before_and_while_data_is_on_the_link() -> None:
     shape = LinkShape(up_bits_per_s=4e6, down_bits_per_s=4e6, latency_s=0.01, queue_bytes=1 << 16)
@@ -31,6 +33,7 @@ def test_heartbeats_are_timed_before_and_while_data_is_on_the_link() -> None:
     assert delays.up_mbit > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("measure", [heartbeat_delays, link_rates])
 def test_a_contribution_that_is_not_sent_in_time_is_no_rate(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:

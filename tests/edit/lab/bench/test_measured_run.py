@@ -25,6 +25,7 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
 def test_a_trial_runs_to_its_end_over_a_kill_and_tells_what_was_merged(tmp_path: Path, data: Path) -> None:
     def committed() -> list[int]:
@@ -52,6 +53,7 @@ def test_a_peer_that_fails_ends_the_trial_with_its_last_words(tmp_path: Path, da
             real.finish(60.0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(60)
 def test_peers_alone_give_seconds_per_step(tmp_path: Path, data: Path) -> None:
     assert alone(tmp_path / "alone", SETTINGS, data, ("ada", "grace"), 30) > 0.0

@@ -149,6 +149,7 @@ def test_over_links_each_peer_is_a_host_and_the_bound_is_that_of_the_bytes(measu
     assert gloo["busiest_link"].split()[0] in ("peer-0", "peer-1")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("limited_links")
 @pytest.mark.timeout(300)  # a coordinator and two peers
 def test_this_projects_coordinator_and_peers_are_hosts_too() -> None:
@@ -158,6 +159,7 @@ def test_this_projects_coordinator_and_peers_are_hosts_too() -> None:
     assert all(2 * 120_000 < count < 2 * 240_000 for count in up)  # one update for each peer; one contribution of each
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("limited_links")
 @pytest.mark.timeout(300)  # two peers and two hosts
 def test_in_a_swarm_a_peer_and_its_host_have_one_link() -> None:
@@ -197,6 +199,7 @@ run_command("measure", lambda: command.run_rivals(options, command.Outputs(), Co
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("limited_links")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_all_processes_and_with_them_the_namespaces(tmp_path: Path, number: signal.Signals) -> None:

@@ -36,6 +36,7 @@ def test_two_real_peers_learn_together_and_agree_on_every_digest(tmp_path):
     assert {"round", "peer", "member", "step", "outer", "lone", "validation", "event"} <= kinds
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_two_real_members_of_a_swarm_learn_together_and_have_the_same_parameters_on_disk(tmp_path):
     output = io.StringIO()
