@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -249,13 +250,22 @@ class Journal:
         try:
             with tempfile.TemporaryFile(dir=self.path.parent) as scratch:
                 # where the round would lie in this segment: no file may be larger than its file system, or a limit, allows
-                if self._disk.reserve is not None:
-                    self._disk.reserve(scratch.fileno(), self._end, count)
-                if self._disk.reserve is None or self._failed:
+                if not self._reserve(scratch.fileno(), self._end, count) or self._failed:
                     self._try_out(scratch.fileno(), self._end, count)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be written ({error.strerror})") from error
         self._failed = False
+
+    def _reserve(self, descriptor: int, begin: int, count: int) -> bool:
+        """Have the file system keep so many bytes for a file; False: it cannot do so. Raises OSError where it has no room."""
+        try:
+            if self._disk.reserve is not None:
+                self._disk.reserve(descriptor, begin, count)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            return False
+        return self._disk.reserve is not None
 
     def _try_out(self, descriptor: int, begin: int, count: int) -> None:
         """Write so many bytes into a file from `begin` on, and sync it. Raises OSError."""

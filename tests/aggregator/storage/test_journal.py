@@ -408,9 +408,16 @@ def test_while_room_is_proved_the_segment_has_its_records_only_and_its_folder_no
     assert proved[0] >= 1 << 20, "real blocks"
 
 
-def test_where_nothing_can_be_reserved_room_is_proved_by_writing(three: Path) -> None:
+def refused(descriptor: int, begin: int, count: int) -> None:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+@pytest.mark.parametrize("reserve", [None, refused])
+def test_where_nothing_can_be_reserved_room_is_proved_by_writing(
+    three: Path, reserve: Callable[[int, int, int], None] | None
+) -> None:
     before, full = three.read_bytes(), FullDisk(room=3000)
-    journal = Journal.open(three, BASE, Disk(full.write, full.fsync, None))
+    journal = Journal.open(three, BASE, Disk(full.write, full.fsync, reserve))
     journal.prove_room(3000)
     full.room = 2999
     with pytest.raises(StorageError, match=r"cannot be written \(No space left on device\)"):
