@@ -16,8 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from queue import SimpleQueue
-from threading import Event
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import typer
@@ -210,7 +209,7 @@ class _Lines(QueueHandler):
 
     def __init__(self, descriptor: int) -> None:
         # A destructor, or a signal's handler, that logs may come in between: in a Queue it would wait for itself.
-        self._waiting = SimpleQueue[logging.LogRecord | Event]()
+        self._waiting = SimpleQueue[Any]()
         super().__init__(self._waiting)
         self._descriptor = descriptor
         self._writer: _Writer | None = None
@@ -245,13 +244,15 @@ class _Lines(QueueHandler):
         """Wait until all is written; no more once nothing was for FLUSH_S. Also called when Python ends."""
         if self._writer is None or self._process != os.getpid():
             return
-        all_is_written = Event()
-        self._waiting.put(all_is_written)
-        written = self._writer.written
-        while not all_is_written.wait(self._patience_s):
-            if written == (written := self._writer.written):
-                self._patience_s = 0.0
-                return
+        answer, written = SimpleQueue[None](), self._writer.written
+        self._waiting.put(answer)
+        while True:
+            try:
+                return answer.get(timeout=self._patience_s)
+            except Empty:
+                if written == (written := self._writer.written):
+                    self._patience_s = 0.0
+                    return
 
 
 class _Writer(QueueListener):
@@ -262,9 +263,10 @@ class _Writer(QueueListener):
         self._descriptor = descriptor
         self.written = 0  # lines
 
-    def handle(self, record: logging.LogRecord | Event) -> None:
-        if isinstance(record, Event):
-            record.set()
+    def handle(self, record: logging.LogRecord | SimpleQueue[None]) -> None:
+        """Write a line; or answer that all before has been written."""
+        if isinstance(record, SimpleQueue):
+            record.put(None)
             return
         line = memoryview(f"{record.getMessage()}\n".encode(errors="backslashreplace"))
         with contextlib.suppress(OSError):  # a full disk; a reader that has gone

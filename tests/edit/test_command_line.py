@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -175,19 +176,19 @@ def test_a_wait_for_who_reads_ends_only_where_nothing_was_read_meanwhile(monkeyp
         handler.handle(logging.makeLogRecord({"msg": f"{k}{'.' * 4094}"}))
     seen = list[int]()
 
-    class Slow(threading.Event):
+    class Slow(queue.SimpleQueue[None]):
         """One line is read and the next fits in, in each of the first three waits."""
 
-        def wait(self, timeout: float | None = None) -> bool:
+        def get(self, block: bool = True, timeout: float | None = None) -> None:
             assert handler._writer is not None
             seen.append(written := handler._writer.written)
             if len(seen) <= 3:
                 os.read(reader, 4096)
                 while handler._writer.written == written:
                     threading.Event().wait(0.01)
-            return False
+            raise queue.Empty
 
-    monkeypatch.setattr(command_line, "Event", Slow)
+    monkeypatch.setattr(command_line, "SimpleQueue", Slow)
     handler.flush()
     assert seen == [0, 1, 2, 3] and handler._patience_s == 0.0
     os.close(reader)
