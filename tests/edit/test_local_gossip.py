@@ -142,6 +142,7 @@ def test_before_they_settle_each_peer_has_the_oracles_own_parameters() -> None:
         assert peers[name].worker.synchronize() and peers[name].worker.digest == state.digest
 
 
+@pytest.mark.exhaustive
 def test_mixing_holds_peers_together() -> None:
     distances = []
     for mixing in (1e-6, 0.2, 0.7):

@@ -112,14 +112,15 @@ async def test_an_auditor_that_reads_nothing_keeps_nobody_out(tmp_path: Path, mo
     stalling = asyncio.Event()
 
     async def stalls_early(write: Any, messages: Any, stalled: Callable[[], object] = lambda: None) -> None:
-        """Stalls where nobody reads, as soon as the test says so."""
+        """Stalls where nobody reads, if the test says so when its call begins."""
+        stalls = stalling.is_set()
 
         async def written(message: Any) -> None:
             await write(message)
-            if stalling.is_set():
+            if stalls:
                 await asyncio.Event().wait()
 
-        await send(written, messages, 0.0 if stalling.is_set() else 30.0, stalled)
+        await send(written, messages, 0.0 if stalls else 30.0, stalled)
 
     monkeypatch.setattr(aggregator.services.audit, "send", stalls_early)
     folder = new_folder(tmp_path / "run", toml=KEPT)

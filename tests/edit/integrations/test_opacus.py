@@ -333,6 +333,7 @@ def test_steps_are_counted_before_they_are_taken(tmp_path: Path, monkeypatch: py
     private.close()
 
 
+@pytest.mark.exhaustive
 def test_it_stops_before_the_budget_and_what_it_says_is_never_too_little(tmp_path: Path) -> None:
     task = Regression()
     private = task.gradients(tmp_path, privacy(epsilon_max=3.0), block=7)

@@ -159,6 +159,7 @@ def test_faults_and_throttle_stand_on_the_command_lines_of_their_peers(tmp_path,
 RUNS = ("penalty", "robust", "masked")
 
 
+@pytest.mark.exhaustive
 def test_hostile_peers_attack_all_runs_alike_and_the_logs_are_verified_at_the_end(tmp_path, started):
     out = tmp_path / "demo"
     screen, output = console()
