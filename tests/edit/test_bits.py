@@ -32,7 +32,7 @@ def here() -> dict[str, str]:
         pytest.param(PLAIN | TORCH, id="plain, 1 thread"),
         pytest.param(AVX2 | TORCH, id="avx2, 2 threads", marks=pytest.mark.exhaustive),
         pytest.param(KERNELS, id="kernels", marks=[needs_numba, pytest.mark.exhaustive]),
-        pytest.param(PLAIN | KERNELS_SSE2, id="plain, kernels", marks=needs_numba),
+        pytest.param(PLAIN | KERNELS_SSE2, id="plain, kernels", marks=[needs_numba, pytest.mark.exhaustive]),
     ],
 )
 def test_every_result_has_the_bits_that_it_has_here(environment: dict[str, str], here: dict[str, str], tmp_path: Path) -> None:

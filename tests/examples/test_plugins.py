@@ -151,6 +151,7 @@ def test_a_merger_and_a_penalty_train(installed: Path, tmp_path: Path) -> None:
         assert trains(site)["outer_step"] == 3
 
 
+@pytest.mark.exhaustive
 def test_all_hosts_of_a_swarm_have_the_same_plugins_and_another_file_is_refused(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

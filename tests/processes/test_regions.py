@@ -90,6 +90,7 @@ def test_two_sites_train_one_model_and_go_on_after_kills_at_both_levels(tmp_path
         assert top.finish() == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_region_masks_what_it_sends_above_and_its_peers_what_they_send_to_it(tmp_path: Path) -> None:
     masks: Settings = {

@@ -126,6 +126,7 @@ def test_pause_and_evict_reach_both_and_a_peer_waits_for_both_to_be_there(tmp_pa
         assert a.finish() == 0 and "its operator drained it" in a.last("the run has finished")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_sharded_peer_that_is_killed_goes_on_with_the_checkpoint_of_all_parts(tmp_path: Path) -> None:
     with Spread(tmp_path, mode="forward", strict=True) as site:

@@ -197,6 +197,7 @@ def test_two_members_gossip_to_the_end_and_settle_on_one_model(tmp_path: Path) -
         assert exported(tmp_path, "b", f"settling 2, digest {settled.metadata['digest'][:12]}")
 
 
+@pytest.mark.exhaustive
 def test_a_founder_that_was_killed_goes_on_with_the_same_command_and_so_do_all(tmp_path: Path) -> None:
     """Rounds need both members; of two the older one goes on alone, and the other waits for it."""
     with swarm(tmp_path, outer_steps=6, start_peers=2, quorum=2) as members:
@@ -235,6 +236,7 @@ def test_one_signal_saves_and_ends_the_host_too(tmp_path: Path) -> None:
         assert a.finish() == 0 and "this member's host has ended" in "".join(a.lines)
 
 
+@pytest.mark.exhaustive
 def test_who_owns_is_killed_beside_a_member_that_nobody_can_dial(tmp_path: Path) -> None:
     """c dials out only: it trains, votes and holds, also when who owned and led is gone; it never owns a part or leads."""
     with swarm(tmp_path, outer_steps=1000, start_peers=2) as members:
@@ -339,6 +341,7 @@ def _command(*words: object) -> str:
     return call(aggregator.swarm.commands.app, *words)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_beside_a_plain_member_take_the_outer_steps_of_a_hub_when_their_host_and_an_owner_is_killed(
     tmp_path: Path,
 ) -> None:

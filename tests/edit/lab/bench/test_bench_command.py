@@ -348,6 +348,7 @@ def test_what_was_measured_is_printed_before_a_file_fails(monkeypatch: pytest.Mo
     assert str(result.exception) == "the disk is full" and json.loads(result.stdout) == CODECS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.timeout(300)  # eight processes, half of which import torch
 def test_a_tiny_exchange(tmp_path: Path) -> None:
