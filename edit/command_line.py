@@ -55,7 +55,7 @@ _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # by the disk
 LOG_FORMAT = "EDIT_LOG_FORMAT"  # in the environment
 LOG_FORMATS = ("text", "json")
 MOST_LINES = 10_000  # of the log that wait for a stderr that nobody reads; more are counted, not kept
-FLUSH_S = 2.0  # that they are waited for at the end
+FLUSH_S = 2.0  # how long the end of a program waits for the next of them to be read
 SHORT_HELP = {"help_option_names": ["-h", "--help"]}  # context settings of a command
 
 
