@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aggregator.security.authority import Authority
+from edit.errors import TransportError
 from edit.fragments.digest import combine, digest, fragment_hash
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.fragments.shards import Box, Shard
@@ -353,13 +354,53 @@ def test_calls_without_a_request_keep_no_other_member_out_and_end(tmp_path: Path
     asyncio.run(scenario())
 
 
-def test_readers_that_take_nothing_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server waits for them, but not for ever. Who comes back is told. Their windows are small, and never grow."""
+def never_grow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give readers windows that hold less than a chunk."""
 
     def small_windows(address: str, **options: str) -> Options:
         return (*channel_options(address, **options), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
 
     monkeypatch.setattr("peers.carriers.hub.channels.channel_options", small_windows)
+
+
+def test_a_reader_that_does_not_take_the_first_chunk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_grow_windows(monkeypatch)
+    write = SnapshotServer._write
+
+    async def scenario() -> None:
+        let_go, written = asyncio.Event(), 0
+
+        async def observed(server: SnapshotServer, context: grpc.aio.ServicerContext, chunk: tensors_pb2.Chunk) -> None:
+            nonlocal written
+            try:
+                await write(server, context, chunk)
+                written += 1
+            except TransportError:
+                let_go.set()
+                raise
+
+        monkeypatch.setattr(SnapshotServer, "_write", observed)
+        async with (
+            alone(tmp_path / "run", stall_s=0.01) as (run, server),
+            calling(run, server, "b") as channel,
+            asyncio.timeout(30),
+        ):
+            server.show(LARGE, outer(0, theta(0, LARGE)))
+            request = SnapshotRequest(run_id=run.folder.run_id, outer_step=0, fragment_id=0, ticket="ticket-1")
+            call = data_pb2_grpc.DataStub(channel).FetchSnapshot(snapshot_request_to_pb(request))
+            await let_go.wait()
+            assert not written
+            with refused(grpc.StatusCode.UNAVAILABLE):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            assert await call.details() == "nothing was read for 0.01 s; ask again"
+
+    asyncio.run(scenario())
+
+
+def test_readers_that_take_nothing_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waits for them, but not for ever. Who comes back is told."""
+    never_grow_windows(monkeypatch)
 
     async def scenario() -> None:
         async with alone(tmp_path / "run", stall_s=0.3) as (run, server), calling(run, server, "b") as channel:

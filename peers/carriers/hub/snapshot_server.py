@@ -168,6 +168,7 @@ class SnapshotServer:
             if self._readers >= MAX_READERS:
                 raise TransportError(f"{self._readers} others read here already; ask another")
             wanted = self._wanted(request)
+            await context.send_initial_metadata(())  # with the first message, gRPC refuses a status until that has been written
             self._readers += 1
             try:
                 left = wanted.limit or MAX_COUNT
