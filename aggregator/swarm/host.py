@@ -888,6 +888,9 @@ class Host:
         known = self._enrolments
         if record is not None and (known is None or known.record is not record):
             self._enrolments = known.taking(record) if known is not None else Enrolments.of(record)
+            if known is not None and not record.enrols_as(known.record):
+                for part in self.parts:
+                    part.disputed = ""  # the council has taken it back, too
 
     def _reach(self, record: Record | None) -> None:
         members = record.members if record is not None else {}
@@ -1031,10 +1034,13 @@ class Host:
         An owner whose update is another, or who does not show what it merged, is disputed: the part goes to others. Where that
         cannot be told here, it merges again.
         """
-        update, owner = offer.update, peer_of(sender)
+        update, owner, known = offer.update, peer_of(sender), self._enrolments
+        assert known is not None  # the record made this member a verifier
         try:
-            records = await self._merged_again(part, owner, offer)
+            records = await self._merged_again(part, owner, offer, known)
         except EditError as error:
+            if not known.record.enrols_as(self.council.record):
+                raise
             update_id, failed = part.unverified
             part.unverified = update.id, failed + 1 if update_id == update.id else 1
             decided = isinstance(error, RemoteProtocolError | UnclearKeyError) or part.unverified[1] >= VERIFY_TRIES
@@ -1052,9 +1058,7 @@ class Host:
         self._note(f"part {part.number}: {reason}")
         self.tell(ev.Disputed(part.number, update.grant, reason, is_unclear))
 
-    async def _merged_again(self, part: _HostedPart, owner: str, offer: Offer) -> tuple[MergeRecord, ...]:
-        known = self._enrolments
-        assert known is not None  # the record made this member a verifier
+    async def _merged_again(self, part: _HostedPart, owner: str, offer: Offer, known: Enrolments) -> tuple[MergeRecord, ...]:
         verification = Verification(
             self.run_id,
             self._config,
@@ -1100,7 +1104,10 @@ class Host:
             await job()
 
     async def _hold(self, part: _HostedPart, effect: ev.Hold, offer: Offer | None, records: Sequence[MergeRecord]) -> None:
+        known = self._enrolments
         answer = await part.do(partial(carry_out, part.replica, effect, offer=offer, own=records))
+        if isinstance(answer, ev.Failed) and known is not None and not known.record.enrols_as(self.council.record):
+            answer = replace(answer, is_wrong=False, is_unclear=False)  # it judged by keys of before: it is asked again
         before, part.complaint = part.complaint, answer.reason if isinstance(answer, ev.Failed) else ""
         if part.complaint not in ("", before):
             self._say_news(part.complaint)

@@ -68,7 +68,8 @@ Owners
     So they do when so many voters Release an update that is none that those who are left are no quorum: it could never be a
     step, and who refuses it without a reason could as well have said nothing. Whoever cannot judge it Releases it, too, and
     blames nobody: if no other says that it is none, and those of the others that are live are no quorum, its owner has it
-    merged again, with the next grant.
+    merged again, with the next grant. Who has a record with other keys than the leader's is not heard on this; where a newer
+    record has others, a member takes back what it disputes, and judges again.
     Whom two others disagreed with owns and verifies nothing, if others can. Disputes are in the record, until one of the two is
     evicted or enrolled anew; who did not verify in time (rule 13), only the leader knows that waited for it. Of those that can,
     they get it first to whom others connect without a relay. To such a voter that has been live for 5 leases a part moves from
@@ -368,6 +369,7 @@ class Council:
 
         # a leader's:
         self._draft: Record | None = None  # what the next version changes, with the stamp of the present one
+        self._enrols_since = NOBODY  # the earliest version that is known to enrol the same as the present one
         self._accepted = set[str]()  # names that have the present version on disk
         self._heard: dict[str, _Heard] = {}  # by peer_id
         self._moved: dict[int, set[str]] = {}  # parts that change hands with the next version, and who should not get them
@@ -647,7 +649,7 @@ class Council:
     def _win(self) -> None:
         record = self._saved.record
         assert record is not None
-        replaced = self._replaced()
+        replaced, self._enrols_since = self._replaced(), record.stamp
         self.role, self._leader, self._led_term, self._draft = Role.LEADER, self._peer_id, self.term, None
         self._heard = {p: _Heard("", self._now, self._now, p == replaced) for p in (*record.members, *self._electors)}
         self._moved, self._ended, self._leavers, self._former = {}, {}, {}, frozenset()
@@ -811,6 +813,8 @@ class Council:
         before, self._draft = self.record, None
         assert before is not None
         record = replace(record, term=self.term, version=before.version + 1)
+        if not record.enrols_as(before):
+            self._enrols_since = record.stamp
         self._former = frozenset((*before.members, *map(peer_of, before.electors))) - record.evicted.keys()
         self._accepted = {self._me}
         self._save(record=record)
@@ -1009,9 +1013,12 @@ class Council:
         if message.part >= len(record.parts) or message.grant != record.parts[message.part].grant:  # I4
             return
         part = record.parts[message.part]
+        blames = isinstance(message, Release) and message.away and peer_id != part.owner
+        if blames and self._heard_of(peer_id).stamp < self._enrols_since:  # it judged by keys of before, and will judge again
+            return
         if isinstance(message, Release) and peer_id in (part.owner, *part.verifiers):
             self._moved[message.part] = {part.owner, peer_id} if message.away else set()
-            if message.away and peer_id != part.owner:
+            if blames:
                 self._draft = record.disputed(part.owner, peer_id)
             said = f", owned by {part.owner}: {peer_id} says" if peer_id != part.owner else f": its owner {peer_id} returns it"
             self._effects.append(Noticed(f"part {message.part}{said}: {message.reason}"))
@@ -1303,10 +1310,12 @@ class Council:
         return term <= self.term + FAR
 
     def _save(self, **changes: Any) -> None:
-        self._saved = replace(self._saved, **changes)
+        before, self._saved = self.record, replace(self._saved, **changes)
         self._effects.append(Save(self._saved))
         if "record" in changes:
             self._note_record()
+            if self.record is not None and not self.record.enrols_as(before):
+                self._parts.judge_anew()
 
     def _note_record(self) -> None:
         """Work out what follows from the record."""

@@ -285,6 +285,12 @@ class Parts:
         self._parts[event.part].ended = event
         self._tell_leader(event)
 
+    def judge_anew(self) -> None:
+        """Take back what is disputed: by other keys it may be right. The shell is offered it again, and says so again."""
+        for mine in self._parts:
+            if mine.disputed < math.inf:
+                mine.to_release, mine.disputed = None, math.inf
+
     def dispute(self, release: Release) -> None:
         """The owner's update is not what this member computed, or is none; or, if not `away`, that cannot be told here."""
         mine = self._parts[release.part]

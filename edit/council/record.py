@@ -322,6 +322,10 @@ class Record:
         member = self.members.get(peer_of(name))
         return (member is not None and member.incarnation == incarnation_of(name)) or name in self.electors
 
+    def enrols_as(self, other: Record | None) -> bool:
+        """Return whether another record enrols the same peers, with the same keys, and has evicted the same."""
+        return other is not None and self.enrolled == other.enrolled and self.evicted.keys() == other.evicted.keys()
+
     def may_enter(self, peer_id: str) -> bool:
         """Return whether this is the name of somebody who was enrolled. A certificate alone lets nobody in."""
         return not self.roots or peer_id in self.enrolled

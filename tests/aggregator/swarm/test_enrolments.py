@@ -54,7 +54,7 @@ def test_a_key_that_nobody_was_enrolled_for_is_unclear_for_as_long_and_then_does
     assert not changed.counts("p", THIRD, update(5)), "nothing has changed for p"
 
 
-@pytest.mark.parametrize(("key", "out"), [(NEW, False), (OLD, True)])
+@pytest.mark.parametrize(("key", "out"), [(NEW, False), (OLD, True)], ids=["enrolled", "evicted"])
 def test_after_a_start_and_under_another_leader_other_keys_are_unclear_until_the_next_outer_step(key: bytes, out: bool) -> None:
     """Also that of who was evicted long before: else an owner that lies could merge it once more with each leader."""
     for fresh in (

@@ -416,6 +416,42 @@ def test_who_is_enrolled_again_or_evicted_while_its_contribution_is_verified_put
     run_held(body())
 
 
+def test_what_was_found_wrong_by_keys_of_before_is_judged_again_and_puts_no_blame_on_the_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, fetch, gate, judged = Enrolments.counts, host_module.fetch_contributions, asyncio.Event(), list[bool]()
+
+    async def slow(*arguments: Any) -> None:
+        await gate.wait()
+        await fetch(*arguments)
+
+    def counts(self: Enrolments, peer_id: str, key: bytes, update: Update) -> bool:
+        judged.append(_has_changed(self.record))
+        return known(self, peer_id, key, update) and judged[-1]
+
+    monkeypatch.setattr(host_module, "fetch_contributions", slow)
+    monkeypatch.setattr(host_module, "VERIFY_TRIES", 1)
+    monkeypatch.setattr(Enrolments, "counts", counts)
+
+    async def body() -> None:
+        async with hosts(tmp_path, config=config(1)) as swarm:
+            await grown(swarm, 1)
+            await swarm.until(lambda: swarm.owner() is not None)
+            part, leader = swarm.record.parts[0], swarm.running[swarm.leader]
+            verifier = swarm.running[part.verifiers[0]]
+            await contribute(swarm, 1)
+            await swarm.until(lambda: verifier.parts[0].pulling is not None)
+            leader.tell(ev.Claim("q", replace(swarm.record.enrolled["q"], invitation="2" * 32, key="0" * 64)))
+            await swarm.until(lambda: all(_has_changed(host.council.committed) for host in swarm.running.values()))
+            gate.set()
+            await swarm.until(lambda: swarm.record.parts[0].outer_step == 1, passes=1.0)
+            assert judged[0] is False and judged[-1] is True
+            assert (swarm.record.parts[0].owner, swarm.record.parts[0].grant) == (part.owner, part.grant)
+            assert not swarm.record.disputes
+
+    run_held(body())
+
+
 def _has_changed(record: Record | None) -> bool:
     return record is not None and ("q" in record.evicted or record.enrolled["q"].key == "0" * 64)
 

@@ -284,6 +284,26 @@ def test_what_a_verifier_disputes_goes_to_others_and_says_who() -> None:
     assert any(f"owned by {part.owner}: {verifier} says" in notice.text for notice in table.done(ev.Noticed))
 
 
+def test_who_has_an_old_record_blames_nobody_until_it_has_judged_by_the_keys_of_now() -> None:
+    table = Table("abcde", verify=1)
+    table.elect("e")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    (verifier,) = part.verifiers
+    (evicted, *_) = {*"abcd"} - {part.owner, verifier}
+    table.handle(verifier, ev.Disputed(0, part.grant, "signed with a key that f is not enrolled for"))
+    disputed = [mail for mail in table.mail if isinstance(mail[2], ev.Release)]
+    table.mail.clear()
+    table.handle("e", ev.Evict(evicted, "an order"))
+    table.mail += disputed  # it is late; and is not said again once the verifier has the record
+    table.run(2 * LEASE_S, only={*"abcde"} - {evicted})
+    assert disputed and table.record.evicted and not table.record.disputes
+    assert (table.record.parts[0].owner, table.record.parts[0].grant) == (part.owner, part.grant)
+    table.handle(verifier, ev.Disputed(0, part.grant, "outer step 1 is another"))
+    table.run(LEASE_S, only={*"abcde"} - {evicted})
+    assert verifier in table.record.disputes[part.owner] and table.record.parts[0].owner != part.owner
+
+
 def test_who_verifies_and_was_restarted_does_not_go_on_with_the_grant() -> None:
     """It does not know any more what the owner's updates under it left out. Nobody is blamed."""
     table = Table("abcd", verify=1)
