@@ -23,7 +23,7 @@ from edit.config.gaussian import gaussian_epsilon
 from edit.config.overrides import with_settings
 from edit.config.presets import with_preset, without_ineffective
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, TransportError
+from edit.errors import ConfigError, TransportError, reason_of
 from edit.plain_text import json_text, quoted
 from edit.plugins import pin
 from edit.trust.privacy import most_steps
@@ -118,7 +118,7 @@ def init(
             if config is None and settings:
                 text = without_ineffective(text, settings)  # what only the template says gives way
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{config}: cannot be read ({error})") from error
+        raise ConfigError(f"{config}: cannot be read ({reason_of(error)})") from error
     except ValueError as error:
         raise ConfigError(f"{config}: is not TOML: {error}") from error
     text = pin(text, allow or ())

@@ -7,6 +7,7 @@ all.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic_with
-from edit.errors import ConfigError
+from edit.errors import ConfigError, reason_of
 from edit.fragments.digest import combine
 from edit.integrations import huggingface as hf
 from edit.merging.outer_state import OuterState
@@ -84,7 +85,8 @@ def export_parameters(folders: Sequence[StateFolder], out: Path, *, averaged: bo
 def write_parameters(run: Committed, out: Path, *, averaged: bool = False) -> Exported:
     """As `export_parameters`."""
     named, exported = _named_of(run, averaged=averaged)
-    write_atomic_with(out, lambda temporary: save_file(named, temporary, exported.origin()), failures=(SafetensorError,))
+    file = Path(os.path.realpath(out)) if out.is_symlink() else out  # of a link, what it leads to is replaced
+    write_atomic_with(file, lambda temporary: save_file(named, temporary, exported.origin()), failures=(SafetensorError,))
     return exported
 
 
@@ -115,8 +117,7 @@ def write_pretrained(run: Committed, out: Path, *, averaged: bool = False) -> Ex
         (temporary / "run.json").write_text(json.dumps(exported.origin(), indent=1), encoding="utf-8")
         temporary.replace(out)
     except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"--out {out}: cannot be written ({reason})") from error
+        raise ConfigError(f"--out {out}: cannot be written ({reason_of(error)})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return exported

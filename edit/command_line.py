@@ -50,6 +50,7 @@ EXIT_CODES = {
     130: "Ctrl-C",
     141: "whoever read stdout went before its end, as `| head` does",
 }
+_UNUSABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # of a path: who named it can mend that
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # by the disk
 
 LOG_FORMAT = "EDIT_LOG_FORMAT"  # in the environment
@@ -113,6 +114,9 @@ def run_command(program: str, command: Callable[[], object]) -> None:
             sys.exit(141)
         raise
     except Exception as error:  # the outermost frame: any other exception is a bug
+        if isinstance(error, OSError) and error.filename is not None and error.errno in _UNUSABLE:
+            _say(f"{program}: {os.fsdecode(error.filename)}: cannot be used ({error.strerror})")
+            sys.exit(2)
         if isinstance(error, OSError) and (refused := _refused(error)):
             _give_up(refused)
             if isinstance(error, BrokenPipeError):

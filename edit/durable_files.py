@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from edit.errors import ConfigError, FormatError, StorageError
+from edit.errors import ConfigError, FormatError, StorageError, reason_of
 from edit.plain_text import parse_json
 
 __all__ = [
@@ -53,7 +53,7 @@ def write_atomic_with(
         failures: exceptions of `write`, besides OSError, which mean that the disk refused.
 
     Raises StorageError that names `path`: the content is as before; or it is the new one, where only the folder's list of names
-    could not be synced.
+    could not be synced. A device or a pipe is not replaced; a link is, and what it leads to stays.
     """
     _replace(path, lambda temporary, _: write(temporary), mode, failures)
 
@@ -64,6 +64,7 @@ def _replace(path: Path, write: Callable[[Path, int], object], mode: int, failur
         raise StorageError(f"{path}: is a folder; name a file")
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        _check_replaceable(path)
         temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, _NEW_FILE, mode)
         try:
@@ -77,9 +78,18 @@ def _replace(path: Path, write: Callable[[Path, int], object], mode: int, failur
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, (OSError, *failures)):
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise StorageError(f"{path}: cannot be written ({reason})") from error
+            raise StorageError(f"{path}: cannot be written ({reason_of(error)})") from error
         raise
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise StorageError where something other than a file or a link lies. Raises OSError."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise StorageError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}; name a file")
 
 
 def _check_ours(temporary: Path, created: os.stat_result) -> None:
@@ -160,9 +170,16 @@ def write_json(path: Path, values: Mapping[str, object], *, version: int, mode: 
 def read_json(path: Path, *, version: int) -> dict[str, Any]:
     """Return the JSON object that `write_json` wrote.
 
-    Raises OSError, ValueError for what is no JSON object, FormatError for another format.
+    Raises FileNotFoundError, StorageError for a file that cannot be read, ValueError for what is no JSON object, FormatError
+    for another format.
     """
-    values = parse_json(path.read_bytes())
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({reason_of(error)})") from error
+    values = parse_json(data)
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     check_format(path, values.pop("format", 1), version)

@@ -40,7 +40,7 @@ from aggregator.security.certificates import (
 )
 from aggregator.security.members import OPERATOR_ID, Members
 from edit.durable_files import read_json, read_private, write_atomic, write_json
-from edit.errors import ConfigError, RefusedError, StaleError, StorageError
+from edit.errors import ConfigError, RefusedError, StaleError, StorageError, reason_of
 from editpb.identity import INVITED, Identity, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, SwarmAccess, fingerprint, guest_key, is_endpoint
 from editpb.validity import Validity
@@ -374,7 +374,7 @@ def check_equipped(path: Path, run_id: str, aggregator: int, name: str, *, now: 
     try:
         authority = Validity.of(x509.load_pem_x509_certificate((path / "ca.pem").read_bytes()))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / 'ca.pem'}: cannot be read ({error}); {_EQUIP}") from error
+        raise ConfigError(f"{path / 'ca.pem'}: cannot be read ({reason_of(error)}); {_EQUIP}") from error
     if not _still_good(path, "server", set(names_of(_aggregator(run_id, aggregator), (name,))), now, authority, renews=False):
         raise ConfigError(
             f"{path / 'server.pem'}: does not name aggregator {aggregator} at {name}, does not fit server.key, has expired, or "

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from edit.config.run import is_address
-from edit.errors import ConfigError
+from edit.errors import ConfigError, reason_of
 from editpb.messages import RunPhase
 from editpb.run_status import MemberStatus, RunStatus
 
@@ -163,7 +163,7 @@ class MetricsPage:
         try:
             self._server = await asyncio.start_server(self._connected, host.strip("[]"), int(port), limit=_REQUEST_BYTES)
         except (OSError, ValueError) as error:  # ValueError, as UnicodeError: of a name that no host can have
-            why = (error.strerror if isinstance(error, OSError) else "") or error
+            why = reason_of(error)
             raise ConfigError(f"{self._named}: {self._address} cannot be bound ({why}); choose another address") from error
         self.listen = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 

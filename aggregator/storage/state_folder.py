@@ -111,9 +111,7 @@ class StateFolder:
                 raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {quoted(path)}` makes one")
             values = read_json(self.run_json, version=FORMAT)
             self.run_id, self.aggregator = str(values["run_id"]), int(values.get("aggregator", 0))
-        except OSError as error:
-            raise ConfigError(f"{self.run_json}: cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.run_json}: is damaged; restore it from a copy ({error})") from error
 
     @staticmethod

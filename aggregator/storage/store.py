@@ -37,7 +37,7 @@ from edit.config.in_force import in_force
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
 from edit.durable_files import read_json, write_json
-from edit.errors import ConfigError, EditError, RefusedError, StorageError
+from edit.errors import ConfigError, EditError, RefusedError, StorageError, reason_of
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
@@ -382,7 +382,7 @@ class Store:
         except FileNotFoundError:
             return ""
         except (OSError, ValueError, KeyError) as error:
-            raise StorageError(f"{path}: cannot be read ({error})") from error
+            raise StorageError(f"{path}: cannot be read ({reason_of(error)})") from error
 
     def mark_forked(self, name: str) -> None:
         """Note, of a part of a swarm, that the state of this name is kept though others went on without it.

@@ -46,6 +46,7 @@ from edit.errors import (
     StaleError,
     StorageError,
     TransportError,
+    reason_of,
 )
 from edit.trust.signatures import statement
 from editpb import council_pb2 as pb
@@ -111,7 +112,7 @@ class Trust:
         try:
             self._roots = x509.load_pem_x509_certificates(self._file.read_bytes())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._file}: cannot be read ({error})") from error
+            raise ConfigError(f"{self._file}: cannot be read ({reason_of(error)})") from error
 
     @property
     def present(self) -> x509.Certificate:
@@ -432,7 +433,7 @@ class OwnCertificate:
         try:
             return x509.load_pem_x509_certificate((self._path / "peer.pem").read_bytes())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._path / 'peer.pem'}: cannot be read ({error})") from error
+            raise ConfigError(f"{self._path / 'peer.pem'}: cannot be read ({reason_of(error)})") from error
 
     def _say(self, warn: Callable[[str], None]) -> None:
         """Say what is new: that a renewal fails, louder the nearer the end is."""

@@ -31,7 +31,7 @@ from edit import plugins
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_json
-from edit.errors import ConfigError, StorageError
+from edit.errors import ConfigError, StorageError, reason_of
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
 from editpb.identity import Identity
@@ -109,7 +109,7 @@ def _first_parameters(file: Path, schemas: list[Schema]) -> list[list[Tensor]]:
     try:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error})") from error
+        raise ConfigError(f"{file}: cannot be read ({reason_of(error)})") from error
     parts, number = [], 0
     for schema in schemas:
         part = [found.get(str(number + i)) for i in range(len(schema.fragments))]

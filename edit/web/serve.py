@@ -20,7 +20,7 @@ from cryptography import x509
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edit.errors import ConfigError, RefusedError
+from edit.errors import ConfigError, RefusedError, reason_of
 from edit.web.access import Access, Certified, Guard, LocalAccess, MemberAccess
 from edit.web.app import GiveOrder, make_app
 from edit.web.feed import Feed, Source
@@ -320,8 +320,7 @@ def _bind(host: str, port: int, listen: str) -> socket.socket:
         host.encode("idna")  # a name that no host can have: create_server would raise TypeError, and leave its socket open
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64)
     except (OSError, UnicodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else "") or error
-        raise ConfigError(f"--listen {listen}: cannot be used ({why})") from error
+        raise ConfigError(f"--listen {listen}: cannot be used ({reason_of(error)})") from error
 
 
 def _bracketed(host: str) -> str:

@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError
+from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError, reason_of
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.audit_log import log_origin
@@ -50,12 +50,14 @@ def invitation_text(argument: str, stdin: TextIO) -> str:
         return _not_empty(stdin.readline(MAX_TEXT_CHARS + 1), "standard input: ")
     path = Path(_not_empty(argument, ""))
     try:
+        if len(argument) <= _MAX_PATH_CHARS and path.is_dir():
+            raise ConfigError(f"{argument}: is a folder; name the file of an invitation")
         if len(argument) <= _MAX_PATH_CHARS and path.is_file():
             with path.open(encoding="utf-8") as file:
                 text = _not_empty(file.read(MAX_TEXT_CHARS + 1), f"{argument}: ")
                 return next((line for line in text.splitlines() if line.startswith(f"edit{VERSION}.")), text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{argument}: cannot be read ({error})") from error
+        raise ConfigError(f"{argument}: cannot be read ({reason_of(error)})") from error
     if len(argument) <= _MAX_PATH_CHARS and not argument.lstrip().startswith("edit"):
         raise ConfigError(f"{argument}: there is no such file, and it is not an invitation (one begins with edit{VERSION}.)")
     return argument

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from edit.errors import ConfigError
+from edit.errors import ConfigError, reason_of
 from edit.trust.shamir import MOST_SHARES
 from edit.trust.signatures import Signer, key_hash
 
@@ -31,7 +31,7 @@ def read_members(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--members {path}: cannot be read ({error})") from error
+        raise ConfigError(f"--members {path}: cannot be read ({reason_of(error)})") from error
     found: dict[str, str] = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):

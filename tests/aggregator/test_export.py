@@ -150,6 +150,9 @@ def test_the_present_folder_can_be_named_by_a_dot(tmp_path: Path, monkeypatch: p
     assert (out / "config.json").exists()
     with pytest.raises(StorageError, match=r"\.: is a folder; name a file"):
         export_parameters([folder], Path())
+    (out / "latest").symlink_to(tmp_path / "elsewhere")
+    export_parameters([folder], out / "latest")
+    assert (out / "latest").is_symlink() and (tmp_path / "elsewhere").stat().st_size, "the file behind a link is replaced"
     with pytest.raises(ConfigError, match="--out /: is the root of all folders"):
         export_pretrained([folder], Path("/"))
 

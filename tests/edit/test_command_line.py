@@ -367,6 +367,20 @@ def test_grpc_looks_names_up_as_the_system_does_unless_the_environment_says_othe
         assert environment["GRPC_DNS_RESOLVER"] == said
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("a" * 300, "File name too long"), ("loop", "Too many levels of symbolic links"), ("file/x", "Not a directory")],
+)
+def test_a_path_that_cannot_be_used_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, why: str
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        run_command("program", (tmp_path / name).read_bytes)
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"program: {tmp_path / name}: cannot be used ({why})\n")
+
+
 def test_a_bug_prints_its_traceback_and_nothing_else_that_a_terminal_obeys():
     first, *lines = stderr_of(ended_by("OSError"), 70)
     assert first == "Traceback (most recent call last):" and lines[-2] == f"OSError: {SHOWN}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,21 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / ".a.tmp").symlink_to(victim)
     write_atomic(tmp_path / "a", b"one")
     assert (victim.read_bytes(), (tmp_path / "a").read_bytes(), (tmp_path / "a").is_symlink()) == (b"precious", b"one", False)
+
+
+@pytest.mark.parametrize(("make", "what"), [(os.mkfifo, "no regular file"), (os.mkdir, "a folder")])
+def test_a_pipe_or_a_folder_is_not_replaced(tmp_path: Path, make: Callable[[Path], None], what: str) -> None:
+    make(tmp_path / "there")
+    before = (tmp_path / "there").stat()
+    with pytest.raises(StorageError, match=f"there: is {what}; name a file"):
+        write_atomic(tmp_path / "there", b"new")
+    assert (tmp_path / "there").stat().st_ino == before.st_ino and names(tmp_path) == ["there"]
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / "run.json").symlink_to("run.json")
+    with pytest.raises(StorageError, match=r"run\.json: cannot be read \(Too many levels of symbolic links\)"):
+        read_json(tmp_path / "run.json", version=1)
 
 
 def test_a_link_that_takes_the_place_of_the_file_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edit.durable_files import check_format, write_atomic
-from edit.errors import ConfigError, RefusedError
+from edit.errors import ConfigError, RefusedError, reason_of
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
 from edit.trust.merkle import leaf_hash, verify_consistency, verify_inclusion
@@ -66,7 +66,7 @@ def pinned_key(home: Path, said: str, origin: str) -> NoteKey:
     try:
         known = path.read_text().strip() if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
+        raise ConfigError(f"{path}: cannot be read ({reason_of(error)})") from error
     if not said:
         raise RefusedError("the run has audit.enabled, and its coordinator does not say the log's key; its software is too old")
     if known and known != said:
@@ -163,7 +163,7 @@ def verify_kept(home: Path, key: str = "") -> Verified:
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename}: is missing; a peer has receipts once it took part with audit.enabled") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{home}: cannot be read ({error})") from error
+        raise ConfigError(f"{home}: cannot be read ({reason_of(error)})") from error
     try:
         log = NoteKey.parse(text)
     except ValueError as error:
