@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemons import Daemon, Site, small
+from tests.support.exhaustive import rarely
 
 STEPS = 16
 SETTINGS = small(
@@ -52,7 +53,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", rarely([1, 4], kept=[4]))
 def test_killed_at_any_moment_it_ends_with_the_same_bits(tmp_path: Path, expected: str, every: int) -> None:
     moments: list[Callable[[Life], object]] = [
         lambda life: life[1].until("joined at outer step"),  # before anything is committed

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from aggregator.swarm import admission
 from aggregator.swarm.admission import JOIN_S, SAY_S, take_settings
 from edit.errors import EvictedError, TransportError
 from editpb import council_pb2 as pb
@@ -125,7 +126,11 @@ LIES: dict[str, Callable[[], pb.SwarmDescription]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_of_a_host_that_lies_nothing_is_written_and_the_next_one_is_asked(tmp_path: Path, lie: str) -> None:
+def test_of_a_host_that_lies_nothing_is_written_and_the_next_one_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    monkeypatch.setattr(admission, "JOIN_S", 3.0)
+
     async def body() -> None:
         async with hosts(tmp_path) as swarm:
             credentials = grpc.ssl_channel_credentials(swarm.ca, *swarm.certificate("new"))

@@ -11,6 +11,7 @@ from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.swarm import SwarmChaos, as_json
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("limited_links")
 @pytest.mark.timeout(400)
 def test_a_member_is_killed_and_another_is_cut_off_and_all_end_with_the_same_state(tmp_path: Path) -> None:
