@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from edit.errors import ConfigError, FormatError, LocalProtocolError, StorageError
+from edit.errors import ConfigError, FormatError, LocalProtocolError, StorageError, TransportError
 
 __all__ = ["Background"]
 
@@ -38,9 +38,12 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
         self._stopped = False
+        self._ended = ""  # why the worker takes no more calls
 
     async def in_worker(self, call: Callable[..., _T], *arguments: object) -> _T:
-        """Run the call in the worker thread; return its result or raise its exception."""
+        """Run the call in the worker thread; return its result or raise its exception. TransportError after `end`."""
+        if self._ended:
+            raise TransportError(self._ended)
         return await asyncio.get_running_loop().run_in_executor(self._worker, call, *arguments)
 
     def compute_with(self, pool: Executor) -> None:
@@ -105,6 +108,10 @@ class Background:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def end(self, reason: str) -> None:
+        """Take no more calls of the worker thread, which is about to shut down: who makes one nevertheless is told why."""
+        self._ended = reason
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -155,11 +155,19 @@ class Trust:
         return certificate
 
     def follow(self, roots: Sequence[Root]) -> bool:
-        """Trust what a committed record says, and no more; return whether that is new. Raises RefusedError, StorageError."""
-        trusted, found = self._roots, list[x509.Certificate]()
-        for root in roots:
+        """Trust what a committed record says, and no more; return whether that is new. Raises RefusedError, StorageError.
+
+        From the present one on, each must be endorsed by the one before it. Those before that are trusted only if they are
+        already: who joins between two replacements knows nothing of them.
+        """
+        own = root_of(self.present).certificate
+        begin = max((at for at, root in enumerate(roots) if root.certificate == own), default=0)
+        earlier = {root.certificate for root in roots[:begin]}
+        found = [each for each in self._roots if root_of(each).certificate in earlier]
+        trusted = self._roots
+        for root in roots[begin:]:
             found.insert(0, self._checked(root, trusted))
-            trusted = [found[0], *(each for each in trusted if each != found[0])]
+            trusted = found[:1]
         if not found or found == self._roots:
             return False
         self._roots = found

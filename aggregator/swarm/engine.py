@@ -89,7 +89,7 @@ class Engine:
             feed.subscribe(subscriber)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"torch {part}")
         self._background = Background(self._worker, fail)
-        self.grant, self._ended, self.phase = grant, ended, Phase.RUNNING
+        self.grant, self._part, self._ended, self.phase = grant, part, ended, Phase.RUNNING
         resources = Resources(
             store=store,
             uploads=UploadBuffer(config.storage.buffer_bytes, folder / "spill", files),
@@ -145,4 +145,5 @@ class Engine:
         """End all streams and rounds. The store refuses what is proposed already."""
         self.run.attendances.end()
         await self.run.close(checkpoint=False)
+        self._background.end(f"this member no longer serves part {self._part}")
         await asyncio.to_thread(self._worker.shutdown)  # a merge may take long

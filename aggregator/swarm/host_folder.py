@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from cryptography import x509
 from aggregator.security.members import Members
 from edit.config.run import RunConfig, SwarmConfig, is_address
 from edit.council.machine import Timing
+from edit.council.record import MOST_ADDRESSES
 from edit.durable_files import read_json, read_private, write_json
 from edit.errors import ConfigError, RemoteProtocolError
 from edit.fragments.assignment import assign
@@ -47,6 +48,7 @@ __all__ = [
 
 FORMAT = 2  # of host.json
 AUTHORITY_FORMAT = 1  # of authority/run.json
+MOST_SEEDS = 64  # members
 # A round lasts ceiling_s, twice that where an inner step was measured to take so long, and then it is merged and offered.
 STALL_CEILINGS = 3.0
 _log = logging.getLogger(__name__)
@@ -116,6 +118,12 @@ class HostFolder:
     def save(self, path: Path) -> None:
         """Write host.json. Raises StorageError."""
         write_json(path / "host.json", asdict(self), version=FORMAT)
+
+    def with_seeds(self, seeds: Mapping[str, tuple[str, ...]]) -> HostFolder:
+        """Return it with these members to begin with, and those that it has: MOST_SEEDS at most."""
+        names = [*dict.fromkeys((*seeds, *self.seeds))][:MOST_SEEDS]
+        merged = {each: dict.fromkeys((*seeds.get(each, ()), *self.seeds.get(each, ()))) for each in names}
+        return replace(self, seeds={each: tuple(found)[:MOST_ADDRESSES] for each, found in merged.items()})
 
     def uses_dht(self, swarm: SwarmConfig) -> bool:
         """Return whether the DHT is to be used; only then import `aggregator.swarm.discovery`. Raises ConfigError."""

@@ -81,6 +81,7 @@ ORDER_S = 30.0  # for how long an order is tried, while leaders change
 MOST_ASKED = 16  # hosts at a time
 OPERATOR_LIFETIME_S = 600.0
 NEXT_FORMAT = 1  # of authority/next/root.json
+MOST_KEPT = 32  # members of a record whose addresses are kept when it goes
 SEEK_S = 30.0  # for how long a coordinator is looked for
 
 
@@ -616,6 +617,7 @@ def _recover(path: Path, confirm: Callable[[Recovery], bool]) -> str:
     words = (*_recovery_words(folder.identity.peer_id, record, saved.record), *logs)
     if not confirm(Recovery(record, saved.record, words)):
         raise RefusedError("not confirmed; nothing was changed")
+    _keep_addresses(path, record)
     MemberFolder(path).save(saved)
     for number in range(len(states)):  # what is here is what all go on from
         store = part_store(MemberFolder(path), number, config, folder.identity.run_id)
@@ -662,6 +664,17 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _keep_addresses(path: Path, record: Record) -> None:
+    """Keep in host.json where other members are, by a record that is about to go: whoever is left of them is dialled.
+
+    The same members at all folders, where there are many. Raises ConfigError, StorageError.
+    """
+    known = {peer_id: each for peer_id, each in sorted(addresses_of(record).items()) if peer_id not in record.evicted}
+    if known:
+        known.pop(identity_of(path).peer_id, None)
+        HostFolder.load(path).with_seeds(dict([*known.items()][:MOST_KEPT])).save(path)
+
+
 def rejoin(path: Path) -> str:
     """Put what a member of an earlier lineage has aside, so that it joins anew. Raises ConfigError, StorageError."""
     with _locked(path):
@@ -669,6 +682,7 @@ def rejoin(path: Path) -> str:
         saved = folder.saved()
         if saved is None or saved.record is None:
             raise ConfigError(f"{path}: has no record; repeat the command that started this member, and it joins")
+        _keep_addresses(path, saved.record)
         aside = path / f"lineage-{saved.record.lineage}-{saved.incarnation}"
         try:
             aside.mkdir(mode=0o700, exist_ok=True)

@@ -244,17 +244,16 @@ def settle(
     dht_peers: tuple[str, ...] = (),
     relay: str | None = None,
 ) -> HostFolder:
-    """Change host.json to what the command line says; what it leaves out stays. Raises ConfigError, StorageError.
+    """Change host.json to what the command line says; what it leaves out stays, and so do other seeds.
 
-    Of --advertise and --relay the one that is named takes the place of the other.
+    Of --advertise and --relay the one that is named takes the place of the other. Raises ConfigError, StorageError.
     """
     folder = HostFolder.load(path)
     changed = dataclasses.replace(
-        folder,
+        folder.with_seeds(seeds),
         listen=folder.listen if listen is None else listen,
         advertise=("" if relay else folder.advertise) if advertise is None else advertise,
         relay=("" if advertise else folder.relay) if relay is None else relay,
-        seeds=seeds or folder.seeds,
         dht_peers=dht_peers or folder.dht_peers,
     )
     if changed != folder or not (path / "host.json").exists():

@@ -156,7 +156,7 @@ def found(home: Path, founding: Founding) -> RunConfig:
 def same_run(home: Path, run_toml: Path | None, preset: str | None, settings: Sequence[str]) -> bool:
     """Return whether `found` would found the same again. run_toml: None, or none there: the folder's own.
 
-    Raises ConfigError for a preset or settings that cannot be.
+    Comments and blank lines do not count. Raises ConfigError for a preset or settings that cannot be.
     """
     kept = home / "run.toml"
     given = run_toml if run_toml is not None and run_toml.exists() else kept
@@ -164,8 +164,6 @@ def same_run(home: Path, run_toml: Path | None, preset: str | None, settings: Se
     if texts[0] == texts[1] and not settings and preset is None:
         return True
     settled = _settled(texts[0], given, preset, settings)
-    if not settings and preset is None:
-        return settled.strip() == texts[1]
     configs = (RunConfig.from_text(settled.encode(), given), RunConfig.from_toml(kept))
     return len({replace(each, plugins={}).to_json() for each in configs}) == 1
 

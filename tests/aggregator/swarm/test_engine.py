@@ -12,16 +12,22 @@ from queue import Queue
 import pytest
 import torch
 
+from aggregator.resources import Clock
+from aggregator.security.members import Members
+from aggregator.swarm.engine import Engine
 from aggregator.swarm.engine_store import Proposal
 from edit.config.run import RunConfig
 from edit.council import events as ev
 from edit.council.record import Update
-from edit.errors import LocalProtocolError, RefusedError
+from edit.errors import LocalProtocolError, RefusedError, TransportError
 from edit.fragments.digest import digest
 from edit.lab.council.parts_on_disk import merged_round
 from edit.merging.outer_state import OuterState
+from edit.rounds.events import MemberReady
+from editpb.messages import ContributionHeader
 from tests.support.council.replicated_table import ReplicatedTable
 from tests.support.council.table import LEASE_S
+from tests.support.encoded import encode
 from tests.support.rounds import Rounds, open_rounds
 from tests.support.served import SCHEMA, WAIT_S, theta
 
@@ -184,3 +190,47 @@ def test_a_grant_that_is_over_takes_no_proposal(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="another owns it"):
         store.append_commit(1, 1, "all are in")
     assert not proposals
+
+
+def test_a_contribution_that_arrives_as_the_part_moves_is_told_so(tmp_path: Path) -> None:
+    """Its last bytes are in, and are measured nowhere: the peer sends it to the next owner."""
+
+    async def body() -> None:
+        table = Table(tmp_path, "abc", config=SETTINGS)
+        table.elect("c")
+        table.run(LEASE_S / 2)
+        (served,) = table.done(ev.Serve, "a")
+        replica, failed = table.replicas["a"], list[BaseException]()
+        store = replica.serve(tmp_path / "a", lambda proposal: None)
+        members = Members(tmp_path / "members.json", new=True, enrols=False)
+        with ThreadPoolExecutor(1) as files:
+            engine = Engine(
+                "run", 0, served.grant, SETTINGS, replica.outer, store, tmp_path / "engine", members, {*"bc"}, files,
+                Clock(), lambda: None, failed.append,
+            )  # fmt: skip
+            await engine.start()
+            rounds = engine.run.rounds
+            rounds.feed(MemberReady("peer", 0, 0.0))
+            header = ContributionHeader(
+                run_id="run",
+                round_id=rounds.machine.round_id,
+                outer_step=0,
+                peer_id="peer",
+                fragment_id=0,
+                schema_hash=SCHEMA.schema_hash,
+                inner_steps=2,
+                tokens=10,
+                codec="fp32",
+                numel=ONES[0].numel(),
+                total_bytes=4 * ONES[0].numel(),
+            )
+            shard = rounds.offer(header)
+            assert shard is not None
+            await rounds.receive(shard, 0, bytes(encode("fp32", ONES[0]).data))
+            replica.cease("the grant is over")
+            await engine.close()
+            with pytest.raises(TransportError, match="no longer serves part 0"):
+                await rounds.arrived(shard)
+        assert not failed
+
+    asyncio.run(body())

@@ -323,3 +323,30 @@ def test_a_leader_that_lies_makes_nobody_trust_an_authority(tmp_path: Path) -> N
     third = make_ca("run", time.time(), "CA 3")
     with pytest.raises(RefusedError):
         trust.follow([first, root_of(mallory[1]), root_of(third[1], founding[0])])
+
+
+def test_who_joined_between_two_replacements_trusts_the_second(tmp_path: Path) -> None:
+    """It knows nothing of the founding authority, of which others that are away still have certificates."""
+    first, second, third, fourth, mallory = (make_ca("run", time.time(), f"CA {number}") for number in range(5))
+    write_atomic(tmp_path / "ca.pem", second[1].public_bytes(serialization.Encoding.PEM))
+    trust = Trust(tmp_path)
+    record = [root_of(first[1]), root_of(second[1], first[0])]
+    assert not trust.follow(record) and trust.present == second[1]
+    for lie in (
+        [*record, root_of(mallory[1], first[0])],  # by the key of the one that was replaced
+        [*record, root_of(mallory[1])],
+        [*record, root_of(mallory[1], mallory[0]), root_of(third[1], second[0])],
+        [root_of(first[1]), root_of(mallory[1], first[0])],  # without the present one
+        [*record, record[0]],
+    ):
+        with pytest.raises(RefusedError, match="has not endorsed"):
+            trust.follow(lie)
+    record.append(root_of(third[1], second[0]))
+    assert trust.follow([root_of(mallory[1]), *record]) and not trust.follow(record)
+    record.append(root_of(fourth[1], third[0]))
+    assert trust.follow(record)
+    trusted = x509.load_pem_x509_certificates((tmp_path / "ca.pem").read_bytes())
+    assert trusted == [fourth[1], third[1], second[1]]
+    with pytest.raises(RefusedError, match="has not endorsed"):
+        trust.follow([*record, record[1]])  # back to one before the present one
+    assert trust.follow(record[-1:]) and Trust(tmp_path).pem == fourth[1].public_bytes(serialization.Encoding.PEM)

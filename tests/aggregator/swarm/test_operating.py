@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
 from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from aggregator.security.certificates import Issuer, make_ca
 from aggregator.storage import store
 from aggregator.swarm import commands, operate
 from aggregator.swarm.commands import print_report
 from aggregator.swarm.host_folder import HostFolder
 from aggregator.swarm.member_folder import MemberFolder
+from aggregator.swarm.process import settle
 from aggregator.swarm.standing import PartStanding, PeerStanding, Report, Standing, report
 from edit.command_line import run_command
 from edit.config.run import RunConfig
@@ -29,6 +33,7 @@ from edit.council.record import Member, Part, Phase, Record, Saved
 from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from edit.plain_text import json_text
+from editpb.identity import Identity
 from editpb.messages import Expel
 from editpb.seen_entries import seen_file
 from peers.training.options import PeerOptions
@@ -423,6 +428,14 @@ def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: P
         await swarm.contribute(0, ONES)
         await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1))
         folders = {peer_id: equip(swarm, peer_id) for peer_id in "abc"}
+        at_a = {"a": (swarm.running["a"].listen,)}  # who invited both, before either joined
+        for peer_id in "bc":
+            HostFolder(advertise="127.0.0.1", seeds=at_a).save(folders[peer_id])
+
+        def seeds(peer_id: str) -> dict[str, tuple[str, ...]]:
+            """As where the same command is repeated, with the invitation."""
+            return dict(settle(folders[peer_id], None, None, at_a).seeds)
+
         with pytest.raises(RefusedError, match="the swarm goes on"):
             await swarm.stop("c")
             await in_thread(operate.recover, folders["c"], lambda plan: True)
@@ -438,7 +451,8 @@ def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: P
         said = await in_thread(operate.recover, folders["c"], lambda plan: True)
         assert said.startswith("recovered: lineage 2")
         assert read_json(note, version=store.FORKED_FORMAT)["name"] == "", "what it has is not another history any more"
-        await swarm.start("c")
+        assert seeds("c").keys() == {"a", "b"}
+        await swarm.start("c", seeds=seeds("c"))
         await swarm.until(lambda: swarm.leader == "c" and swarm.owner() is not None, passes=1.0)
         with pytest.raises(RefusedError, match="recovered already: c is of lineage 2"):
             await in_thread(operate.recover, folders["b"], lambda plan: True)
@@ -455,13 +469,40 @@ def test_a_survivor_recovers_and_who_returns_rejoins_with_a_snapshot(tmp_path: P
         ):
             await in_thread(operate.recover, folders["b"], lambda plan: True)
         assert seen_file(aside, 0).exists() and not seen_file(folders["b"], 0).exists()
-        await swarm.start("b")
+        await swarm.start("b", seeds=seeds("b"))
         await swarm.until(lambda: swarm.settled("cb") and swarm.steps() == {"c": 1, "b": 1}, passes=1.0)
         assert swarm.same()
         await swarm.contribute(0, ONES)
         await swarm.until(lambda: swarm.steps() == {"c": 2, "b": 2})
 
     scenario(tmp_path, body)
+
+
+def test_who_rejoins_knows_where_the_others_were(tmp_path: Path) -> None:
+    """Whoever invited it may be lost; who was evicted is not asked, and what is known already stays."""
+    own, ca = make_ca("run", time.time()), tmp_path / "ca.pem"
+    certificate = Issuer(*own).issue(Identity("run", "peer", "b"), own[0].public_key(), lifetime_s=60.0, now=time.time())
+    pem = serialization.Encoding.PEM
+    for file, each in ((ca, own[1]), (tmp_path / "peer.pem", certificate)):
+        write_atomic(file, each.public_bytes(pem))
+    many = {f"m{number:03}": f"h:{number}" for number in range(1, 100)}
+    addresses = {"a": "new:1", "b": "h:1", "d": "h:2", "e": "h:3", **many}
+    record = Record(
+        run_id="run",
+        lineage=1,
+        term=1,
+        version=1,
+        members={peer_id: Member(incarnation=1, addresses=(each,)) for peer_id, each in addresses.items()},
+        voters=("a#1",),
+        parts=(Part(owner="a", grant=1, outer_step=0, digest="0" * 64),),
+        evicted={"e": "it lied"},
+    )
+    HostFolder(seeds={"a": ("old:1",), "z": ("h:4",)}).save(tmp_path)
+    MemberFolder(tmp_path).save(Saved(incarnation=1, record=record))
+    operate.rejoin(tmp_path)
+    found = settle(tmp_path, None, None, {"a": ("old:1",)}).seeds  # the command with the invitation, again
+    kept = {peer_id: (each,) for peer_id, each in list(many.items())[: operate.MOST_KEPT - 2]}
+    assert found == {"a": ("old:1", "new:1"), "d": ("h:2",), "z": ("h:4",), **kept}
 
 
 def test_who_rejoins_keeps_nothing_that_belongs_to_the_lost_lineage(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from aggregator.swarm.member_folder import MemberFolder
 from edit import durable_files
 from edit.config import run
 from edit.config.auto import OuterChoice
-from edit.config.presets import PRESETS
+from edit.config.presets import PRESETS, founding_text
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError, RefusedError, TransportError
 from editpb.invitation import Invitation, guest_key
@@ -209,6 +209,17 @@ def test_what_auto_chooses_is_in_the_bytes_that_all_members_get(
     founding.run_toml.write_text(steps.replace("50", "30") + '[outer]\npreset = "auto"\n')
     found(tmp_path / "c", founding)
     _check_same(tmp_path / "c", founding.run_toml, None, [])
+    auto = founding.run_toml.read_text()
+    for number, same in enumerate((auto + "\n", auto + "\n\n", auto + "  ", auto + "# a note\n", auto.replace("\n", "\r\n"))):
+        founding.run_toml.write_bytes(same.encode())
+        _check_same(tmp_path / "c", founding.run_toml, None, [])
+        kept = tmp_path / str(number)
+        kept.mkdir()
+        (kept / "run.toml").write_text(founding_text(same, ()))
+        _check_same(kept, founding.run_toml, None, [])
+    founding.run_toml.write_text(auto.replace("every = 30", "every = 31"))
+    with pytest.raises(ConfigError, match=r"has another run\.toml"):
+        _check_same(tmp_path / "c", founding.run_toml, None, [])
 
     def other_version(**_: object) -> OuterChoice:
         return OuterChoice("nesterov", 0.1, 0.1, "another version of this package would choose this")
