@@ -43,8 +43,8 @@ class EditCallback(Callback):
 
     A callback that writes to the parameters calls `callback.worker.synchronize()` of this one first. One that swaps an average
     in for validations, or puts it into the module at the end of an epoch or of training (`EMAWeightAveraging`,
-    `StochasticWeightAveraging`), need not; after training the module holds what the last of the callbacks put there: `leave`
-    holds only where this one stands behind it.
+    `StochasticWeightAveraging`), need not: validations are then of that average, also with `evaluate_outer`. After training the
+    module holds what the last of the callbacks put there: `leave` holds only where this one stands behind it.
 
     Raises ConfigError when a second training with this callback begins. The run's own errors (`edit.errors`) come out of
     `fit`.

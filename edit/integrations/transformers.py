@@ -31,9 +31,10 @@ class EditCallback(TrainerCallback):
 
     Training ends with the Trainer's last step or with the run's, whichever comes first. Each real optimizer step counts once,
     also with gradient accumulation and clipping; an outcome is taken before the first batch of a step, also where the model is
-    compiled or `compute_loss` calls parts of it. Tokens are counted from `input_ids` of the model's own forward; a
-    `compute_loss` that calls only parts calls `callback.worker.count_tokens(n)`, else a warning says so once. The model starts
-    from the run's outer parameters, also when the Trainer resumes from a checkpoint of its own.
+    compiled or `compute_loss` calls parts of it. Tokens are counted from `input_ids` of the model's own forwards with
+    gradients, so not of a reference pass; a `compute_loss` that calls only parts calls `callback.worker.count_tokens(n)`, else
+    a warning says so once. The model starts from the run's outer parameters, also when the Trainer resumes from a checkpoint of
+    its own.
 
     One training per callback and per `peers.connect`: `hyperparameter_search` cannot run within a run.
 
@@ -51,8 +52,9 @@ class EditCallback(TrainerCallback):
             this peer's local ones. Not with an optimizer that has an `eval` and a `train` (schedule-free).
         leave: what the model holds after training: "outer" or "local".
 
-    Raises ConfigError when training begins: settings of the Trainer that cannot work with it (`load_best_model_at_end`, several
-    GPUs in one process), or an earlier training of this callback. The run's own errors (`edit.errors`) come out of `train`.
+    Raises ConfigError when training begins: settings of the Trainer that cannot work with it (`load_best_model_at_end`,
+    `auto_find_batch_size`, several GPUs in one process), or an earlier training of this callback. The run's own errors
+    (`edit.errors`) come out of `train`.
     """
 
     def __init__(
@@ -121,6 +123,11 @@ class EditCallback(TrainerCallback):
             raise ConfigError(
                 "load_best_model_at_end = True: would put an old model into a run that has moved on; set it to False "
                 "and load the best checkpoint yourself"
+            )
+        if args.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size = True: would begin the training anew after each error for want of memory, and a run is "
+                "joined once; set it to False and choose per_device_train_batch_size yourself"
             )
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process: start a process per GPU with torchrun, or show it only one")
@@ -208,9 +215,9 @@ class EditCallback(TrainerCallback):
 
     def _count_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        self._called = True
-        if model.training and isinstance(tokens, Tensor):
-            self._tokens += tokens.numel()
+        if model.training and torch.is_grad_enabled():  # without, it is a reference pass (DPO with adapters), not trained on
+            self._called = True
+            self._tokens += tokens.numel() if isinstance(tokens, Tensor) else 0
 
     def _present(self) -> Attachment:
         if self._attached is None:

@@ -43,6 +43,7 @@ from edit.worker.exchange import (
     Steps,
     TakeSnapshot,
 )
+from edit.worker.local_buffers import LocalBuffers
 from edit.worker.local_progress import kept, scrub, trains, unmerged, unsent
 from edit.worker.masked import GridStaging, PlansRounds
 from edit.worker.undone_merges import UndoneMerges
@@ -66,7 +67,7 @@ class _PartialCommit:
 
 class ShareExchange:
     """The exchange of one replica with one aggregator. clock: monotonic seconds. alone: whether there is no other aggregator.
-    clip: as `ContributionMaker`'s. optimizers: of the model; may grow.
+    buffers: of the model. clip: as `ContributionMaker`'s. optimizers: of the model; may grow.
 
     Raises ConfigError when the model has fewer fragments than the run has groups.
     """
@@ -80,6 +81,7 @@ class ShareExchange:
         clock: Callable[[], float],
         *,
         alone: bool,
+        buffers: LocalBuffers,
         clip: float = 0.0,
     ) -> None:
         sync = config.sync
@@ -99,6 +101,7 @@ class ShareExchange:
         self._updates = Updates(replica, collective, self.exchange.due, strict=sync.strict)
         self._collective = collective
         self._optimizers = optimizers
+        self._buffers = buffers
         self._clock = clock
         self._nonfinite: set[int] = set()  # the fragments of which the last contribution had NaN or Inf
         self._said = False  # whether it was said that cleaning the optimizers does not help
@@ -280,9 +283,14 @@ class ShareExchange:
         )
 
     def _take_answer(self) -> Committed:
-        """Return the commit of the last answer, and keep it no longer: its payloads are as large as the model."""
+        """Return the commit of the last answer, and keep it no longer: its payloads are as large as the model.
+
+        Where it found NaN or Inf in the contribution, clean the local buffers: before any forward that applies it reads them.
+        """
         answered, self._answered = self._answered, None
         assert answered is not None
+        if any(self._updates.verdict(part) is Verdict.NONFINITE for part in answered.commit.fragments):
+            self._buffers.restore()
         return answered
 
     def _apply(self, outcome: Committed, pending: Pending | None, carried: bool) -> Moved | Failed:

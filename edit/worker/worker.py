@@ -53,6 +53,7 @@ from edit.worker.batches import agreed, epochs
 from edit.worker.checkpoint import Checkpoint, kinds_needed, skeleton
 from edit.worker.config import WorkerConfig
 from edit.worker.hooks import Hook, after_backward, in_backward
+from edit.worker.local_buffers import LocalBuffers
 from edit.worker.speed import Speed, Stopwatch
 from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated, wrapped
 
@@ -151,6 +152,7 @@ class EditWorker:
         self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
         self._ended = False  # whether the run had finished and the model was given what `leave` says
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
+        self._buffers = LocalBuffers(nn.Module())  # of the model, from entering on
         self._stepped = False  # whether the optimizer whose step ends an inner step ever was
         self._backward = -1  # the last one in which an inner step ended
         self._other_steps: dict[int, int] = {}  # since then, of the other optimizers, by id
@@ -169,6 +171,9 @@ class EditWorker:
             _refuse_merged(replicas[0], "entering the EditWorker")
             if not self._checkpoints:  # whoever resumes takes the run's buffers where its own have diverged
                 self._refuse_bad_buffers(replicas)
+            tensors = (tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment)
+            self._exchanged = frozenset(map(id, tensors))
+            self._buffers = LocalBuffers(self._model, self._exchanged)
             self._exchanges = tuple(
                 ShareExchange(
                     replica,
@@ -177,14 +182,13 @@ class EditWorker:
                     self._config,
                     self._clock,
                     alone=len(replicas) == 1,
+                    buffers=self._buffers,
                     clip=self._clip,
                 )
                 for replica, collective in zip(replicas, self._collectives, strict=True)
             )
             checkpoints, self._checkpoints = self._checkpoints, ()
             join_all(self._exchanges, self._collectives, checkpoints, self._reached)
-        tensors = (tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment)
-        self._exchanged = frozenset(map(id, tensors))
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
@@ -690,6 +694,7 @@ class EditWorker:
             self._exchanges[0].replica.refuse_changes()
         contributed = [each.run(each.exchange.contribute_if_due()) for each in self._exchanges]
         if any(contributed):
+            self._buffers.keep()
             self._exchanges[0].replica.warn_frozen()
             self._reset_finished()
 

@@ -111,6 +111,24 @@ def test_a_compiled_model_counts_its_tokens_and_begins_at_the_merge(tmp_path: Pa
     torch.compiler.reset()
 
 
+class Compared(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Calls the model once more, as it was before its adapters, which is not trained on: as TRL's DPO with PEFT."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            model(**inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_pass_without_gradients_counts_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
+    monkeypatch.setattr(transformers, "Trainer", Compared)
+    spy = Spy(run_of())
+    settings = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    trainer_of(tmp_path, [EditCallback(spy, CONFIG)], EVERY, **settings).train()
+    assert {c.tokens for c in spy.contributions} == {EVERY * 2 * CONTEXT}
+
+
 class Parts(transformers.Trainer):  # type: ignore[misc, name-defined]
     """Calls the model's parts, never the model, as fused losses do."""
 
@@ -300,12 +318,13 @@ def test_only_the_adapters_of_a_peft_model_are_exchanged(tmp_path: Path) -> None
     assert same(after, theta(run))
 
 
-def test_a_setting_that_cannot_work_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["load_best_model_at_end", "auto_find_batch_size"])
+def test_a_setting_that_cannot_work_is_refused(tmp_path: Path, setting: str) -> None:
     run = run_of()
     settings = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
-    with pytest.raises(ConfigError, match="load_best_model_at_end"):
+    with pytest.raises(ConfigError, match=f"^{setting} = True"):
         callbacks = [EditCallback(run.collective("me"), CONFIG)]
-        trainer_of(tmp_path, callbacks, load_best_model_at_end=True, **settings).train()
+        trainer_of(tmp_path, callbacks, **{setting: True}, **settings).train()
 
 
 def test_after_an_exception_the_model_is_a_plain_one_again(tmp_path: Path) -> None:
