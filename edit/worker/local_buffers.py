@@ -26,28 +26,38 @@ class LocalBuffers:
 
     def __init__(self, model: nn.Module, exchanged: Collection[int] = ()) -> None:
         self._model, self._exchanged = model, exchanged
-        self._constant: set[str] = set()  # not written until the first contribution: masks, caches; no copy is worth its memory
+        self._unkept: set[str] = (
+            set()
+        )  # not written until the first contribution (masks, caches), or not finite when first seen
         self._first = True
         self._said = False
         self._copies = {name: buffer.clone() for name, buffer in self._held() if is_finite(buffer)}
 
     def keep(self) -> None:
-        """Copy those that are finite now: a contribution was made."""
+        """Copy those that are finite now: a contribution was made.
+
+        From the second one on the host does not wait for the device, but for buffers that are new.
+        """
         for name, buffer in self._held():
-            copy = self._copies.get(name)
-            if copy is not None and (copy.shape, copy.dtype, copy.device) != (buffer.shape, buffer.dtype, buffer.device):
-                copy = None
-            # Compared, as versions do not count what BatchNorm or a CUDA graph writes.
-            if self._first and copy is not None and torch.equal(buffer, copy):
-                self._constant.add(name)
-                del self._copies[name]
-            elif name in self._constant or not is_finite(buffer):
+            if name in self._unkept:
                 continue
-            elif copy is not None:
-                copy.copy_(buffer)
+            copy = self._copies.get(name)
+            if copy is None or (copy.shape, copy.dtype, copy.device) != (buffer.shape, buffer.dtype, buffer.device):
+                self._keep_new(name, buffer)
+            # Compared, as versions do not count what BatchNorm or a CUDA graph writes.
+            elif self._first and torch.equal(buffer, copy):
+                self._unkept.add(name)
+                del self._copies[name]
             else:
-                self._copies[name] = buffer.clone()
+                copy.copy_(torch.where(buffer.isfinite().all(), buffer, copy))
         self._first = False
+
+    def _keep_new(self, name: str, buffer: Tensor) -> None:
+        self._copies.pop(name, None)
+        if is_finite(buffer):
+            self._copies[name] = buffer.clone()
+        else:
+            self._unkept.add(name)
 
     def restore(self) -> None:
         """Give those that have NaN or Inf now their copy, in place. A warning names those with NaN that have none."""
