@@ -294,7 +294,9 @@ class Parts:
     def dispute(self, release: Release) -> None:
         """The owner's update is not what this member computed, or is none; or, if not `away`, that cannot be told here."""
         mine = self._parts[release.part]
-        mine.to_release, mine.disputed = release, mine.state.outer_step
+        before = mine.to_release
+        if before is None or before.grant != release.grant or mine.disputed < math.inf:  # else the grant is over in any case
+            mine.to_release, mine.disputed = release, mine.state.outer_step
         self._tell_leader(release)
 
     # -- time --------------------------------------------------------------------------------------------------------------

@@ -328,6 +328,37 @@ def test_readers_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(scenario())
 
 
+def test_readers_that_come_together_are_as_few(tmp_path: Path) -> None:
+    class Context:
+        """Of a call whose headers are on their way, for ever."""
+
+        told = ""
+
+        async def send_initial_metadata(self, metadata: object) -> None:
+            await asyncio.Event().wait()
+
+        async def abort(self, code: grpc.StatusCode, details: str) -> None:
+            self.told = details
+            raise grpc.aio.AbortError
+
+    async def scenario() -> None:
+        async with alone(tmp_path / "run") as (run, server):
+            request = SnapshotRequest(run_id=run.folder.run_id, outer_step=0, fragment_id=0, ticket="ticket-0")
+            *contexts, late = (Context() for _ in range(MAX_READERS + 1))
+            calls = [asyncio.ensure_future(server._fetch(snapshot_request_to_pb(request), each)) for each in contexts]  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            with pytest.raises(grpc.aio.AbortError):
+                async with asyncio.timeout(30):
+                    await server._fetch(snapshot_request_to_pb(request), late)  # type: ignore[arg-type]
+            assert late.told == f"{MAX_READERS} others read here already; ask another"
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            assert not server._readers
+
+    asyncio.run(scenario())
+
+
 def test_calls_without_a_request_keep_no_other_member_out_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def silence() -> AsyncIterator[bytes]:
         await asyncio.Event().wait()

@@ -168,9 +168,9 @@ class SnapshotServer:
             if self._readers >= MAX_READERS:
                 raise TransportError(f"{self._readers} others read here already; ask another")
             wanted = self._wanted(request)
-            await context.send_initial_metadata(())  # with the first message, gRPC refuses a status until that has been written
-            self._readers += 1
+            self._readers += 1  # before anything is waited for: others come meanwhile
             try:
+                await context.send_initial_metadata(())  # with the first message, gRPC refuses a status until that is written
                 left = wanted.limit or MAX_COUNT
                 for one in wanted.one_by_one():
                     data = self._fragment(one).numpy().data.cast("B")[: one.offset + left]

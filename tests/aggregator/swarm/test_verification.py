@@ -420,8 +420,10 @@ def test_what_was_found_wrong_by_keys_of_before_is_judged_again_and_puts_no_blam
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, fetch, gate, judged = Enrolments.counts, host_module.fetch_contributions, asyncio.Event(), list[bool]()
+    begun = asyncio.Event()
 
     async def slow(*arguments: Any) -> None:
+        begun.set()
         await gate.wait()
         await fetch(*arguments)
 
@@ -438,9 +440,8 @@ def test_what_was_found_wrong_by_keys_of_before_is_judged_again_and_puts_no_blam
             await grown(swarm, 1)
             await swarm.until(lambda: swarm.owner() is not None)
             part, leader = swarm.record.parts[0], swarm.running[swarm.leader]
-            verifier = swarm.running[part.verifiers[0]]
             await contribute(swarm, 1)
-            await swarm.until(lambda: verifier.parts[0].pulling is not None)
+            await swarm.until(begun.is_set)  # so it judges by the keys of before
             leader.tell(ev.Claim("q", replace(swarm.record.enrolled["q"], invitation="2" * 32, key="0" * 64)))
             await swarm.until(lambda: all(_has_changed(host.council.committed) for host in swarm.running.values()))
             gate.set()

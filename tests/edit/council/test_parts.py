@@ -10,7 +10,7 @@ from edit.council import events as ev
 from edit.council.machine import Role
 from edit.council.record import Member, PartState
 from edit.errors import LocalProtocolError
-from tests.support.council.table import LEASE_S, VERIFY_S, Table, start_digest, update
+from tests.support.council.table import LEASE_S, VERIFY_S, Mail, Table, start_digest, update
 
 
 def led(*, council_of: str = "abc", leader: str = "c", owners: str = "a") -> Table:
@@ -317,6 +317,32 @@ def test_who_verifies_and_was_restarted_does_not_go_on_with_the_grant() -> None:
     after = table.record.parts[0]
     assert after.grant > part.grant and after.owner == part.owner and len(after.verifiers) == 1
     assert not table.record.disputes and not any(council._distrusted(table.record) for council in table.councils.values())
+
+
+def test_nor_does_it_where_it_disputed_and_the_keys_have_changed() -> None:
+    """What it disputed is taken back, and what it said when it was started is not."""
+    table = Table("abcde", verify=1)
+    table.elect("e")
+    table.run(LEASE_S / 2)
+    part = table.record.parts[0]
+    (verifier,) = part.verifiers
+    (evicted, *_) = {*"abcd"} - {part.owner, verifier}
+
+    def arrives(mail: Mail) -> bool:
+        return not isinstance(mail[2], ev.Release)
+
+    del table.councils[verifier]
+    table.start(verifier)
+    for _ in range(3):
+        table.now += 0.05
+        for peer_id in sorted(table.councils):
+            table.handle(peer_id, ev.Tick())
+        table.deliver(arrives)
+    table.handle(verifier, ev.Disputed(0, part.grant, "signed with a key that f is not enrolled for"))
+    table.handle("e", ev.Evict(evicted, "an order"))
+    table.deliver(arrives)
+    table.run(2 * LEASE_S, only={*"abcde"} - {evicted})
+    assert table.record.evicted and table.record.parts[0].grant > part.grant and not table.record.disputes
 
 
 def test_what_a_verifier_cannot_judge_is_merged_again_by_the_same_owner_and_nobody_is_blamed() -> None:
