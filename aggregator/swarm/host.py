@@ -103,6 +103,7 @@ from edit.council.record import (
     Record,
     Root,
     Saved,
+    Stamp,
     Update,
     name_of,
     peer_of,
@@ -1046,17 +1047,21 @@ class Host:
             decided = isinstance(error, RemoteProtocolError | UnclearKeyError) or part.unverified[1] >= VERIFY_TRIES
             if self.council.why_refused(sender, update) or not decided:
                 raise
-            self._dispute(part, sender, update, error)
+            self._dispute(part, sender, update, error, known.record.stamp)
             raise
         _log.info("part %d: outer step %d is verified", part.number, update.outer_step)
         return records
 
-    def _dispute(self, part: _HostedPart, sender: str, update: Update, error: EditError) -> None:
-        """Tell the leader that an owner's update is wrong, or cannot be judged here. It is not fetched again."""
+    def _dispute(
+        self, part: _HostedPart, sender: str, update: Update, error: EditError, judged_by: Stamp | None = None
+    ) -> None:
+        """Tell the leader that an owner's update is wrong, or cannot be judged here. It is not fetched again, unless the record
+        changes whose keys count.
+        """
         part.disputed, is_unclear = update.id, isinstance(error, UnclearKeyError)
         reason = one_line(str(error) if is_unclear else f"{peer_of(sender)} is not believed: {error}", MOST_TEXT)
         self._note(f"part {part.number}: {reason}")
-        self.tell(ev.Disputed(part.number, update.grant, reason, is_unclear))
+        self.tell(ev.Disputed(part.number, update.grant, reason, is_unclear, judged_by))
 
     async def _merged_again(self, part: _HostedPart, owner: str, offer: Offer, known: Enrolments) -> tuple[MergeRecord, ...]:
         verification = Verification(
@@ -1106,8 +1111,10 @@ class Host:
     async def _hold(self, part: _HostedPart, effect: ev.Hold, offer: Offer | None, records: Sequence[MergeRecord]) -> None:
         known = self._enrolments
         answer = await part.do(partial(carry_out, part.replica, effect, offer=offer, own=records))
-        if isinstance(answer, ev.Failed) and known is not None and not known.record.enrols_as(self.council.record):
-            answer = replace(answer, is_wrong=False, is_unclear=False)  # it judged by keys of before: it is asked again
+        if isinstance(answer, ev.Failed) and known is not None:
+            answer = replace(answer, judged_by=known.record.stamp)
+            if not known.record.enrols_as(self.council.record):  # it is asked again
+                answer = replace(answer, is_wrong=False, is_unclear=False)
         before, part.complaint = part.complaint, answer.reason if isinstance(answer, ev.Failed) else ""
         if part.complaint not in ("", before):
             self._say_news(part.complaint)

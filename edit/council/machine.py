@@ -353,6 +353,7 @@ class Council:
         self._leader = ""  # the last that was heard, a peer_id
         self._led_term = 0  # the term that it leads in
         self._leader_at = -math.inf  # when
+        self._enrols_since = NOBODY  # the earliest version that is known to enrol the same as the present one
         self._set_back_at = math.inf  # since when it has an earlier version of its own term than is here
         self._draws = 0
         self._election_at = now + self._lease_s * (1 + self._draw() / 2)
@@ -369,7 +370,6 @@ class Council:
 
         # a leader's:
         self._draft: Record | None = None  # what the next version changes, with the stamp of the present one
-        self._enrols_since = NOBODY  # the earliest version that is known to enrol the same as the present one
         self._accepted = set[str]()  # names that have the present version on disk
         self._heard: dict[str, _Heard] = {}  # by peer_id
         self._moved: dict[int, set[str]] = {}  # parts that change hands with the next version, and who should not get them
@@ -496,13 +496,15 @@ class Council:
             case Applied():
                 self._parts.applied(event)
             case Failed():
-                self._parts.failed(event)
+                fault = not self._is_outdated(event.judged_by)
+                self._parts.failed(replace(event, is_wrong=event.is_wrong and fault, is_unclear=event.is_unclear and fault))
             case Damaged():
                 self._parts.damaged(event)
             case Ended():
                 self._parts.ended(event)
-            case Disputed(part, grant, reason, is_unclear):
-                self._parts.dispute(Release(part, grant, reason, away=not is_unclear))
+            case Disputed(part, grant, reason, is_unclear, judged_by):
+                if not self._is_outdated(judged_by):
+                    self._parts.dispute(Release(part, grant, reason, away=not is_unclear))
             case Claim():
                 self._tell_leader(event)
             case Evict() | SetPhase() | Entrust() | Supersede():
@@ -813,8 +815,6 @@ class Council:
         before, self._draft = self.record, None
         assert before is not None
         record = replace(record, term=self.term, version=before.version + 1)
-        if not record.enrols_as(before):
-            self._enrols_since = record.stamp
         self._former = frozenset((*before.members, *map(peer_of, before.electors))) - record.evicted.keys()
         self._accepted = {self._me}
         self._save(record=record)
@@ -1315,7 +1315,12 @@ class Council:
         if "record" in changes:
             self._note_record()
             if self.record is not None and not self.record.enrols_as(before):
+                self._enrols_since = self.record.stamp
                 self._parts.judge_anew()
+
+    def _is_outdated(self, judged_by: Stamp | None) -> bool:
+        """Whether other keys counted then than now."""
+        return judged_by is not None and judged_by < self._enrols_since
 
     def _note_record(self) -> None:
         """Work out what follows from the record."""

@@ -291,15 +291,19 @@ def test_who_has_an_old_record_blames_nobody_until_it_has_judged_by_the_keys_of_
     part = table.record.parts[0]
     (verifier,) = part.verifiers
     (evicted, *_) = {*"abcd"} - {part.owner, verifier}
+    stamp = table.record.stamp
     table.handle(verifier, ev.Disputed(0, part.grant, "signed with a key that f is not enrolled for"))
     disputed = [mail for mail in table.mail if isinstance(mail[2], ev.Release)]
     table.mail.clear()
     table.handle("e", ev.Evict(evicted, "an order"))
     table.mail += disputed  # it is late; and is not said again once the verifier has the record
     table.run(2 * LEASE_S, only={*"abcde"} - {evicted})
+    late = ev.Disputed(0, part.grant, "signed with a key that f is not enrolled for", judged_by=stamp)  # it was judged before
+    table.handle(verifier, late)
+    table.run(LEASE_S, only={*"abcde"} - {evicted})
     assert disputed and table.record.evicted and not table.record.disputes
     assert (table.record.parts[0].owner, table.record.parts[0].grant) == (part.owner, part.grant)
-    table.handle(verifier, ev.Disputed(0, part.grant, "outer step 1 is another"))
+    table.handle(verifier, replace(late, judged_by=table.record.stamp))
     table.run(LEASE_S, only={*"abcde"} - {evicted})
     assert verifier in table.record.disputes[part.owner] and table.record.parts[0].owner != part.owner
 
