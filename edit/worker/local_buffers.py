@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from edit.replica.flat import is_finite
 from edit.replica.layout import local_of
@@ -19,6 +20,8 @@ from edit.replica.layout import local_of
 __all__ = ["LocalBuffers"]
 
 _log = logging.getLogger(__name__)
+
+_LARGE = 1 << 16  # elements: of what is no larger (statistics), a copy is kept, also while nothing writes it
 
 
 class LocalBuffers:
@@ -28,7 +31,7 @@ class LocalBuffers:
         self._model, self._exchanged = model, exchanged
         self._unkept: set[str] = (
             set()
-        )  # not written until the first contribution (masks, caches), or not finite when first seen
+        )  # large and not written until the first contribution (masks, caches), or not finite when first seen
         self._first = True
         self._said = False
         self._copies = {name: buffer.clone() for name, buffer in self._held() if is_finite(buffer)}
@@ -45,7 +48,7 @@ class LocalBuffers:
             if copy is None or (copy.shape, copy.dtype, copy.device) != (buffer.shape, buffer.dtype, buffer.device):
                 self._keep_new(name, buffer)
             # Compared, as versions do not count what BatchNorm or a CUDA graph writes.
-            elif self._first and torch.equal(buffer, copy):
+            elif self._first and buffer.numel() > _LARGE and torch.equal(buffer, copy):
                 self._unkept.add(name)
                 del self._copies[name]
             else:
@@ -79,11 +82,22 @@ class LocalBuffers:
             )
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this rank holds of each one that may be written, by name."""
+        """Yield what this rank holds of each one that may be written, by name; of an expanded one what its memory holds.
+
+        Not those that share memory with an exchanged parameter: its outcome is written there.
+        """
+        exchanged = (local_of(each) for each in self._model.parameters() if id(each) in self._exchanged)
+        shared = {each.untyped_storage().data_ptr() for each in exchanged if _is_plain(each)}
         for name, buffer in self._model.named_buffers():
+            if is_lazy(buffer):
+                continue
             held = local_of(buffer)
-            plain = held.layout is torch.strided and not (
-                held.is_meta or held.is_inference() or hasattr(held, "__tensor_flatten__")
-            )
-            if plain and held.is_floating_point() and held.itemsize > 1 and held.numel() and id(buffer) not in self._exchanged:
-                yield name, held
+            if not (_is_plain(held) and held.is_floating_point() and held.itemsize > 1) or id(buffer) in self._exchanged:
+                continue
+            if held.untyped_storage().data_ptr() not in shared:
+                yield name, held[tuple(slice(None) if stride else slice(1) for stride in held.stride())]
+
+
+def _is_plain(held: Tensor) -> bool:
+    odd = held.is_meta or held.is_inference() or hasattr(held, "__tensor_flatten__")
+    return held.layout is torch.strided and not odd and held.numel() > 0

@@ -77,9 +77,9 @@ def test_nan_of_the_first_round_is_undone_too() -> None:
 
 
 def test_a_buffer_of_which_nothing_finite_is_kept_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """One that was NaN on entering, and one that was constant, of which no copy is kept."""
+    """One that was NaN on entering, and a large one that was constant, of which no copy is kept."""
     mean, exchanged = torch.ones(1), torch.ones(1)
-    model = module(entered=torch.tensor([NAN]), cache=torch.ones(3), exchanged=exchanged, mean=mean)
+    model = module(entered=torch.tensor([NAN]), cache=torch.ones(1 << 17), exchanged=exchanged, mean=mean)
     buffers = LocalBuffers(model, {id(exchanged)})
     mean.zero_()
     buffers.keep()
@@ -101,3 +101,41 @@ def test_a_buffer_of_another_shape_or_type_than_its_copy_is_copied_anew() -> Non
         buffer.fill_(NAN)
     buffers.restore()
     assert [buffer.tolist() for buffer in model.buffers()] == [[1.0] * 3, [1.0] * 2]
+
+
+def test_statistics_that_are_first_written_in_a_later_round_are_kept_too() -> None:
+    mean = torch.zeros(2)
+    buffers = LocalBuffers(module(mean=mean))
+    buffers.keep()  # frozen until here, as in a warm-up
+    mean.fill_(1.0)
+    buffers.keep()
+    mean.fill_(NAN)
+    buffers.restore()
+    assert mean.tolist() == [1.0, 1.0]
+
+
+def test_an_expanded_buffer_and_one_without_a_shape_yet() -> None:
+    lazy, other = nn.LazyBatchNorm1d(affine=False), module(scale=torch.ones(1).expand(1 << 20))
+    buffers = LocalBuffers(nn.Sequential(lazy, other))
+    other.scale = torch.tensor(2.0).expand(1 << 20)
+    buffers.keep()
+    lazy(torch.ones(4, 2))
+    buffers.keep()
+    assert isinstance(lazy.running_mean, Tensor)
+    means = lazy.running_mean.tolist()
+    other.scale = torch.tensor(NAN).expand(1 << 20)
+    lazy.running_mean.fill_(NAN)
+    buffers.restore()
+    assert (other.scale[-1].item(), lazy.running_mean.tolist()) == (2.0, means)
+
+
+def test_a_buffer_that_shares_a_parameters_memory_is_left_to_the_outcome() -> None:
+    """A write to it would count as one to the parameter after it was sent, and mode `forward` would refuse to go on."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", model.weight.detach())
+    buffers = LocalBuffers(model, {id(model.weight), id(model.bias)})
+    with torch.no_grad():
+        model.weight.fill_(NAN)
+        version = model.weight._version
+        buffers.restore()
+    assert model.weight._version == version and model.weight.isnan().all()
