@@ -29,9 +29,8 @@ class LocalBuffers:
 
     def __init__(self, model: nn.Module, exchanged: Collection[int] = ()) -> None:
         self._model, self._exchanged = model, exchanged
-        self._unkept: set[str] = (
-            set()
-        )  # large and not written until the first contribution (masks, caches), or not finite when first seen
+        # Large ones that nothing writes until the first contribution (masks, caches), and those that were not finite at first.
+        self._unkept = set[str]()
         self._first = True
         self._said = False
         self._copies = {name: buffer.clone() for name, buffer in self._held() if is_finite(buffer)}
