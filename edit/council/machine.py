@@ -94,7 +94,8 @@ Who comes in
     Only who is enrolled is let in. With a later invitation for a member its life is over, and nobody connects to where it was:
     whatever the clocks say, the incarnation of who comes next, with the key of that invitation, is later.
 17. Supersede puts another authority in the place of the present one. Its key has one member, the only holder then. The one
-    before stays in the record until all members say that they have a certificate of the new one.
+    before stays in the record until all members say that they have a certificate of the new one. So whoever saw a new one
+    committed takes no version without it: else the key of the one before, and a leader that lies, could bring in another.
 
 Owners that stall
 18. Wanted says that the peer beside this member waits for an owner's update. Where a part has stood still under one grant for
@@ -762,6 +763,9 @@ class Council:
         assert mine is not None
         if record.stamp <= mine.stamp or _what_stays(record) != _what_stays(mine):
             return False
+        trusted = {root.certificate for root in record.roots}
+        if self._committed is not None and any(root.certificate not in trusted for root in self._committed.roots[-1:]):
+            return False  # rule 17
         pairs = zip(record.parts, mine.parts, strict=True)
         near = all(new.grant <= old.grant + FAR and new.outer_step <= old.outer_step + FARTHER for new, old in pairs)
         return near and self._is_near(record.term) and record.version <= mine.version + FARTHER and record.has_room

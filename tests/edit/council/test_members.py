@@ -669,6 +669,19 @@ def test_another_authority_takes_the_place_of_one_until_all_members_have_its_cer
     assert table.record.roots == (new,)
 
 
+def test_no_version_leaves_the_present_authority_for_one_that_a_replaced_one_endorsed() -> None:
+    old, new, stolen = Root("b2xk"), Root("bmV3", "c2lnbmVk"), Root("c3RvbGVu", "c2lnbmVk")
+    table = Table("abc", holders=("a", "b"), roots=(old,), enrolled={p: claim(1).enrolled for p in "abc"})
+    table.elect("a")
+    table.run(LEASE_S)
+    table.handle("a", ev.Supersede(new, "b"))
+    table.run(LEASE_S)
+    for roots, taken in ((old, stolen), False), ((stolen,), False), ((new,), True):
+        record = replace(table.record, version=table.record.version + 1, roots=roots)
+        table.say("a#1", "c", ev.Append(record.stamp, table.record.stamp, record))
+        assert (table.councils["c"].record == record) is taken
+
+
 def test_no_authority_is_replaced_where_none_is_known_or_too_many_are() -> None:
     for roots, why in (
         ((), "the record does not say"),
