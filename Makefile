@@ -14,13 +14,13 @@ demo: $(VENV)/.run
 # Else every process that a test starts compiles the project again, and every worker the tests.
 test test-processes test-exhaustive: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 6 --dist worksteal -m "not processes" $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not processes" $(ARGS)
 
 test-processes: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 4 --dist worksteal -m processes $(ARGS)
 
 test-exhaustive: $(VENV)/.dev
-	EXHAUSTIVE=1 $(BIN)/python -m pytest -n 6 --dist worksteal -m "not processes" $(ARGS)
+	EXHAUSTIVE=1 $(BIN)/python -m pytest -n 4 --dist worksteal -m "not processes" $(ARGS)
 	EXHAUSTIVE=1 $(BIN)/python -m pytest -n 4 --dist worksteal -m processes $(ARGS)
 
 check: $(VENV)/.dev

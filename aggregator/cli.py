@@ -23,8 +23,8 @@ from edit.config.gaussian import gaussian_epsilon
 from edit.config.overrides import with_settings
 from edit.config.presets import with_preset, without_ineffective
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, TransportError, reason_of
-from edit.plain_text import json_text, quoted
+from edit.errors import ConfigError, TransportError
+from edit.plain_text import json_text, quoted, reason_of
 from edit.plugins import pin
 from edit.trust.privacy import most_steps
 from edit.view.again import WatchOption, show_status

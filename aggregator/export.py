@@ -23,10 +23,11 @@ from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic_with
-from edit.errors import ConfigError, reason_of
+from edit.errors import ConfigError
 from edit.fragments.digest import combine
 from edit.integrations import huggingface as hf
 from edit.merging.outer_state import OuterState
+from edit.plain_text import reason_of
 
 __all__ = ["Committed", "Exported", "export_parameters", "export_pretrained", "write_parameters", "write_pretrained"]
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from edit.errors import ConfigError, FormatError, StorageError, reason_of
-from edit.plain_text import parse_json
+from edit.errors import ConfigError, FormatError, StorageError
+from edit.plain_text import parse_json, reason_of
 
 __all__ = [
     "append_whole",
@@ -83,13 +83,13 @@ def _replace(path: Path, write: Callable[[Path, int], object], mode: int, failur
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raise StorageError where something other than a file or a link lies. Raises OSError."""
+    """Raise StorageError where a device or a pipe lies: root could replace it. Raises OSError."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
-    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-        raise StorageError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}; name a file")
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+        raise StorageError(f"{path}: is no regular file; name a file")
 
 
 def _check_ours(temporary: Path, created: os.stat_result) -> None:

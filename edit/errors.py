@@ -35,7 +35,6 @@ __all__ = [
     "StaleError",
     "StorageError",
     "TransportError",
-    "reason_of",
 ]
 
 
@@ -111,8 +110,3 @@ class BusyError(TransportError):
 
 class RemoteStorageError(TransportError):
     """The other side's state folder cannot be written or is damaged; the same call may be tried again later."""
-
-
-def reason_of(error: BaseException) -> str:
-    """Return what an exception says; an OSError's reason alone, where the message around it names the path."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -8,7 +8,7 @@ import shlex
 import tomllib
 from typing import Any
 
-__all__ = ["MOST_NESTED", "json_text", "parse_json", "parse_toml", "printable", "quoted", "shallow"]
+__all__ = ["MOST_NESTED", "json_text", "parse_json", "parse_toml", "printable", "quoted", "reason_of", "shallow"]
 
 MOST_NESTED = 64  # lists and tables in one another; what this project writes has fewer than 16
 _NESTING = (list, dict)
@@ -118,3 +118,8 @@ def _finite(value: object) -> object:
             return [_finite(each) for each in value]
         case _:
             return value
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an exception says; an OSError's reason alone, where the message around it names the path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -40,7 +40,8 @@ from aggregator.security.certificates import (
 )
 from aggregator.security.members import OPERATOR_ID, Members
 from edit.durable_files import read_json, read_private, write_atomic, write_json
-from edit.errors import ConfigError, RefusedError, StaleError, StorageError, reason_of
+from edit.errors import ConfigError, RefusedError, StaleError, StorageError
+from edit.plain_text import reason_of
 from editpb.identity import INVITED, Identity, is_signed_by
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, SwarmAccess, fingerprint, guest_key, is_endpoint
 from editpb.validity import Validity

@@ -19,7 +19,8 @@ from prometheus_client.registry import Collector
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from edit.config.run import is_address
-from edit.errors import ConfigError, reason_of
+from edit.errors import ConfigError
+from edit.plain_text import reason_of
 from editpb.messages import RunPhase
 from editpb.run_status import MemberStatus, RunStatus
 

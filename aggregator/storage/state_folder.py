@@ -16,7 +16,7 @@ from edit.config.overrides import with_settings
 from edit.config.run import RunConfig, ServerConfig
 from edit.durable_files import lock_file, read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
-from edit.plain_text import parse_json, quoted
+from edit.plain_text import parse_json, quoted, reason_of
 from editpb.folder_kinds import kind_of_folder
 
 __all__ = [
@@ -111,7 +111,9 @@ class StateFolder:
                 raise ConfigError(f"{path}: holds no run; `edit-coordinator init --state {quoted(path)}` makes one")
             values = read_json(self.run_json, version=FORMAT)
             self.run_id, self.aggregator = str(values["run_id"]), int(values.get("aggregator", 0))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{self.run_json}: cannot be read ({reason_of(error)})") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.run_json}: is damaged; restore it from a copy ({error})") from error
 
     @staticmethod

@@ -37,11 +37,12 @@ from edit.config.in_force import in_force
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
 from edit.durable_files import read_json, write_json
-from edit.errors import ConfigError, EditError, RefusedError, StorageError, reason_of
+from edit.errors import ConfigError, EditError, RefusedError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
 from edit.merging.outer_state import MergeRecord, OuterState, Staged
 from edit.merging.trust import Trust
+from edit.plain_text import reason_of
 from edit.records import MOST_TOKENS, Commit, round_number
 from edit.trust.merkle import HASH_BYTES, MOST_PROOF
 from editpb.audit_log import DAMAGE, RoundFacts, completed

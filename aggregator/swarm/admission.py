@@ -46,8 +46,8 @@ from edit.errors import (
     StaleError,
     StorageError,
     TransportError,
-    reason_of,
 )
+from edit.plain_text import reason_of
 from edit.trust.signatures import statement
 from editpb import council_pb2 as pb
 from editpb import enrolment_pb2 as epb

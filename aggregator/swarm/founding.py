@@ -31,9 +31,10 @@ from edit import plugins
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_json
-from edit.errors import ConfigError, StorageError, reason_of
+from edit.errors import ConfigError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
+from edit.plain_text import reason_of
 from editpb.identity import Identity
 
 __all__ = ["found"]

@@ -20,7 +20,8 @@ from cryptography import x509
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edit.errors import ConfigError, RefusedError, reason_of
+from edit.errors import ConfigError, RefusedError
+from edit.plain_text import reason_of
 from edit.web.access import Access, Certified, Guard, LocalAccess, MemberAccess
 from edit.web.app import GiveOrder, make_app
 from edit.web.feed import Feed, Source

@@ -16,7 +16,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError, reason_of
+from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError
+from edit.plain_text import reason_of
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.audit_log import log_origin

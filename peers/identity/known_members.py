@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from edit.errors import ConfigError, reason_of
+from edit.errors import ConfigError
+from edit.plain_text import reason_of
 from edit.trust.shamir import MOST_SHARES
 from edit.trust.signatures import Signer, key_hash
 

@@ -98,6 +98,7 @@ async def refused(calls: list[grpc.aio.UnaryStreamCall], count: int) -> None:
         one.cancel()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("members", "calls", "count"),
     [(READS, 1, READS - MAX_OBSERVERS), (1, READS, READS - MAX_OF_MEMBER)],
@@ -221,6 +222,7 @@ def count_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
     return cuts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 3])
 @on_a_loop
 async def test_updates_that_are_never_read_are_few_and_a_peer_is_served_beside_them(

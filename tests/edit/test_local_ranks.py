@@ -91,6 +91,7 @@ def one_peer(**sections: object) -> tuple[LocalRun, Sharded]:
     return run, Sharded(run, "a", 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize("down", codec_names())
 @pytest.mark.parametrize(("groups", "pattern"), [(1, "strided"), (2, "strided"), (3, "sequential")])

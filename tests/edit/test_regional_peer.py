@@ -105,6 +105,7 @@ def test_after_the_first_turn_the_run_above_is_the_mean_of_all_four_peers() -> N
     assert close(upper.state.theta, mean)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("up", "down"), [("int8", "bf16"), ("int4", "e3m0"), ("topk:k=9", "stat2"), ("sign", "topk")])
 def test_what_is_in_below_leaves_nothing_and_p_is_then_the_same_bits(up: str, down: str) -> None:
     _, east, west = two_sites(upper_config(codec=CodecConfig(up=up, down=down)))

@@ -428,6 +428,7 @@ def test_status_shows_where_each_member_is(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 def test_a_second_coordinator_on_one_folder_is_refused_with_one_line(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run")
     before = sorted(path.name for path in folder.path.rglob("*"))

@@ -133,6 +133,7 @@ LOSSY = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize(
     "codecs",
@@ -364,6 +365,7 @@ def test_replicas_of_one_two_and_three_ranks_train_in_one_run_as_whole_ones_do(t
             torch.testing.assert_close(theta[key], whole[key], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_sharded_replicas_agree_to_the_bit_with_lossy_codecs_groups_and_updates_that_arrive_in_the_forward(
     tmp_path: Path,
 ) -> None:

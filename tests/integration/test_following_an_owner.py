@@ -101,6 +101,7 @@ def fault(at: Trained, peer: Peer, point: str) -> None:
     assert not at.point
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", rarely(MODES, kept=("streaming, delayed", "eager", "staleness")))
 def test_one_peer_comes_to_the_bits_of_a_hub_wherever_the_owner_ends(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,7 @@ def expected() -> list[str]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["own host", "no host of its own", "own host is behind", "own host is slow"])
 def test_two_ranks_read_an_update_from_their_own_host_where_that_has_it(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

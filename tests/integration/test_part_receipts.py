@@ -170,6 +170,7 @@ def leaves_out(at: Trained, peer: str, named: str) -> None:
     store._entries.commit = says  # type: ignore[method-assign]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("named", "why"),
     [

@@ -352,6 +352,7 @@ def test_the_audit_log_has_the_scores_and_whoever_verifies_it_computes_the_trust
         assert replay_step(folder.path, step, len(lines)).peers == NAMES
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "why"),
     [

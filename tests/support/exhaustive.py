@@ -1,6 +1,7 @@
 """What `make test` and `make test-processes` leave to `make test-exhaustive`, which sets EXHAUSTIVE=1.
 
 - A test with the marker `covering` and several parameters runs with each value of each of them, but not with each combination.
+- A test with the marker `sampled(n)` runs with one in `n` of its parameters, in their order from the first one on.
 - A test, or a parameter, with the marker `exhaustive` does not run at all.
 - A property is tried with a quarter of the examples.
 """
@@ -36,14 +37,22 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     if EXHAUSTIVE:
         return []
     rare = [item for item in items if item.get_closest_marker("exhaustive")]
-    tests: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering") and item not in rare:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for combinations in tests.values():
+    for combinations in _with_marker("covering", items, rare):
         kept = _covering(combinations)
         rare += [item for item in combinations if item not in kept]
+    for combinations in _with_marker("sampled", items, rare):
+        (every,) = next(combinations[0].iter_markers("sampled")).args
+        rare += [item for at, item in enumerate(combinations) if at % every]
     return rare
+
+
+def _with_marker(name: str, items: Sequence[pytest.Item], rare: Sequence[pytest.Item]) -> list[list[pytest.Function]]:
+    """The parameters of each test with this marker, without those that are left out already."""
+    left, tests = {*items} - {*rare}, dict[str, list[pytest.Function]]()
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker(name) and item in left:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [*tests.values()]
 
 
 def _covering(items: Sequence[pytest.Function]) -> list[pytest.Function]:

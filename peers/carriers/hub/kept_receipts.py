@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from edit.durable_files import check_format, write_atomic
-from edit.errors import ConfigError, RefusedError, reason_of
+from edit.errors import ConfigError, RefusedError
+from edit.plain_text import reason_of
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint
 from edit.trust.merkle import leaf_hash, verify_consistency, verify_inclusion

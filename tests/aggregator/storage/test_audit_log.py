@@ -355,6 +355,7 @@ def journal_of(folder: Path) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["before", "middle", "after"])
 def test_killed_at_any_write_the_log_is_the_journal_after_the_next_start(tmp_path: Path, how: str) -> None:
     died = 0

@@ -176,6 +176,7 @@ class Oracles:
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("names", "codec"), [("ab", "fp32"), ("abcd", "bf16"), ("abcde", "fp32")])
 def test_hosts_take_the_oracles_steps_and_settle_on_one_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, names: str, codec: str
@@ -268,6 +269,7 @@ def test_a_partner_is_killed_in_a_swap_and_goes_on_from_what_it_committed(
     run_held(body())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("lie", "why"),
     [
@@ -464,6 +466,7 @@ async def ended(swarm: Hosts) -> None:
     assert all(torch.equal(part, there) for name in swarm.running for part, there in zip(phi(swarm, name), common, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("every", [0, 10])
 def test_a_drain_ends_with_the_open_rounds_and_a_settling_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
@@ -529,6 +532,7 @@ async def never(*_: object) -> None:
     await asyncio.Event().wait()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("killed", ["owner", "another"])
 def test_a_member_that_is_killed_in_a_drain_ends_with_the_model_of_all(tmp_path: Path, killed: str) -> None:
     """The owner once all rest, before it has proposed the settling; another before its round has ended."""
@@ -572,6 +576,7 @@ def test_a_drain_before_anybody_trains_ends_with_the_first_parameters(tmp_path: 
     run_held(body())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("lie", "why"),
     [

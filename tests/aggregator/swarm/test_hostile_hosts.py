@@ -137,6 +137,7 @@ def test_who_is_no_member_gets_no_bytes(tmp_path: Path) -> None:
     scenario(tmp_path, body, "a")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("metadata", "kind"),
     [
@@ -200,6 +201,7 @@ def test_a_certificate_says_who_speaks(tmp_path: Path) -> None:
     scenario(tmp_path, body)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("what", "changed"),
     [

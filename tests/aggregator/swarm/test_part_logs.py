@@ -402,6 +402,7 @@ def journal_of(folder: Path, outer_step: int) -> list[str]:
     return [each.audit for each in committed if each.outer_step <= outer_step]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["before", "middle", "after"])
 def test_killed_at_any_write_the_log_is_the_journal_after_the_next_start(tmp_path: Path, how: str) -> None:
     config = replace(AUDITED, storage=replace(AUDITED.storage, checkpoint_every=100))

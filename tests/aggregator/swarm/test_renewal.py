@@ -124,6 +124,7 @@ def test_all_renew_what_is_due_by_whoever_has_the_key_and_nothing_is_connected_a
     run_held(body())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["damaged", "huge", "earlier", "another name", "another key", "another authority"])
 def test_a_holder_that_lies_is_passed_over(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:

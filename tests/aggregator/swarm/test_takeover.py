@@ -72,6 +72,7 @@ LOST = [before_it_is_written, in_the_middle_of_its_own_write, held_by_itself_onl
 EITHER = [held_by_three, held_by_all]  # the leader may hear of the holders first, or of the owner's end
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("point", LOST + EITHER)
 def test_an_owner_that_is_killed_is_followed_by_another(tmp_path: Path, point: Callable[[ReplicatedTable], Update]) -> None:
     table = led(tmp_path)

@@ -294,6 +294,7 @@ def is_found_out(tmp_path: Path, lie: Callable[..., Liar], why: str, passes: flo
     run_held(body())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("lie", "why"), LIES, ids=NAMES)
 def test_an_owner_that_lies_is_named_and_left_and_the_honest_update_counts(
     tmp_path: Path, lie: Callable[..., Liar], why: str
@@ -532,6 +533,7 @@ FORGED: list[tuple[Forge, str]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("forge", "why"), FORGED, ids=["unsigned", "changed", "replayed", "other key", "other bytes"])
 def test_an_owner_takes_no_contribution_that_its_peer_has_not_signed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, forge: Forge, why: str

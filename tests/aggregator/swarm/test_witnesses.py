@@ -114,6 +114,7 @@ LIES: dict[str, Change] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", LIES)
 def test_a_source_that_sends_another_state_is_named_and_left(tmp_path: Path, what: str) -> None:
     """Nothing else of what it says is wrong: the outer step, its name, and that what it sends fits together."""

@@ -93,6 +93,7 @@ def test_t9_the_caller_gets_the_encoded_result_and_the_commit_really_changes_the
     assert bool(decode(second).any()), "the next message carries what the first one lacked"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", rarely(LOSSY, kept=FAMILIES))
 def test_feedback_makes_the_mean_error_vanish_where_a_bare_codec_keeps_it(name: str) -> None:
     feedback, delta, total = ErrorFeedback(name, whole_shards(300)), deltas(1, 1)[0], torch.zeros(300)

@@ -286,6 +286,7 @@ def test_with_statistics_at_all_bounds_the_detector_goes_on(alpha: float) -> Non
                         assert NormStatistics.from_json(json.loads(json.dumps(each.to_json(), allow_nan=False))) == each
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_verdicts_and_weights_are_the_naive_rules(seed: int) -> None:
     """Random rounds of one to five peers, with spikes, rises, zeros, NaN and changing steps."""

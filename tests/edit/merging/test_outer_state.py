@@ -145,6 +145,7 @@ def test_a_peer_that_applies_the_published_bytes_has_theta_to_the_bit(down: str,
         assert digest(theirs) == commit.digest == state.digest == digest(state.theta)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("down", LOSSY)
 def test_the_downlinks_error_feedback_keeps_theta_near_the_exact_one(down: str) -> None:
     exact, coarse = (OuterState(SCHEMA, configured(down=name, **EXACT), initial_theta()) for name in ("fp32", down))

@@ -162,6 +162,7 @@ def whole_of(kind: str, up: str, parts: int, strict: bool) -> tuple[list[float],
     return trained(run_of(kind, up, strict=strict), parts, 18)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("kind", "up", "aggregators"),

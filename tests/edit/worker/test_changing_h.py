@@ -118,6 +118,7 @@ def test_an_average_at_every_step_is_data_parallel_descent() -> None:
             torch.testing.assert_close(averaged, mine, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize(("save_after", "die_after"), [(5, 9), (7, 7), (8, 16)])
 @pytest.mark.parametrize("kind", ["blocking", "delayed"])

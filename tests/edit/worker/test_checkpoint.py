@@ -133,6 +133,7 @@ def once(
     return trained(run_of(kind, CodecConfig(up=up, down=down, up_residual=form)), save_after, die_after)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize(("save_after", "die_after"), [(6, 6), (8, 8), (9, 9), (4, 14), (9, 17), (13, 15)])

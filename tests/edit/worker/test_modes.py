@@ -80,6 +80,7 @@ def close(actual: list[list[Tensor]], oracle: list[list[Tensor]]) -> None:
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize("mode", ["blocking", "forward"])
 @pytest.mark.parametrize(("groups", "pattern"), [(1, "strided"), (3, "strided"), (2, "sequential")])

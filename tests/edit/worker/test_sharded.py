@@ -440,6 +440,7 @@ def save_and_load(folder: str, form: str) -> tuple[dict[str, Tensor], str]:
     return loaded(folder, form)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one rank is to load what two have saved
 @pytest.mark.parametrize("form", rarely(CODECS, kept=["int8"]))
 def test_t18_a_checkpoint_of_two_ranks_loads_on_one_and_three(form: str, tmp_path: Path) -> None:

@@ -198,6 +198,7 @@ def replicated(compiled: bool) -> tuple[list[str], bool, int]:
     return names, all(map(torch.equal, flat(model), after.fragments)), ranks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_distributed_data_parallel_is_one_peer_of_all_its_ranks(tmp_path: Path, compiled: bool) -> None:
     plain = [tensor.name for fragment in Replica(small_mlp()).schema.fragments for tensor in fragment.tensors]

@@ -465,6 +465,7 @@ def save_and_load_split(rank: int, folder: str, expected: str, optimizer: str) -
     split_peer(Path(folder), optimizer, 1, ranks).resume().check_state(state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_tensor_parallel_ranks_go_on_and_one_rank_can_take_over(tmp_path: Path, optimizer: str) -> None:

@@ -146,6 +146,7 @@ def compare_steps(rank: int) -> None:
                 assert buffers[1].placements == shard.placements and torch.equal(buffers[1].full_tensor(), buffers[0]), what
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
 def test_a_sharded_replica_makes_the_same_steps_to_the_bit(tmp_path: Path) -> None:
     spawn(compare_steps, 4, tmp_path)

@@ -14,6 +14,7 @@ SEEDS = range(2, 5)
 MUTANT_SEEDS = range(2, 20)  # in the first two the liar owns nothing in the end
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize("verify", [0, 1])
 @pytest.mark.parametrize("lie", LIES)
