@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aggregator.swarm.gossip.member import GossipMember
+from edit.errors import BusyError, GoneError
 from tests.support.loops import outside, pass_time, run_held
 
 DEADLINE_S = 60.0
@@ -72,6 +73,31 @@ def gathered(owner: Owner) -> tuple[list[str], float]:
 def test_transfers_that_come_together_are_given_longer() -> None:
     found, seconds = gathered(Owner(40.0))
     assert found == [*"abcdefgh", "owner"] and 300 < seconds < 8 * DEADLINE_S
+
+
+def test_who_did_not_train_yet_when_it_was_asked_first_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """The owner asks from the beginning of the run on, when no peer is there yet; h has none later, either."""
+
+    class Beginning(Owner):
+        async def _of(self, peer_id: str, number: int, uploads: object) -> list[Tensor]:
+            now = asyncio.get_running_loop().time() - self.begun
+            if now < 5.0 or peer_id == "h":
+                raise GoneError(f"{peer_id} does not train")
+            if now < 10.0:
+                raise BusyError(f"{peer_id} is not there yet")
+            return await super()._of(peer_id, number, uploads)
+
+        def _taken(self) -> int | None:  # type: ignore[override]
+            now = asyncio.get_running_loop().time()
+            self.begun = getattr(self, "begun", now)
+            return None if now - self.begun < 5.0 else 5
+
+        def _record(self) -> Any:
+            self._taken()
+            return super()._record()
+
+    found, seconds = gathered(Beginning(2.0))
+    assert found == [*"abcdefg", "owner"] and seconds < DEADLINE_S
 
 
 def test_one_that_sends_nothing_is_given_no_more_than_its_share(caplog: pytest.LogCaptureFixture) -> None:
