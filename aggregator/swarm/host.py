@@ -1055,8 +1055,9 @@ class Host:
     def _dispute(
         self, part: _HostedPart, sender: str, update: Update, error: EditError, judged_by: Stamp | None = None
     ) -> None:
-        """Tell the leader that an owner's update is wrong, or cannot be judged here. It is not fetched again, unless the record
-        changes whose keys count.
+        """Tell the leader that an owner's update is wrong, or cannot be judged here.
+
+        It is fetched again only if a newer record has other keys. judged_by: see `edit.council.events.Disputed`.
         """
         part.disputed, is_unclear = update.id, isinstance(error, UnclearKeyError)
         reason = one_line(str(error) if is_unclear else f"{peer_of(sender)} is not believed: {error}", MOST_TEXT)

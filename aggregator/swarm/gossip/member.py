@@ -559,16 +559,16 @@ class GossipMember:
                 if until == math.inf and self._peer_id in got:
                     until = loop.time() + deadline_s
                 if loop.time() < until and (got or self._taken() is None):  # if its own peer is not there, nor are the others
-                    # Who said that it does not train is asked again when nobody is being asked: its word may be an old one.
-                    known = got.keys() | liars | asking.keys() | {self._peer_id} | (untrained if asking else set())
-                    for peer_id in members - known:
+                    # Who said that it does not train is asked again once nobody is being asked: it may train by now.
+                    spared = {self._peer_id, *got, *liars, *asking, *(untrained if asking else ())}
+                    for peer_id in members - spared:
                         asking[peer_id], spent[peer_id] = loop.create_task(ask(peer_id)), 0.0
                 if asking:
                     await wait()
                 else:
                     looked = loop.time()
-                idle = untrained - asking.keys()
-                awaited = {peer_id for peer_id in members - got.keys() - liars - idle if not self._away(peer_id)}
+                not_awaited = {*got, *liars, *(untrained - asking.keys())}
+                awaited = {peer_id for peer_id in members - not_awaited if not self._away(peer_id)}
                 if until == math.inf and len(got) > len(awaited):
                     until = loop.time() + deadline_s
                 late = loop.time() >= until and not awaited & asking.keys()
