@@ -400,7 +400,9 @@ class Host:
         if not any(state.digest for state in states):
             states = []
         self._council = Council(self.run_id, self.peer_id, member, saved, states, self._timing, self._clock.monotonic())
-        self._links = Links(self.run_id, self.peer_id, saved.incarnation, self._credentials, self._signer, self)
+        started = await self._background.in_worker(self._folder.start, self._clock.unix())
+        who = self.run_id, self.peer_id, saved.incarnation, started
+        self._links = Links(*who, self._credentials, self._signer, self)
         await self._server.start()
         self._learn(saved.record)
         self._reach(saved.record)

@@ -84,12 +84,14 @@ class Stream:
 
     Args:
         name: `name_of` the peer.
+        shown: the peer's introduction.
         key: SHA-256 of the public key that the peer has shown, or proven.
         certificate: of a peer that has dialled.
     """
 
-    def __init__(self, peer_id: str, name: str, key: str, certificate: x509.Certificate | None) -> None:
-        self.peer_id, self.name, self.key, self.certificate = peer_id, name, key, certificate
+    def __init__(self, peer_id: str, shown: Introduction, key: str, certificate: x509.Certificate | None) -> None:
+        self.peer_id, self.name, self.key, self.certificate = peer_id, name_of(peer_id, shown.incarnation), key, certificate
+        self.started = shown.started
         self.over: asyncio.Future[EditError] = asyncio.get_running_loop().create_future()  # why
         self._waiting: deque[Word] = deque(maxlen=MOST_WAITING)
         self._news = asyncio.Event()
@@ -121,6 +123,7 @@ class Links:
 
     Args:
         incarnation: of this member.
+        started: which start of the member this is (see `Introduction`).
         credentials: of this member as a client.
         signer: has the key of its certificate.
     """
@@ -130,18 +133,20 @@ class Links:
         run_id: str,
         peer_id: str,
         incarnation: int,
+        started: int,
         credentials: grpc.ChannelCredentials,
         signer: Signer,
         listener: Listener,
     ) -> None:
         self._signer = signer
         self._run_id, self._peer_id, self._credentials, self._listener = run_id, peer_id, credentials, listener
-        self._introduction = Introduction(run_id, incarnation)
+        self._introduction = Introduction(run_id, incarnation, started=started)
         self._streams: dict[str, list[Stream]] = {}  # by peer_id, the newest last
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._data: dict[str, tuple[str, grpc.aio.Channel]] = {}  # to whom bytes were fetched from, and its address
         self._retired: set[asyncio.Task[None]] = set()  # connections that an earlier certificate opened, while they end
         self._addresses: Addresses = {}
+        self._started: dict[str, tuple[str, int]] = {}  # of each peer that a stream came to: its life, and the last start
         self._reached: dict[str, str] = {}  # where each peer was reached last
         self._begun = asyncio.get_running_loop().time()
         self._since: dict[str, float] = {}  # when a peer was connected, or lost, last; of those that ever were
@@ -251,7 +256,7 @@ class Links:
             first = await anext(messages, None)
         asked, key = self._introduced(peer_id, first), public_hash(certificate)
         answer = proven(self._introduction, self._peer_id, asked, peer_id, key, self._signer)
-        stream = Stream(peer_id, name_of(peer_id, asked.incarnation), key, certificate)
+        stream = Stream(peer_id, asked, key, certificate)
         await write(message_to_pb(answer))
         await self._converse(stream, messages, write)
 
@@ -289,7 +294,7 @@ class Links:
                 first = await call.read()
             answer = self._introduced(peer_id, None if first is grpc.aio.EOF else first)
             key = check_proof(answer, peer_id, nonce, self._peer_id, key_hash(self._signer.public_key))
-            stream = Stream(peer_id, name_of(peer_id, answer.incarnation), key, None)
+            stream = Stream(peer_id, answer, key, None)
             if (reason := self._listener.why_over(stream)) is not None:
                 raise reason
             self._reached[peer_id] = address
@@ -311,6 +316,9 @@ class Links:
             raise RemoteProtocolError(f"{peer_id} speaks protocol {word.protocol}, this host {PROTOCOL}; update the older one")
         if word.run_id != self._run_id:
             raise RefusedError(f"this is run {self._run_id}, not another")
+        name, started = self._started.get(peer_id, ("", 0))
+        if name == name_of(peer_id, word.incarnation) and 0 < word.started < started:
+            raise StaleError(f"another process was started later with the folder of {peer_id}, or a copy of it")
         return word
 
     async def _converse(self, stream: Stream, messages: AsyncIterator[pb.CouncilMessage], write: Write) -> None:
@@ -332,9 +340,11 @@ class Links:
 
     @contextmanager
     def _joined(self, stream: Stream) -> Iterator[None]:
-        """Count a stream among the peer's. It ends the older ones, but for one of the same life: both sides may open one."""
+        """Count a stream among the peer's. It ends the older ones, but for one of the same start: both sides may open one."""
+        self._started[stream.peer_id] = stream.name, stream.started
         streams = self._streams.setdefault(stream.peer_id, [])
-        for other in streams[:-1] if streams and streams[-1].name == stream.name else streams:
+        last = streams[-1] if streams else stream
+        for other in streams[:-1] if (last.name, last.started) == (stream.name, stream.started) else streams:
             other.end(StaleError(f"{stream.peer_id} opened another stream"))
         streams.append(stream)
         if len(streams) == 1:

@@ -3,6 +3,7 @@
 council.json   `edit.council.record.Saved`: the term, the vote, the newest record; private
 part-N/        the journal and the checkpoints of part N (`aggregator.storage.store`)
 port           the port of this host, when the system chose it
+started        the number of the last start: milliseconds since 1970, or more
 phi/           with gossip: this member's outer parameters, as a part's
 settling/      with gossip: what the owner that settles gets of the others, while it does
 engine-N/      what an engine of part N writes beside them; nothing of it is needed again
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edit.council.record import Saved
+from edit.council.record import MOST_COUNT, Saved
 from edit.durable_files import write_atomic
 from edit.errors import StorageError
 from editpb.seen_entries import SEEN_FILES
@@ -27,7 +28,8 @@ class MemberFolder:
     """The files of one member. path: exists, and is locked by who writes."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._council, self._port = path, path / "council.json", path / "port"
+        self._path, self._council = path, path / "council.json"
+        self._port, self._started = path / "port", path / "started"
 
     @property
     def path(self) -> Path:
@@ -62,16 +64,22 @@ class MemberFolder:
 
     def port(self) -> int:
         """Return the port of last time, or 0."""
-        try:
-            port = int(self._port.read_bytes())
-        except (OSError, ValueError):
-            return 0
-        return port if 0 < port < 1 << 16 else 0
+        port = _number(self._port)
+        return port if port < 1 << 16 else 0
 
     def keep_port(self, port: int) -> None:
         """Take note of the port. Raises StorageError."""
         if port != self.port():
             write_atomic(self._port, str(port).encode())
+
+    def start(self, unix_s: float) -> int:
+        """Return the number of this start: larger than all before with this folder, and than one before `unix_s` with a copy.
+
+        unix_s: seconds since 1970, by the clock here. Raises StorageError.
+        """
+        number = max(int(unix_s * 1000), _number(self._started) + 1)
+        write_atomic(self._started, str(number).encode())
+        return number
 
     @property
     def founded(self) -> bool:
@@ -96,3 +104,12 @@ class MemberFolder:
             return None
         except OSError as error:
             raise StorageError(f"{self._council}: cannot be read ({error.strerror})") from error
+
+
+def _number(file: Path) -> int:
+    """Return the number in a file that may be missing; 0 for anything else."""
+    try:
+        number = int(file.read_bytes())
+    except (OSError, ValueError):
+        return 0
+    return number if 0 < number < MOST_COUNT else 0

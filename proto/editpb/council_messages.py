@@ -100,7 +100,11 @@ MOST_TOLD = 64  # outer steps after which it is said what a state comes to, unle
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """The first message of each side. Who dials has a nonce, who is dialled a key and a proof (see `introductions`)."""
+    """The first message of each side. Who dials has a nonce, who is dialled a key and a proof (see `introductions`).
+
+    started: which start of the member this is; of two with one folder, or copies of it, the later one has the larger number.
+    0: not said.
+    """
 
     run_id: str
     incarnation: int
@@ -108,6 +112,7 @@ class Introduction:
     nonce: bytes = b""
     key: bytes = b""  # SubjectPublicKeyInfo, DER
     proof: bytes = b""
+    started: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +224,15 @@ def message_to_pb(word: Word) -> pb.CouncilMessage:
     """Encode one message."""
     kinds = pb.CouncilMessage
     match word:
-        case Introduction(run_id, incarnation, protocol, nonce, key, proof):
+        case Introduction(run_id, incarnation, protocol, nonce, key, proof, started):
             shown = pb.Introduction(
-                run_id=run_id, protocol=protocol, incarnation=incarnation, nonce=nonce, key=key, proof=proof
+                run_id=run_id,
+                protocol=protocol,
+                incarnation=incarnation,
+                nonce=nonce,
+                key=key,
+                proof=proof,
+                started=started,
             )
             return kinds(introduction=shown)
         case Hello(stamp, member):
@@ -506,13 +517,15 @@ def _state_from(message: pb.PartState) -> PartState:
 def _introduction(message: pb.CouncilMessage) -> Introduction:
     first = message.introduction
     within("incarnation", first.incarnation, 0, MOST_COUNT)
+    within("started", first.started, 0, MOST_COUNT)
     for name, data, most in (
         ("nonce", first.nonce, NONCE_BYTES),
         ("key", first.key, MOST_KEY_BYTES),
         ("proof", first.proof, SIGNATURE_BYTES),
     ):
         within(f"bytes of the {name}", len(data), 0, most)
-    return Introduction(first.run_id, first.incarnation, first.protocol, first.nonce, first.key, first.proof)
+    shown = first.nonce, first.key, first.proof
+    return Introduction(first.run_id, first.incarnation, first.protocol, *shown, first.started)
 
 
 def _hello(message: pb.CouncilMessage) -> Hello:

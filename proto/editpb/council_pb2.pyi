@@ -46,20 +46,22 @@ class PartState(_message.Message):
     def __init__(self, outer_step: _Optional[int] = ..., digest: _Optional[bytes] = ..., held: _Optional[_Union[PartUpdate, _Mapping]] = ...) -> None: ...
 
 class Introduction(_message.Message):
-    __slots__ = ("run_id", "protocol", "incarnation", "nonce", "key", "proof")
+    __slots__ = ("run_id", "protocol", "incarnation", "nonce", "key", "proof", "started")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     protocol: int
     incarnation: int
     nonce: bytes
     key: bytes
     proof: bytes
-    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., incarnation: _Optional[int] = ..., nonce: _Optional[bytes] = ..., key: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    started: int
+    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., incarnation: _Optional[int] = ..., nonce: _Optional[bytes] = ..., key: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., started: _Optional[int] = ...) -> None: ...
 
 class CouncilMessage(_message.Message):
     __slots__ = ("introduction", "hello", "news", "ask", "vote", "append", "accepted", "release", "ended", "leave", "offering", "claim", "state_asked", "state_digest", "stall")

@@ -49,7 +49,7 @@ RECORD = Record(
 )
 WORDS: list[Word] = [
     Introduction("run", 2**62),
-    Introduction("run", 1, nonce=b"n" * 32, key=b"k" * 256, proof=b"p" * 64),
+    Introduction("run", 1, nonce=b"n" * 32, key=b"k" * 256, proof=b"p" * 64, started=2**62),
     ev.Hello(STAMP, RECORD.members["a"]),
     ev.News(RECORD),
     ev.Ask(4, STAMP, True, 1.5),
@@ -104,6 +104,7 @@ def _leased(lease_s: str) -> pb.CouncilMessage.News:
         pb.CouncilMessage(),
         *(pb.CouncilMessage(news=_leased(lease_s)) for lease_s in ("1" + "0" * 400, "NaN", "Infinity", "1e999", "-1")),
         pb.CouncilMessage(introduction=pb.Introduction(incarnation=2**63)),
+        pb.CouncilMessage(introduction=pb.Introduction(started=2**63)),
         pb.CouncilMessage(introduction=pb.Introduction(nonce=bytes(33))),
         pb.CouncilMessage(introduction=pb.Introduction(key=bytes(257))),
         pb.CouncilMessage(introduction=pb.Introduction(proof=bytes(65))),

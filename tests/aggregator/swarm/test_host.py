@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -356,3 +357,32 @@ def test_why_nothing_of_a_part_comes_is_said_once_of_each_owner_until_something_
     with caplog.at_level(logging.INFO):
         run_held(body())
     assert caplog.messages == ["part 0: expired"] * 4
+
+
+def test_of_two_processes_with_copies_of_one_folder_the_one_that_was_started_later_is_heard(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            await swarm.grow(*"abc")
+            await swarm.stop("c")
+            copies = tmp_path / "copies"
+            shutil.copytree(swarm.path / "c", copies / "c")
+            (copies / "run").symlink_to(swarm.path / "run")
+            earlier = await swarm.start("c")
+            try:
+                await swarm.until(lambda: earlier.links.connected == {"a", "b"}, passes=1.0)
+                swarm.path, swarm.running = copies, {name: swarm.running[name] for name in "ab"}
+                later = await swarm.start("c")
+                await swarm.until(lambda: later.links.connected == {"a", "b"} and len(earlier.links.refusals) == 2, passes=1.0)
+                for _ in range(100):
+                    await swarm.until(lambda: not earlier.links.connected, passes=1.0)
+                    assert later.links.connected == {"a", "b"}
+                    await swarm.pass_time(0.05)
+                said = {str(error) for error in earlier.links.refusals.values()}
+                assert said == {"another process was started later with the folder of c, or a copy of it"}
+            finally:
+                await earlier.close()
+            await swarm.stop("c")
+            await swarm.start("c")
+            await swarm.until(lambda: swarm.running["c"].links.connected == {"a", "b"}, passes=1.0)
+
+    run_held(body())

@@ -51,3 +51,13 @@ def test_a_save_that_fails_is_an_error_and_the_one_before_stays(tmp_path: Path) 
     with pytest.raises(StorageError, match="cannot be written"):
         folder.save(Saved(incarnation=1))
     assert folder.saved() == SAVED
+
+
+def test_each_start_has_a_larger_number_whatever_the_clock_says(tmp_path: Path) -> None:
+    folder = MemberFolder(tmp_path)
+    assert folder.start(1700.5) == 1_700_500
+    assert folder.start(1700.5) == 1_700_501
+    assert MemberFolder(tmp_path).start(3.0) == 1_700_502
+    assert folder.start(2000.0) == 2_000_000
+    (tmp_path / "started").write_text(f"{10**30}")
+    assert folder.start(1.0) == 1000
