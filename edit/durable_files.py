@@ -24,6 +24,7 @@ __all__ = [
     "append_whole",
     "check_format",
     "lock_file",
+    "make_folder",
     "read_json",
     "read_private",
     "rename",
@@ -144,6 +145,17 @@ def sync(path: Path, fsync: Callable[[int], None] = os.fsync) -> None:
         fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder that need not be there yet, in one that is: a folder that was taken away does not come back as a new one.
+
+    mode: permissions, less the umask. Raises StorageError.
+    """
+    try:
+        path.mkdir(mode, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be created ({error.strerror})") from error
 
 
 def lock_file(descriptor: int, path: Path) -> bool:

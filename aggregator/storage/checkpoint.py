@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from edit.durable_files import check_format, write_atomic_with
+from edit.durable_files import check_format, make_folder, write_atomic_with
 from edit.errors import LocalProtocolError, StorageError
 from edit.plain_text import parse_json
 
@@ -79,10 +79,7 @@ def save(
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(metadata, sort_keys=True)
     about = {"format": str(FORMAT), "edit": text, "blake3": _checksum(whole, text)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be created ({error.strerror})") from error
+    make_folder(folder)
     _remove_temporary(folder)
     write_atomic_with(path, lambda temporary: write(whole, temporary, about), failures=(SafetensorError,))
     _remove_old(folder, keep)

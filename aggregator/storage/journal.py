@@ -8,6 +8,7 @@
    that was never committed.
 4. A bad record with a good one after it is not torn, it is damaged: StorageError.
 5. A round that is given up leaves no trace: its records are cut off when the next round writes. No round is in two segments.
+   Nothing is written, either, while the file is not where it was: a folder that was moved away comes back, or is missed.
 6. A commit is on disk before it is applied, so it names the digest before it. The digest after it follows as a record of its
    own, which becomes durable with the next commit: it may be missing after the last one.
 7. In a swarm a commit names the update that it holds (`CommittedRound.update`). As long as no digest follows it, it is held
@@ -116,7 +117,7 @@ class Journal:
         """Make the segment that follows the checkpoint of `base_outer_step`. Raises StorageError, also when the file exists."""
         disk = disk or Disk()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         except OSError as error:
             raise StorageError(f"{path}: cannot be created ({error.strerror})") from error
@@ -355,10 +356,20 @@ class Journal:
         self._torn = False
 
     def _mend(self) -> None:
+        self._check_in_place()
         if self._torn:
             self._cut_back(self._end)
         if self._torn:
             raise StorageError(f"{self.path}: bytes behind {self._end} cannot be cut off")
+
+    def _check_in_place(self) -> None:
+        """Raise StorageError where `path` does not name this file any more: nobody would find there what is written to it."""
+        try:
+            if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
+                return
+        except OSError as error:
+            raise StorageError(f"{self.path}: is gone ({error.strerror}); put its folder back, or end this process") from error
+        raise StorageError(f"{self.path}: is another file than before; put its folder back, or end this process")
 
 
 def replay(path: Path, base_outer_step: int) -> Iterator[CommittedRound]:

@@ -27,7 +27,7 @@ from aggregator.storage.journal import Disk
 from aggregator.storage.line_file import LineFile
 from aggregator.storage.state_folder import AUDIT_LOG, part_log_of, part_logs
 from edit.config.run import RunConfig
-from edit.durable_files import write_atomic
+from edit.durable_files import make_folder, write_atomic
 from edit.errors import ConfigError, GoneError, LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 from edit.merging.outer_state import OuterState
 from edit.trust.merkle import MerkleTree, leaf_hash
@@ -182,10 +182,7 @@ class PartLog:
         return genesis_line(self._run_id, self._part, self._config, outer.schema.schema_hash, outer.digest)
 
     def _make(self, path: Path, first: bytes) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{path.parent}: cannot be created ({error.strerror})") from error
+        make_folder(path.parent)
         write_atomic(path, first + b"\n", mode=0o600)
         self._read(path)
 

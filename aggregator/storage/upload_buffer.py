@@ -1,6 +1,7 @@
 """Bytes on their way in: checked chunk by chunk, held in memory up to a bound, beyond it in files.
 
-An upload reserves its whole size in memory when it is opened, or lies in a file from the start: what is held, and what waits
+An upload reserves its whole size in memory when it is opened, or lies in a file from the start, as it does where the system
+has no memory for it: what is held, and what waits
 for the next uploads, never exceeds three quarters of `buffer_bytes`, whatever the number of peers. The last quarter is for what
 is on its way: gRPC takes it from the network before anybody asks for it. A payload that somebody still reads keeps its memory
 until the reader lets go.
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from edit.codecs.base import new_buffer
+from edit.durable_files import make_folder
 from edit.errors import LocalProtocolError, RemoteProtocolError, StaleError, StorageError
 from edit.heaps import MAPPED_BYTES, mapping
 
@@ -56,6 +58,7 @@ class UploadBuffer:
         self._most_held, self._spill_dir = buffer_bytes - self._way_bytes, spill_dir
         self._opened, self._serial = 0, next(_serials)  # files so far; which buffer of this process: for their names
         self._free: list[mmap.mmap] = []  # of uploads that are gone, the oldest first; any thread may append
+        make_folder(spill_dir, 0o700)
         self._remove_files("upload-*.part")
 
     def open(self, name: str, total_bytes: int) -> Upload:
@@ -67,7 +70,10 @@ class UploadBuffer:
             raise RemoteProtocolError(f"{name}: {total_bytes} bytes declared")
         if self.held_bytes + total_bytes <= self._most_held:
             self.held_bytes += total_bytes
-            return Upload(name, total_bytes, self, None)
+            try:
+                return Upload(name, total_bytes, self, None)
+            except (MemoryError, OSError):  # the system has less than `buffer_bytes`
+                self.held_bytes -= total_bytes
         self._opened += 1
         return Upload(name, total_bytes, self, self._spill_dir / f"upload-{self._serial}-{self._opened:08d}.part")
 
@@ -123,7 +129,6 @@ class UploadBuffer:
 
     def _remove_files(self, pattern: str) -> None:
         try:
-            self._spill_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             for path in self._spill_dir.glob(pattern):
                 path.unlink(missing_ok=True)
         except OSError as error:

@@ -28,6 +28,7 @@ from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
 from edit.council.record import Phase
+from edit.durable_files import make_folder
 from edit.merging.outer_state import OuterState
 from editpb import control_pb2_grpc
 from editpb.transport.chunk_frames import data_handlers, handlers_of
@@ -79,7 +80,7 @@ class Engine:
         only: str = "",
         subscribers: Sequence[Subscriber] = (),
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(folder, 0o700)
         orders = folder / "orders.json"
         orders.unlink(missing_ok=True)  # of an earlier grant
         feed = RunFeed(clock.unix)

@@ -108,6 +108,7 @@ from edit.council.record import (
     name_of,
     peer_of,
 )
+from edit.durable_files import make_folder
 from edit.errors import (
     BusyError,
     ConfigError,
@@ -117,6 +118,7 @@ from edit.errors import (
     RefusedError,
     RemoteProtocolError,
     StaleError,
+    StorageError,
     TransportError,
 )
 from edit.fragments.schema import Schema
@@ -1035,12 +1037,14 @@ class Host:
         """Merge an update's contributions here, too; return the records. Raises EditError: the update is not held.
 
         An owner whose update is another, or who does not show what it merged, is disputed: the part goes to others. Where that
-        cannot be told here, it merges again.
+        cannot be told here, it merges again; where the disk here fails, it tries again until others take its place.
         """
         update, owner, known = offer.update, peer_of(sender), self._enrolments
         assert known is not None  # the record made this member a verifier
         try:
             records = await self._merged_again(part, owner, offer, known)
+        except StorageError:
+            raise
         except EditError as error:
             if not known.record.enrols_as(self.council.record):
                 raise
@@ -1067,6 +1071,8 @@ class Host:
         self.tell(ev.Disputed(part.number, update.grant, reason, is_unclear, judged_by))
 
     async def _merged_again(self, part: _HostedPart, owner: str, offer: Offer, known: Enrolments) -> tuple[MergeRecord, ...]:
+        engine = self._folder.engine(part.number)
+        make_folder(engine, 0o700)
         verification = Verification(
             self.run_id,
             self._config,
@@ -1075,7 +1081,7 @@ class Host:
             offer.update,
             self._config_digest,
             partial(known.counts, update=offer.update),
-            self._folder.engine(part.number) / "verified",
+            engine / "verified",
             self._files,
         )
         try:

@@ -30,7 +30,7 @@ from aggregator.storage.upload_buffer import UploadBuffer
 from aggregator.swarm.engine import first_round_id
 from edit.config.run import RunConfig
 from edit.council.record import Update
-from edit.errors import EditError, RemoteProtocolError, StaleError
+from edit.errors import EditError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.merge import Measured, measure
 from edit.rounds.work_claims import UsualWork, Work
@@ -146,6 +146,8 @@ class Verification:
                 if held is None:
                     raise RemoteProtocolError("it is gone")
                 whole = held.whole(fragment_id, self._update.outer_step - 1)
+            except StorageError:  # of the disk here
+                raise
             except EditError as error:
                 raise RemoteProtocolError(f"the contribution of {peer_id} to fragment {fragment_id} is not whole") from error
             counted = Measured(

@@ -41,7 +41,7 @@ from aggregator.swarm.transfers import fetch_phi, state_parts
 from edit.config.algorithm import RoundsConfig
 from edit.config.run import RunConfig
 from edit.council.record import Phase, Record
-from edit.durable_files import write_atomic
+from edit.durable_files import make_folder, write_atomic
 from edit.errors import BusyError, EditError, GoneError, RemoteProtocolError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.gossip import Offer, settle
@@ -628,7 +628,7 @@ class GossipMember:
 
 def _next_grant(folder: Path) -> int:
     """Return a number that no engine here had before: round ids grow with it."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(folder, 0o700)
     file = folder / "starts"
     try:
         grant = int(file.read_bytes()) + 1

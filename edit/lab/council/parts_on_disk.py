@@ -85,6 +85,7 @@ class MemberDisk:
         """Return the parts as a process that starts finds them. on_commit: is told the part of each outer step, too."""
         self.killed_after, replicas = None, list[PartReplica]()
         disk = Disk(write=self._write, fsync=self._sync)
+        self._folder.mkdir(parents=True, exist_ok=True)
         for part in range(parts):
             self._stores.append(Store(MemberFolder(self._folder).part(part), self._config, RUN, disk))
             replicas.append(self.replica(RUN, part, self._config, self._stores[-1], partial(on_commit, part)))

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import math
 import os
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -339,6 +340,30 @@ def test_what_a_killed_process_had_not_synced_is_on_disk_once_the_segment_is_ope
     full.syncs = 1
     assert Journal.open(three, BASE, full.disk()).outer_step == 23
     assert full.syncs == 0
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_committed_where_nobody_would_find_it(three: Path, tmp_path: Path, replaced: bool) -> None:
+    """The folder is moved away, or goes with its disk: the round waits for it."""
+    folder, away = tmp_path / "outer", tmp_path / "away"
+    folder.mkdir()
+    moved = three.rename(folder / three.name)
+    journal = Journal.open(moved, BASE)
+    write_round(journal, 24, commit=False)
+    folder.rename(away)
+    if replaced:
+        shutil.copytree(away, folder)
+    why = "is another file than before" if replaced else "is gone"
+    with pytest.raises(StorageError, match=rf"{three.name}: {why}.*put its folder back"):
+        journal.append_commit(1_000_024, 24, "all")
+    with pytest.raises(StorageError, match=why):
+        journal.prove_room(1)
+    assert steps(away / three.name) == [21, 22, 23]
+    shutil.rmtree(folder, ignore_errors=True)
+    away.rename(folder)
+    write_round(journal, 24)
+    journal.close()
+    assert steps(moved) == [21, 22, 23, 24]
 
 
 def test_a_commit_that_cannot_be_synced_is_none(three: Path) -> None:

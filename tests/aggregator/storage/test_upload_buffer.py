@@ -164,6 +164,23 @@ def test_what_came_already_may_come_again(buffer: UploadBuffer) -> None:
     assert put(upload, 300, b"") == 300
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
+def test_an_upload_that_the_system_has_no_memory_for_lies_in_a_file(
+    tmp_path: Path, files: Executor, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    buffer = UploadBuffer(room_for(len(DATA)), tmp_path / "spill", files)
+
+    def refuse(size: int) -> memoryview:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(buffer, "memory", refuse)
+        upload = buffer.open("p1", len(DATA))
+    fill(upload)
+    assert bytes(upload.payload()) == DATA and buffer.held_bytes == 0
+    assert len([*(tmp_path / "spill").iterdir()]) == 1
+
+
 def test_an_upload_has_a_size(buffer: UploadBuffer) -> None:
     with pytest.raises(RemoteProtocolError, match="contribution of a: 0 bytes declared"):
         buffer.open("contribution of a", 0)
@@ -247,7 +264,7 @@ def test_a_full_disk_drops_the_upload_and_says_so(tmp_path: Path, files: Executo
 
 def test_a_spill_folder_that_cannot_be_made(tmp_path: Path, files: Executor) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be used"):
+    with pytest.raises(StorageError, match="cannot be created"):
         UploadBuffer(0, tmp_path / "file", files)
 
 

@@ -28,7 +28,7 @@ from edit.codecs.residuals import Residual
 from edit.config.run import RunConfig
 from edit.council import events as ev
 from edit.council.record import Record, Update
-from edit.errors import GoneError, RefusedError, RemoteProtocolError, TransportError
+from edit.errors import GoneError, RefusedError, RemoteProtocolError, StorageError, TransportError
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
 from edit.rounds import events
@@ -381,6 +381,31 @@ def test_an_owner_that_knows_of_an_enrolment_before_the_verifier_does_is_not_dis
             assert len(asked) == host_module.VERIFY_TRIES - 1
             assert (swarm.record.parts[0].owner, swarm.record.parts[0].grant) == (part.owner, part.grant)
             assert not any("is not believed" in text for host in swarm.running.values() for _, text in host._notices)
+
+    run_held(body())
+
+
+def test_a_verifier_whose_own_disk_fails_does_not_dispute_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    merge_again, failed = host_module.Host._merged_again, list[str]()
+
+    async def refused(self: Host, part: Any, *rest: Any) -> Any:
+        if len(failed) <= host_module.VERIFY_TRIES:
+            failed.append(self.peer_id)
+            raise StorageError("no space left")
+        return await merge_again(self, part, *rest)
+
+    monkeypatch.setattr(Host, "_merged_again", refused)
+
+    async def body() -> None:
+        async with hosts(tmp_path, config=config(1)) as swarm:
+            await grown(swarm, 1)
+            await swarm.until(lambda: swarm.owner() is not None)
+            part = swarm.record.parts[0]
+            await contribute(swarm, 1)
+            await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1), passes=1.0)
+            assert len(failed) == host_module.VERIFY_TRIES + 1
+            assert (swarm.record.parts[0].owner, swarm.record.parts[0].grant) == (part.owner, part.grant)
+            assert not swarm.record.disputes
 
     run_held(body())
 

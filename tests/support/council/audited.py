@@ -80,6 +80,7 @@ class AuditedMember:
         self, folder: Path, peer_id: str = "a", disk: Disk | None = None, config: RunConfig = AUDITED, part: int = 0
     ) -> None:
         self.folder, self.peer_id, self.config = folder, peer_id, config
+        folder.parent.mkdir(exist_ok=True)
         before = replace(record_of(), parts=(Part(owner="a", grant=GRANT - 1, outer_step=0, digest="0" * 64),))
         self.enrolments: Enrolments | None = Enrolments.of(before).taking(record_of())
         self.log = PartLog(folder, RUN, part, config, disk)
@@ -207,6 +208,7 @@ class _AuditedDisk(MemberDisk):
     def open(self, parts: int, on_commit: Callable[[int, Commit], None]) -> list[PartReplica]:
         self.killed_after, path = None, MemberFolder(self._folder).part(0)
         disk = Disk(write=self._write, fsync=self._sync)
+        self._folder.mkdir(parents=True, exist_ok=True)
         self.log = PartLog(path, RUN, 0, self._config, disk)
         self._stores.append(Store(path, self._config, RUN, disk, part_log=self.log))
         return [PartReplica(RUN, 0, self._config, self._stores[-1], partial(on_commit, 0), self.known)]
