@@ -23,6 +23,7 @@ import typer
 
 import edit
 from edit.errors import ConfigError, EditError, EvictedError
+from edit.interrupts import end_at_interrupt, raise_at_interrupt
 from edit.plain_text import json_text, printable
 
 __all__ = [
@@ -97,6 +98,7 @@ def run_command(program: str, command: Callable[[], object]) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
     try:
+        raise_at_interrupt()
         try:
             command()
         finally:
@@ -166,6 +168,7 @@ def _give_up(number: int) -> None:
 def loading() -> Iterator[None]:
     """Context manager around the imports of a command that needs torch: without garbage collection, since what is imported
     stays. To look through it again and again takes a fifth of the time that they need, and later stops all else for as long.
+    Ctrl-C ends the process at once (`edit.interrupts`), so there must be nothing to clean up yet.
 
     Does nothing where torch is there already, as in a process that does other things, too.
     """
@@ -173,9 +176,11 @@ def loading() -> Iterator[None]:
         yield
         return
     gc.disable()
+    end_at_interrupt()
     try:
         yield
     finally:
+        raise_at_interrupt()
         gc.freeze()
         gc.enable()
 
