@@ -28,6 +28,7 @@ from edit.plain_text import json_text, printable
 
 __all__ = [
     "CALLED_AS",
+    "ENDS_WITH",
     "EVICTED",
     "EXIT_CODES",
     "SHORT_HELP",
@@ -87,6 +88,9 @@ def with_version(app: typer.Typer, program: str) -> None:
 
 EVICTED = "evicted from the run: "  # what is said before the reason that the operator gave
 CALLED_AS = "EDIT_CALLED_AS"  # in the environment of a process that a command has become: how its messages begin
+ENDS_WITH = (
+    "EDIT_ENDS_WITH"  # in that of a process beside another: its descriptor of a pipe, which is at its end once that one ended
+)
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:

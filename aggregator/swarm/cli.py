@@ -6,9 +6,10 @@ import json
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 
-from edit.command_line import CALLED_AS, loading, log_to_stderr, run_command
+from edit.command_line import CALLED_AS, ENDS_WITH, loading, log_to_stderr, run_command
 
 __all__ = ["main", "program"]
 
@@ -45,7 +46,9 @@ _VERBS = (
 
 
 def main() -> None:
-    """Entry point of `python -m aggregator.swarm`."""
+    """Entry point of `python -m aggregator.swarm`. Where a peer asks it something, it ends with that peer's process."""
+    if pipe := os.environ.pop(ENDS_WITH, ""):
+        threading.Thread(target=_end_with, args=(int(pipe),), name="asked by", daemon=True).start()
     run_command(os.environ.pop(CALLED_AS, "aggregator.swarm"), program)
 
 
@@ -58,6 +61,12 @@ def program() -> None:
         from aggregator.swarm.commands import app  # imports gRPC; what must, torch
 
     app(prog_name="python -m aggregator.swarm")
+
+
+def _end_with(pipe: int) -> None:
+    """End this process, as a kill does, when all that could write to the pipe have ended."""
+    os.read(pipe, 1)
+    os._exit(1)
 
 
 def _serve() -> None:
