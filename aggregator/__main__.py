@@ -1,6 +1,16 @@
-"""`python -m aggregator`: the coordinator without an installed script."""
+"""`edit-coordinator`, and `python -m aggregator`: the same without an installed script."""
 
-from aggregator.cli import main
+from edit.interrupts import end_at_interrupt
+
+
+def main() -> None:
+    """Entry point of `edit-coordinator`."""
+    end_at_interrupt()
+
+    from aggregator.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

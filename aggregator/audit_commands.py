@@ -20,6 +20,7 @@ from aggregator.storage.configurations import authorities_of
 from aggregator.storage.cosignatures import note_files
 from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import AUDIT_COSIGNED, AUDIT_HEAD, AUDIT_KEY, AUDIT_LOG, AUTHORITY, StateFolder
+from edit.command_line import loading
 from edit.durable_files import write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
@@ -120,7 +121,8 @@ def replay(
     """
     log, signed = _verified(state, key, 0)
     assert log.key is not None
-    from aggregator.audit_replay import replay_step
+    with loading():
+        from aggregator.audit_replay import replay_step
 
     done = replay_step(state, step or log.outer_step, signed)
     if as_json:

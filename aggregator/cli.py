@@ -526,7 +526,8 @@ def export(
 
     Example: edit-coordinator export --state my-run --out model.safetensors
     """
-    from aggregator.export import export_parameters, export_pretrained
+    with loading():
+        from aggregator.export import export_parameters, export_pretrained
 
     writers = {"safetensors": export_parameters, "hf": export_pretrained}
     if form not in writers:

@@ -23,10 +23,12 @@ import typer
 
 import edit
 from edit.errors import ConfigError, EditError, EvictedError
+from edit.interrupts import end_at_interrupt, raise_at_interrupt
 from edit.plain_text import json_text, printable
 
 __all__ = [
     "CALLED_AS",
+    "ENDS_WITH",
     "EVICTED",
     "EXIT_CODES",
     "SHORT_HELP",
@@ -86,6 +88,9 @@ def with_version(app: typer.Typer, program: str) -> None:
 
 EVICTED = "evicted from the run: "  # what is said before the reason that the operator gave
 CALLED_AS = "EDIT_CALLED_AS"  # in the environment of a process that a command has become: how its messages begin
+ENDS_WITH = (
+    "EDIT_ENDS_WITH"  # in that of a process beside another: its descriptor of a pipe, which is at its end once that one ended
+)
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:
@@ -97,6 +102,7 @@ def run_command(program: str, command: Callable[[], object]) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
     try:
+        raise_at_interrupt()
         try:
             command()
         finally:
@@ -166,6 +172,7 @@ def _give_up(number: int) -> None:
 def loading() -> Iterator[None]:
     """Context manager around the imports of a command that needs torch: without garbage collection, since what is imported
     stays. To look through it again and again takes a fifth of the time that they need, and later stops all else for as long.
+    Ctrl-C ends the process at once (`edit.interrupts`), so there must be nothing to clean up yet.
 
     Does nothing where torch is there already, as in a process that does other things, too.
     """
@@ -173,9 +180,11 @@ def loading() -> Iterator[None]:
         yield
         return
     gc.disable()
+    end_at_interrupt()
     try:
         yield
     finally:
+        raise_at_interrupt()
         gc.freeze()
         gc.enable()
 

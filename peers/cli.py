@@ -172,7 +172,8 @@ def consent(
 
     Example: edit-peer consent --home my-peer
     """
-    from peers.consent import ask_terms, consent_to
+    with loading():
+        from peers.consent import ask_terms, consent_to
 
     terms = ask_terms(home, time.time())
     typer.echo("\n".join(terms.lines()))

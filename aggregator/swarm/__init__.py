@@ -26,4 +26,5 @@ other members (a `Source` is given), clocks, the event loop, peers that train.
     metrics.py        /metrics of a host: the council, and the rounds of the parts that it owns
     watching.py       the whole swarm as one status, again and again, for `watch`, `report`, `web`
     commands.py       `python -m aggregator.swarm VERB FOLDER`
+    cli.py            which of the two
 """

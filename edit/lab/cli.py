@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from edit.command_line import SHORT_HELP, exit_codes, run_command, with_version
+from edit.command_line import SHORT_HELP, exit_codes, loading, run_command, with_version
 
 __all__ = ["SIMULATE_EXAMPLE", "app", "main"]
 
@@ -91,9 +91,10 @@ def demo(
     """
     from rich.console import Console
 
-    from edit.lab.demo.command import run_demo  # needs torch; --help answers without it
-    from edit.lab.demo.hostile import run_hostile_demo
-    from edit.lab.demo.plan import DemoOptions
+    with loading():
+        from edit.lab.demo.command import run_demo  # needs torch; --help answers without it
+        from edit.lab.demo.hostile import run_hostile_demo
+        from edit.lab.demo.plan import DemoOptions
 
     options = DemoOptions(
         peers=(7 if hostile else 4) if peers is None else peers,
@@ -125,7 +126,8 @@ def simulate(
     """
     from rich.console import Console
 
-    from edit.lab.simulation.command import run_simulation
+    with loading():
+        from edit.lab.simulation.command import run_simulation
 
     given = {"peers": peers, "sync.outer_steps": rounds, "sync.mode": mode, "seed": seed}
     options = [f"{key}={value}" for key, value in given.items() if value is not None]
@@ -180,8 +182,9 @@ def chaos(
     """
     from rich.console import Console
 
-    from edit.lab.chaos.command import run_chaos, run_swarm_chaos
-    from edit.lab.chaos.options import ChaosOptions
+    with loading():
+        from edit.lab.chaos.command import run_chaos, run_swarm_chaos
+        from edit.lab.chaos.options import ChaosOptions
 
     options = ChaosOptions(
         seed=seed,
@@ -288,8 +291,9 @@ def compare(
     """
     from rich.console import Console
 
-    from edit.lab.compare.command import CompareOptions, Outputs, print_presets, run_comparison
-    from edit.lab.compare.method import DEFAULT_EVERY
+    with loading():
+        from edit.lab.compare.command import CompareOptions, Outputs, print_presets, run_comparison
+        from edit.lab.compare.method import DEFAULT_EVERY
 
     if list_presets:
         print_presets()
@@ -337,8 +341,9 @@ def exchange(
     """
     from rich.console import Console
 
-    from edit.lab.bench.command import Outputs, run_exchange  # needs torch; --help answers without it
-    from edit.lab.bench.exchange import ExchangeOptions
+    with loading():
+        from edit.lab.bench.command import Outputs, run_exchange  # needs torch; --help answers without it
+        from edit.lab.bench.exchange import ExchangeOptions
 
     options = ExchangeOptions(
         parameters=parameters, codecs=codecs or ["int8", "fp32"], peers=peers or [2, 4], repeat=repeat, label=label
@@ -369,9 +374,10 @@ def codecs(
     """
     from rich.console import Console
 
-    from edit.lab.bench.codecs import CODECS, CodecOptions
-    from edit.lab.bench.command import Outputs, run_codecs  # needs torch; --help answers without it
-    from edit.lab.bench.rivals.environments import cache_folder
+    with loading():
+        from edit.lab.bench.codecs import CODECS, CodecOptions
+        from edit.lab.bench.command import Outputs, run_codecs  # needs torch; --help answers without it
+        from edit.lab.bench.rivals.environments import cache_folder
 
     options = CodecOptions(
         numel=numel,
@@ -420,9 +426,10 @@ def links(
     """
     from rich.console import Console
 
-    from edit.errors import ConfigError
-    from edit.lab.bench.command import Outputs, run_links  # needs torch; --help answers without it
-    from edit.lab.bench.links import PARTS, LinkOptions
+    with loading():
+        from edit.errors import ConfigError
+        from edit.lab.bench.command import Outputs, run_links  # needs torch; --help answers without it
+        from edit.lab.bench.links import PARTS, LinkOptions
 
     if wrong := [part for part in parts or () if part not in PARTS]:
         raise ConfigError(f"--part {wrong[0]}: known are {', '.join(PARTS)}")
@@ -481,9 +488,10 @@ def rivals(
     """
     from rich.console import Console
 
-    from edit.lab.bench.command import Outputs, run_rivals  # needs torch; --help answers without it
-    from edit.lab.bench.rivals.contest import DEFAULT_CODECS, RivalOptions
-    from edit.lab.bench.rivals.environments import cache_folder
+    with loading():
+        from edit.lab.bench.command import Outputs, run_rivals  # needs torch; --help answers without it
+        from edit.lab.bench.rivals.contest import DEFAULT_CODECS, RivalOptions
+        from edit.lab.bench.rivals.environments import cache_folder
 
     options = RivalOptions(
         parameters=parameters,

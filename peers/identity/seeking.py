@@ -19,6 +19,7 @@ from edit.errors import ConfigError, EditError, TransportError
 from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, Invitation, check_dht_peers, is_endpoint
 from peers.carriers.hub.channels import Channels
+from peers.helper_process import ends_with_this
 from peers.identity.enrolment import UntrustedServerError, join
 
 __all__ = ["Seeking", "redeem", "searching"]
@@ -67,16 +68,17 @@ def searching(home: Path, dht_peers: Sequence[str]) -> Callable[[], Awaitable[tu
 
     async def search() -> tuple[Sequence[str], str]:
         pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        process = await asyncio.create_subprocess_exec(*words, stdin=nothing, stdout=pipe, stderr=pipe)
-        try:
-            async with asyncio.timeout(SEARCH_S):
-                said, errors = await process.communicate()
-        except TimeoutError:
-            return (), f"the search took longer than {SEARCH_S:g} s"
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        with ends_with_this() as beside:
+            process = await asyncio.create_subprocess_exec(*words, stdin=nothing, stdout=pipe, stderr=pipe, **beside)
+            try:
+                async with asyncio.timeout(SEARCH_S):
+                    said, errors = await process.communicate()
+            except TimeoutError:
+                return (), f"the search took longer than {SEARCH_S:g} s"
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
         last = errors[-_SAID:].decode(errors="replace").splitlines()[-1:]
         return said[:_SAID].decode(errors="replace").splitlines(), "".join(last).removeprefix("aggregator.swarm: ")
 
@@ -113,7 +115,8 @@ def _sought_enrolment(invitation: str, home: Path, dht_peers: Sequence[str]) -> 
     words += [f"--dht-peers={each}" for each in dht_peers]
     told = f"{invitation.strip()}\n"
     try:
-        done = subprocess.run(words, capture_output=True, text=True, input=told, check=False, timeout=SEARCH_S)
+        with ends_with_this() as beside:
+            done = subprocess.run(words, capture_output=True, text=True, input=told, check=False, timeout=SEARCH_S, **beside)
     except subprocess.TimeoutExpired:
         raise TransportError(f"the search took longer than {SEARCH_S:g} s; try again") from None
     lines = done.stdout[:_SAID].splitlines()[:MAX_ENDPOINTS]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from edit.errors import ConfigError, EditError, EvictedError, RefusedError, Tran
 from edit.plain_text import parse_json
 from editpb.invitation import local_address
 from editpb.run_status import RunStatus
+from peers.helper_process import ends_with_this
 
 __all__ = ["HostProcess", "ask", "command", "configured", "kept_status", "parameters_of"]
 
@@ -35,7 +35,10 @@ def command(*arguments: object) -> list[str]:
 
 def ask(*arguments: object, told: str = "") -> list[str]:
     """Run a command, and return the lines that it prints. told: its standard input. Raises the EditError that it ended with."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, input=told, check=False)
+    with ends_with_this() as beside:
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            command(*arguments), capture_output=True, text=True, input=told, check=False, **beside
+        )
     if done.returncode == 0:
         return done.stdout.splitlines()
     last = (done.stderr.splitlines() or [f"it ended with {done.returncode}"])[-1]
@@ -64,8 +67,8 @@ def parameters_of(folder: Path, arguments: Sequence[str]) -> int:
     arguments: of a host's command line. The host's program says on stderr what it waits for. Exits as it does where it fails.
     """
     words = command(folder, *arguments, "--settings-only")
-    called = {**os.environ, CALLED_AS: "edit-peer swarm"}
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=called, check=False)
+    with ends_with_this(**{CALLED_AS: "edit-peer swarm"}) as beside:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False, **beside)
     if done.returncode != 0:
         sys.exit(done.returncode)
     return int(parse_json(done.stdout)["parameters"])

@@ -230,9 +230,10 @@ def host(
 
     Example: edit-peer swarm host - --home c --advertise big-disk.example.org < invitation.txt
     """
-    from peers.swarm.aggregator_process import command
-    from peers.swarm.host_policy import check_host
-    from peers.swarm.membership import Place, enter
+    with loading():
+        from peers.swarm.aggregator_process import command
+        from peers.swarm.host_policy import check_host
+        from peers.swarm.membership import Place, enter
 
     log_lines()
     text = _text_of(invitation)

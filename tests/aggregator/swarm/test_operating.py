@@ -564,7 +564,7 @@ def test_a_host_that_runs_is_neither_recovered_nor_rejoined(tmp_path: Path) -> N
 
 
 def test_the_verbs_and_their_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from aggregator.swarm import __main__ as program
+    from aggregator.swarm import cli
 
     async def body(swarm: Hosts) -> None:
         folder = equip(swarm, "a", authority=True)
@@ -577,7 +577,7 @@ def test_the_verbs_and_their_exit_codes(tmp_path: Path, monkeypatch: pytest.Monk
         ):
             monkeypatch.setattr("sys.argv", ["aggregator.swarm", *words])
             with pytest.raises(SystemExit) as ended:
-                await in_thread(run_command, "aggregator.swarm", program.main)
+                await in_thread(run_command, "aggregator.swarm", cli.program)
             out = capsys.readouterr()
             assert (ended.value.code or 0) == code and said in out.out + out.err, (words, out)
 
@@ -585,7 +585,7 @@ def test_the_verbs_and_their_exit_codes(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_average_that_a_swarm_keeps_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from aggregator.swarm import __main__ as program
+    from aggregator.swarm import cli
 
     toml = TOML + '[average]\nkind = "ema"\ndecay = 0.5\n'
 
@@ -607,7 +607,7 @@ def test_the_average_that_a_swarm_keeps_is_exported(tmp_path: Path, monkeypatch:
                 words = ["aggregator.swarm", "export", str(folder), "--out", str(out), *options]
                 monkeypatch.setattr("sys.argv", words)
                 with pytest.raises(SystemExit) as ended:
-                    await in_thread(run_command, "aggregator.swarm", program.main)
+                    await in_thread(run_command, "aggregator.swarm", cli.program)
                 assert not ended.value.code and said in capsys.readouterr().out
                 written = load_file(out)
                 for fragment, right in zip(schema_of(0).fragments, expected, strict=True):
