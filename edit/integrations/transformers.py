@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 class EditCallback(TrainerCallback):
     """Makes `trainer.train()` this peer's part of a run: `Trainer(..., callbacks=[EditCallback(collective, config)])`.
 
-    Training ends with the Trainer's last step or with the run's, whichever comes first. Each real optimizer step counts once,
+    Training ends with the Trainer's last step or with the run's, whichever comes first; at either, a Trainer that evaluates or
+    saves every so many steps does so once more. Each real optimizer step counts once,
     also with gradient accumulation and clipping; an outcome is taken before the first batch of a step, also where the model is
     compiled or `compute_loss` calls parts of it. Tokens are counted from `input_ids` of the model's own forwards with
     gradients, so not of a reference pass; a `compute_loss` that calls only parts calls `callback.worker.count_tokens(n)`, else
@@ -166,9 +167,16 @@ class EditCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Stop when the run has finished; prepare what the Trainer does now (see `_prepare`)."""
+        """Stop when the run has finished; prepare what the Trainer does now (see `_prepare`).
+
+        As at `max_steps`, the Trainer evaluates and saves once more where it does so every so many steps.
+        """
         if self._present().worker.finished:
             control.should_training_stop = True
+            if args.eval_strategy == "steps" and args.eval_delay <= state.global_step:
+                control.should_evaluate = True
+            if args.save_strategy == "steps":
+                control.should_save = True
         self._prepare(control)
         return control
 

@@ -291,6 +291,19 @@ def test_training_stops_when_the_run_has_finished(tmp_path: Path) -> None:
     assert 2 * EVERY <= trainer.state.global_step <= 2 * EVERY + 1
 
 
+@pytest.mark.parametrize("ends", ["the run", "the Trainer"])
+def test_the_trainer_evaluates_and_saves_at_the_end_whichever_ends_first(tmp_path: Path, ends: str) -> None:
+    run = run_of(outer_steps=2 if ends == "the run" else 100)
+    steps = 100 if ends == "the run" else 7
+    every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 50, "save_strategy": "steps", "save_steps": 50}
+    trainer = trainer_of(tmp_path, [EditCallback(run.collective("me"), CONFIG)], steps, **every)
+    trainer.train()
+    last = trainer.state.global_step
+    assert last < 50 and run.finished == (ends == "the run")
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{last}"]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [last]
+
+
 def test_an_eviction_comes_out_of_train(tmp_path: Path) -> None:
     class Evictor(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
