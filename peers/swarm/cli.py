@@ -336,7 +336,8 @@ def export(
 ) -> None:
     """Write the outer parameters that this member holds to a file, also while it trains, or after the end.
 
-    With gossip these are the parameters of the last settling.
+    With gossip these are the parameters of the last settling. A tensor that a model uses under two names, as a tied head, is
+    written once: load such a file with strict=False.
 
     Example: edit-peer swarm export --home a --out model.safetensors
     """
