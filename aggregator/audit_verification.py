@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -78,6 +79,17 @@ def _drawn(log: LogVerifier, lines: Iterable[bytes], sample: int) -> list[tuple[
     return drawn
 
 
+def _end_with_parent() -> None:
+    """End this process of a pool with the one that made it: one that is killed tells it nothing, and it would wait for ever."""
+
+    def watch() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class _Pool:
     """Verifies signatures batch by batch: the first one, if no other follows, in this process."""
 
@@ -101,7 +113,8 @@ class _Pool:
         self._bytes += len(line)
         if self._bytes >= _BATCH_BYTES:
             if self._pool is None:
-                self._pool = ProcessPoolExecutor(self._processes, multiprocessing.get_context("spawn"))
+                spawn = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(self._processes, spawn, initializer=_end_with_parent)
             self._submit(self._pool)
 
     def finish(self) -> int:

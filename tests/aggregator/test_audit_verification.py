@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,21 @@ def test_all_signatures_are_verified_in_other_processes(log: Path, tmp_path: Pat
     said = r"entry 2: the contribution of organisation-01 to fragment 0, rank 0: its signature is not of what the log says"
     with pytest.raises(LogFault, match=said):
         verified_log(entries_of(wrong), processes=1)
+
+
+def test_the_other_processes_end_with_the_first_one(log: Path) -> None:
+    """They have its stdout, which is at its end once they ended."""
+    program = f"""
+import os, signal
+from pathlib import Path
+from aggregator import audit_verification
+audit_verification._BATCH_BYTES = 1
+def last(lines):
+    yield from lines
+    os.kill(os.getpid(), signal.SIGKILL)
+audit_verification.verified_log(last(audit_verification.entries_of(Path({str(log)!r}))), processes=1)"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
 def test_a_short_log_is_verified_without_further_processes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
