@@ -198,3 +198,8 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'edit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Also the names that were not asked for yet: for `help(edit)`, and what completes names."""
+    return sorted({*globals(), *__all__})

@@ -316,10 +316,14 @@ class Links:
             raise RemoteProtocolError(f"{peer_id} speaks protocol {word.protocol}, this host {PROTOCOL}; update the older one")
         if word.run_id != self._run_id:
             raise RefusedError(f"this is run {self._run_id}, not another")
-        name, started = self._started.get(peer_id, ("", 0))
-        if name == name_of(peer_id, word.incarnation) and 0 < word.started < started:
-            raise StaleError(f"another process was started later with the folder of {peer_id}, or a copy of it")
+        self._check_latest(peer_id, name_of(peer_id, word.incarnation), word.started)
         return word
+
+    def _check_latest(self, peer_id: str, name: str, started: int) -> None:
+        """Raise StaleError where a stream came to a later start of the same life."""
+        known, latest = self._started.get(peer_id, ("", 0))
+        if known == name and 0 < started < latest:
+            raise StaleError(f"another process was started later with the folder of {peer_id}, or a copy of it")
 
     async def _converse(self, stream: Stream, messages: AsyncIterator[pb.CouncilMessage], write: Write) -> None:
         """Send and take messages until the stream ends; raise why."""
@@ -341,6 +345,7 @@ class Links:
     @contextmanager
     def _joined(self, stream: Stream) -> Iterator[None]:
         """Count a stream among the peer's. It ends the older ones, but for one of the same start: both sides may open one."""
+        self._check_latest(stream.peer_id, stream.name, stream.started)  # which may have come meanwhile
         self._started[stream.peer_id] = stream.name, stream.started
         streams = self._streams.setdefault(stream.peer_id, [])
         last = streams[-1] if streams else stream

@@ -86,6 +86,10 @@ def test_every_name_exists_and_everything_else_is_a_module() -> None:
     assert all(isinstance(getattr(edit, name), type(sys)) for name in others)
 
 
+def test_help_and_completion_know_the_names_before_they_are_used() -> None:
+    assert run("-c", "import sys, edit; print(sorted({*edit.__all__} - {*dir(edit)}), 'torch' in sys.modules)") == "[] False\n"
+
+
 def test_every_name_is_documented() -> None:
     assert [name for name in edit.__all__ if name != "Outcome" and not (getattr(edit, name).__doc__ or "").strip()] == []
 

@@ -21,6 +21,17 @@ def run(*_):
 cli.run_command = run
 cli.main()
 """
+ANSWERS = """
+import sys, threading
+from aggregator.swarm import cli
+def run(*_):
+    for thread in threading.enumerate():
+        if thread.name == "asked by":
+            thread.join(0.5)  # it waits for longer
+    print(sys.stdin.read(), end="")
+cli.run_command = run
+cli.main()
+"""
 SAYS = "import os, stat; print(int(stat.S_ISFIFO(os.fstat(int(os.environ['EDIT_ENDS_WITH'])).st_mode)))"
 
 
@@ -39,3 +50,10 @@ def test_each_question_is_asked_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert aggregator_process.ask("status") == ["1"]
     line[-1] = SAYS.replace("print(", "print('{\"parameters\": %d}' % ")
     assert aggregator_process.parameters_of(tmp_path, ()) == 1
+
+
+def test_it_answers_where_stdin_and_stdout_are_closed() -> None:
+    code = "import os; os.closerange(0, 2); from peers.swarm import aggregator_process as it; "
+    code += f"it.command = lambda *_: {[sys.executable, '-c', ANSWERS]}; assert it.ask('seek', told='told') == ['told']"
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False, timeout=WAIT_S)
+    assert (done.returncode, done.stderr) == (0, "")
