@@ -24,6 +24,7 @@ lab/           edit-lab
 """
 
 import importlib
+import sys
 import typing
 
 if typing.TYPE_CHECKING:
@@ -194,9 +195,13 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """A public name, from its module (PEP 562)."""
+    """A public name, from its module (PEP 562); or a module that has some, as `edit.errors`."""
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
+    if within := [module for module in _MODULES.values() if f"{module}.".startswith(f"edit.{name}.")]:
+        for module in within:
+            importlib.import_module(module)
+        return sys.modules[f"edit.{name}"]
     raise AttributeError(f"module 'edit' has no attribute {name!r}")
 
 

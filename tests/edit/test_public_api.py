@@ -90,6 +90,11 @@ def test_help_and_completion_know_the_names_before_they_are_used() -> None:
     assert run("-c", "import sys, edit; print(sorted({*edit.__all__} - {*dir(edit)}), 'torch' in sys.modules)") == "[] False\n"
 
 
+def test_a_module_with_public_names_needs_no_import_of_its_own() -> None:
+    code = "import sys, edit; print(edit.errors.EditError.__name__, edit.config.run.RunConfig.__name__, 'torch' in sys.modules)"
+    assert run("-c", code) == "EditError RunConfig False\n"
+
+
 def test_every_name_is_documented() -> None:
     assert [name for name in edit.__all__ if name != "Outcome" and not (getattr(edit, name).__doc__ or "").strip()] == []
 
