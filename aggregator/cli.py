@@ -524,7 +524,8 @@ def export(
 ) -> None:
     """Write the outer parameters of the last commit to a file, also while the run is served.
 
-    A tensor that a model uses under two names, as a tied head, is written once: load such a file with strict=False.
+    A tensor that a model uses under two names, as a tied head, is written once: load such a file with strict=False. Buffers, as
+    BatchNorm's statistics, are in it where peers train with `buffers="average"`; else each peer has its own.
 
     Example: edit-coordinator export --state my-run --out model.safetensors
     """

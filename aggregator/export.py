@@ -87,8 +87,21 @@ def write_parameters(run: Committed, out: Path, *, averaged: bool = False) -> Ex
     """As `export_parameters`."""
     named, exported = _named_of(run, averaged=averaged)
     file = Path(os.path.realpath(out)) if out.is_symlink() else out  # of a link, what it leads to is replaced
-    write_atomic_with(file, lambda temporary: save_file(named, temporary, exported.origin()), failures=(SafetensorError,))
+    write_atomic_with(file, lambda temporary: _save(named, temporary, exported.origin()), failures=(SafetensorError,))
     return exported
+
+
+def _save(named: dict[str, Tensor], path: Path, origin: dict[str, str]) -> None:
+    """Write a safetensors file whose bytes follow from what is in it: the library writes what is said of it in any order."""
+    save_file(named, path, origin)
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        ordered = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
+        text = json.dumps(ordered, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= size:
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def export_pretrained(folders: Sequence[StateFolder], out: Path, *, averaged: bool = False) -> Exported:

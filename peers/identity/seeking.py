@@ -69,7 +69,10 @@ def searching(home: Path, dht_peers: Sequence[str]) -> Callable[[], Awaitable[tu
     async def search() -> tuple[Sequence[str], str]:
         pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         with ends_with_this() as beside:
-            process = await asyncio.create_subprocess_exec(*words, stdin=nothing, stdout=pipe, stderr=pipe, **beside)
+            try:
+                process = await asyncio.create_subprocess_exec(*words, stdin=nothing, stdout=pipe, stderr=pipe, **beside)
+            except OSError as error:  # of the system, which may have room for a process later
+                return (), f"the search cannot be started ({error.strerror})"
             try:
                 async with asyncio.timeout(SEARCH_S):
                     said, errors = await process.communicate()

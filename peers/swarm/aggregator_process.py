@@ -25,6 +25,7 @@ _log = logging.getLogger("peers")
 ERRORS: dict[int, type[EditError]] = {2: ConfigError, 3: RefusedError, 4: EvictedError, 69: TransportError}  # by exit code
 MOST_RESTARTS = 5  # within RESTARTS_S
 RESTARTS_S = 600.0
+AGAIN_S = 1.0  # after the system refused to start a process; then after twice as long each time
 END_S = 15.0  # for a host to end; then it is killed
 
 
@@ -78,7 +79,7 @@ class HostProcess:
     """The host of this peer, beside it: it ends with this process, however that ends.
 
     A host that is killed is started again; one that fails has said why, and ends this peer, too. So does one that was told to
-    leave, but that is no failure.
+    leave, but that is no failure. Raises EditError where the system cannot start a process.
 
     Args:
         folder: of the member.
@@ -92,7 +93,7 @@ class HostProcess:
         self._over = False  # it ended, and is not started again
         self._told: Callable[[], None] = lambda: None
         self._lock = threading.Lock()  # of the two
-        self._ending = False
+        self._ending = threading.Event()
         self._starts: list[float] = []
         self._process = self._start()
         self._watcher = threading.Thread(target=self._watch, name="host", daemon=True)
@@ -115,7 +116,7 @@ class HostProcess:
 
     def close(self, *, linger: bool = False) -> None:
         """End it. linger: only once no other member needs it any more, or at SIGINT or SIGTERM."""
-        self._ending = True
+        self._ending.set()
         before = {}
         try:
             if linger and self._process.poll() is None:
@@ -142,7 +143,10 @@ class HostProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         self._starts = [*self._starts, time.monotonic()][-MOST_RESTARTS - 1 :]
         # a process group of its own: Ctrl-C is for the peer, which ends the host after it has saved
-        process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+        try:
+            process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+        except OSError as error:
+            raise EditError(f"this member's host cannot be started ({error.strerror})") from error
         assert process.stdin is not None
         self._stdin = process.stdin
         return process
@@ -155,10 +159,9 @@ class HostProcess:
                     self.listen = local_address(parse_json(line)["listen"])
             code = self._process.wait()
             self._stop()  # its end of the pipe
-            if self._ending:
+            if self._ending.is_set():
                 return
-            often = len(self._starts) > MOST_RESTARTS and time.monotonic() - self._starts[0] < RESTARTS_S
-            if code >= 0 or often:
+            if code >= 0 or self._often:
                 why = (
                     f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}, {len(self._starts)} times"
                 )
@@ -167,9 +170,35 @@ class HostProcess:
                 else:
                     kind = TransportError if code == 0 else ERRORS.get(code, EditError)
                     self.failure = kind(f"this member's host {why}; its last lines say why")
-                with self._lock:
-                    self._over, told = True, self._told
-                told()
+                self._end()
                 return
             _log.warning("this member's host was killed by signal %d; it is started again", -code)
-            self._process = self._start()
+            if not self._start_again():
+                return
+
+    @property
+    def _often(self) -> bool:
+        return len(self._starts) > MOST_RESTARTS and time.monotonic() - self._starts[0] < RESTARTS_S
+
+    def _start_again(self) -> bool:
+        """Start it, as soon as the system can; return whether it runs."""
+        pause_s = AGAIN_S
+        while not self._ending.is_set():
+            try:
+                self._process = self._start()
+            except EditError as error:
+                if self._often:
+                    self.failure = error
+                    self._end()
+                    break
+                _log.warning("%s; it is tried again in %g s", error, pause_s)
+                self._ending.wait(pause_s)
+                pause_s *= 2
+            else:
+                return True
+        return False
+
+    def _end(self) -> None:
+        with self._lock:
+            self._over, told = True, self._told
+        told()

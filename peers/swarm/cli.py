@@ -337,7 +337,8 @@ def export(
     """Write the outer parameters that this member holds to a file, also while it trains, or after the end.
 
     With gossip these are the parameters of the last settling. A tensor that a model uses under two names, as a tied head, is
-    written once: load such a file with strict=False.
+    written once: load such a file with strict=False. Buffers, as BatchNorm's statistics, are in it where peers train with
+    `buffers="average"`; else each peer has its own.
 
     Example: edit-peer swarm export --home a --out model.safetensors
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from typer.testing import CliRunner
 
 from aggregator.cli import app
@@ -163,6 +163,18 @@ def test_without_transformers_the_command_to_install_it_is_told(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'edit-localsgd\[hf\]'"):
         configuration(ModelConfig(name="hf:gpt2"))
+
+
+def test_the_same_parameters_are_the_same_file(tmp_path: Path) -> None:
+    """So that its hash may be compared."""
+    folder, module = founded(tmp_path / "run", LLAMA + HEADS)
+    files = [tmp_path / f"{number}.safetensors" for number in range(8)]
+    for file in files:
+        exported = export_parameters([folder], file)
+    assert len({file.read_bytes() for file in files}) == 1
+    with safe_open(files[0], "pt") as read:
+        assert read.metadata() == exported.origin()
+        assert all(read.get_tensor(name).equal(theta) for name, theta in module.named_parameters())
 
 
 def test_a_folder_that_lost_its_end_is_not_exported(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ async def test_a_search_that_fails_says_why_and_one_that_hangs_is_ended(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "hangs"))
     monkeypatch.setattr(seeking, "SEARCH_S", 0.05)  # it always passes
     assert await searching(tmp_path, [])() == ((), "the search took longer than 0.05 s")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    assert await searching(tmp_path, [])() == ((), "the search cannot be started (No such file or directory)")
 
 
 def test_where_nobody_answers_that_an_invitation_names_it_is_redeemed_where_the_dht_says(

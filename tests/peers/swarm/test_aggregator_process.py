@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,47 @@ def test_a_host_that_fails_too_often_or_gives_up_ends_its_peer(
     finally:
         host.close()
     assert log.read_text() == "x" * starts, "it is not started again"
+
+
+SERVES_ONCE = """
+import os, signal
+if os.path.exists({starts!r}):
+    print('{{"listen": "127.0.0.1:9"}}', flush=True)
+    input()
+open({starts!r}, 'a').write('x')
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("refusals", [2, MOST_RESTARTS])
+def test_a_killed_host_that_the_system_cannot_start_is_started_later_or_ends_its_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    log, start, refused, serves = tmp_path / "starts", subprocess.Popen, list[int](), threading.Event()
+    line = [sys.executable, "-S", "-c", SERVES_ONCE.format(starts=str(log))]
+
+    def popen(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if log.exists() and len(refused) < refusals:
+            refused.append(1)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return start(*words, **options)
+
+    monkeypatch.setattr(aggregator_process, "command", lambda *words: line)
+    monkeypatch.setattr(aggregator_process, "AGAIN_S", 0.001)
+    monkeypatch.setattr(aggregator_process, "local_address", lambda address: serves.set() or address)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    host, ended = HostProcess(tmp_path), threading.Event()
+    try:
+        host.at_its_end(ended.set)
+        if refusals < MOST_RESTARTS:
+            assert serves.wait(WAIT_S) and not ended.is_set()
+        else:
+            assert ended.wait(WAIT_S)
+            with pytest.raises(EditError, match=r"host cannot be started \(Resource temporarily unavailable\)"):
+                assert host.ready is None
+        assert len(refused) == refusals
+    finally:
+        host.close()
 
 
 def test_an_eviction_that_a_command_was_told_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
