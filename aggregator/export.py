@@ -27,7 +27,7 @@ from edit.errors import ConfigError
 from edit.fragments.digest import combine
 from edit.integrations import huggingface as hf
 from edit.merging.outer_state import OuterState
-from edit.plain_text import reason_of
+from edit.plain_text import parse_json, reason_of
 
 __all__ = ["Committed", "Exported", "export_parameters", "export_pretrained", "write_parameters", "write_pretrained"]
 
@@ -96,7 +96,7 @@ def _save(named: dict[str, Tensor], path: Path, origin: dict[str, str]) -> None:
     save_file(named, path, origin)
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header = parse_json(file.read(size))
         ordered = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
         text = json.dumps(ordered, ensure_ascii=False, separators=(",", ":")).encode()
         if len(text) <= size:

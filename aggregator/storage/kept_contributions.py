@@ -25,7 +25,6 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from aggregator.storage.journal_records import BadRecord, Buffer, frame, outlines, records
-from edit.durable_files import make_folder
 from edit.errors import EditError, GoneError, RefusedError, StorageError
 from edit.fragments.schema import Schema
 from edit.rounds.work_claims import Work
@@ -99,7 +98,7 @@ class KeptContributions:
         try:
             if round_id != self._round_id:
                 shutil.rmtree(pending, ignore_errors=True)
-                make_folder(self._folder, 0o700)
+                self._folder.mkdir(mode=0o700, exist_ok=True)
                 pending.mkdir(mode=0o700)
                 self._round_id = round_id
             with (pending / _name(fragment_id)).open("wb") as file:

@@ -21,11 +21,14 @@ except BaseException:
     print("swallowed")
 raise ImportError("the program went on")
 """
+# Who runs the tests may ignore SIGINT, as a shell does for what runs in the background: programs would, too.
+STARTS = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 def ended(words: Sequence[str], path: Path) -> tuple[int, str, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), *filter(None, sys.path)])}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    program = (sys.executable, "-c", STARTS, sys.executable, *words)
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
