@@ -88,9 +88,7 @@ def with_version(app: typer.Typer, program: str) -> None:
 
 EVICTED = "evicted from the run: "  # what is said before the reason that the operator gave
 CALLED_AS = "EDIT_CALLED_AS"  # in the environment of a process that a command has become: how its messages begin
-ENDS_WITH = (
-    "EDIT_ENDS_WITH"  # in that of a process beside another: its descriptor of a pipe, which is at its end once that one ended
-)
+ENDS_WITH = "EDIT_ENDS_WITH"  # in that of a helper process: a descriptor of a pipe, at its end once the caller has ended
 
 
 def run_command(program: str, command: Callable[[], object]) -> None:

@@ -8,7 +8,8 @@
    that was never committed.
 4. A bad record with a good one after it is not torn, it is damaged: StorageError.
 5. A round that is given up leaves no trace: its records are cut off when the next round writes. No round is in two segments.
-   Nothing is written, either, while the file is not where it was: a folder that was moved away comes back, or is missed.
+   Nothing is written while `path` does not name the open file, because its folder was moved away or removed: a restart would
+   not find it.
 6. A commit is on disk before it is applied, so it names the digest before it. The digest after it follows as a record of its
    own, which becomes durable with the next commit: it may be missing after the last one.
 7. In a swarm a commit names the update that it holds (`CommittedRound.update`). As long as no digest follows it, it is held
@@ -363,7 +364,7 @@ class Journal:
             raise StorageError(f"{self.path}: bytes behind {self._end} cannot be cut off")
 
     def _check_in_place(self) -> None:
-        """Raise StorageError where `path` does not name this file any more: nobody would find there what is written to it."""
+        """Raise StorageError where `path` does not name the open file any more: a restart would not find what is written."""
         try:
             if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
                 return

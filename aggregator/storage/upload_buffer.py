@@ -1,10 +1,9 @@
 """Bytes on their way in: checked chunk by chunk, held in memory up to a bound, beyond it in files.
 
-An upload reserves its whole size in memory when it is opened, or lies in a file from the start, as it does where the system
-has no memory for it: what is held, and what waits
-for the next uploads, never exceeds three quarters of `buffer_bytes`, whatever the number of peers. The last quarter is for what
-is on its way: gRPC takes it from the network before anybody asks for it. A payload that somebody still reads keeps its memory
-until the reader lets go.
+An upload reserves its whole size in memory when it is opened, or lies in a file from the start, also where the system has no
+memory for it: what is held, and what waits for the next uploads, never exceeds three quarters of `buffer_bytes`, whatever the
+number of peers. The last quarter is for what is on its way: gRPC takes it from the network before anybody asks for it. A
+payload that somebody still reads keeps its memory until the reader lets go.
 
 Uploads are opened, written and dropped on the event loop. Their files are written, compared and removed by the file thread, one
 call after the other, so a removal never overtakes a write. A stream waits until its chunk is written before it takes the next

@@ -79,7 +79,7 @@ class HostProcess:
     """The host of this peer, beside it: it ends with this process, however that ends.
 
     A host that is killed is started again; one that fails has said why, and ends this peer, too. So does one that was told to
-    leave, but that is no failure. Raises EditError where the system cannot start a process.
+    leave, but that is no failure. Raises TransportError where the system cannot start a process.
 
     Args:
         folder: of the member.
@@ -146,7 +146,7 @@ class HostProcess:
         try:
             process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         except OSError as error:
-            raise EditError(f"this member's host cannot be started ({error.strerror})") from error
+            raise TransportError(f"this member's host cannot be started ({error.strerror})") from error
         assert process.stdin is not None
         self._stdin = process.stdin
         return process
@@ -186,7 +186,7 @@ class HostProcess:
         while not self._ending.is_set():
             try:
                 self._process = self._start()
-            except EditError as error:
+            except TransportError as error:
                 if self._often:
                     self.failure = error
                     self._end()

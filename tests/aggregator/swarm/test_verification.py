@@ -356,6 +356,18 @@ def test_what_an_observer_signs_is_no_contribution(tmp_path: Path) -> None:
     run_held(body())
 
 
+async def take_first_step_without_blame(swarm: Hosts) -> None:
+    """Take outer step 1 with one verifier; the owner is not disputed, and keeps the part."""
+    await grown(swarm, 1)
+    await swarm.until(lambda: swarm.owner() is not None)
+    part = swarm.record.parts[0]
+    await contribute(swarm, 1)
+    await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1), passes=1.0)
+    assert swarm.taken[0, 1] == {honest(config(1), 1, anew=1)}
+    assert (swarm.record.parts[0].owner, swarm.record.parts[0].grant) == (part.owner, part.grant)
+    assert not swarm.record.disputes
+
+
 def test_an_owner_that_knows_of_an_enrolment_before_the_verifier_does_is_not_disputed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,14 +384,8 @@ def test_an_owner_that_knows_of_an_enrolment_before_the_verifier_does_is_not_dis
 
     async def body() -> None:
         async with hosts(tmp_path, config=config(1)) as swarm:
-            await grown(swarm, 1)
-            await swarm.until(lambda: swarm.owner() is not None)
-            part = swarm.record.parts[0]
-            await contribute(swarm, 1)
-            await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1), passes=1.0)
-            assert swarm.taken[0, 1] == {honest(config(1), 1, anew=1)}
+            await take_first_step_without_blame(swarm)
             assert len(asked) == host_module.VERIFY_TRIES - 1
-            assert (swarm.record.parts[0].owner, swarm.record.parts[0].grant) == (part.owner, part.grant)
             assert not any("is not believed" in text for host in swarm.running.values() for _, text in host._notices)
 
     run_held(body())
@@ -398,14 +404,8 @@ def test_a_verifier_whose_own_disk_fails_does_not_dispute_the_owner(tmp_path: Pa
 
     async def body() -> None:
         async with hosts(tmp_path, config=config(1)) as swarm:
-            await grown(swarm, 1)
-            await swarm.until(lambda: swarm.owner() is not None)
-            part = swarm.record.parts[0]
-            await contribute(swarm, 1)
-            await swarm.until(lambda: swarm.steps() == dict.fromkeys("abc", 1), passes=1.0)
+            await take_first_step_without_blame(swarm)
             assert len(failed) == host_module.VERIFY_TRIES + 1
-            assert (swarm.record.parts[0].owner, swarm.record.parts[0].grant) == (part.owner, part.grant)
-            assert not swarm.record.disputes
 
     run_held(body())
 

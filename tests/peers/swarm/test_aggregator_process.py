@@ -82,7 +82,7 @@ def test_a_killed_host_that_the_system_cannot_start_is_started_later_or_ends_its
             assert serves.wait(WAIT_S) and not ended.is_set()
         else:
             assert ended.wait(WAIT_S)
-            with pytest.raises(EditError, match=r"host cannot be started \(Resource temporarily unavailable\)"):
+            with pytest.raises(TransportError, match=r"host cannot be started \(Resource temporarily unavailable\)"):
                 assert host.ready is None
         assert len(refused) == refusals
     finally:
