@@ -195,6 +195,8 @@ class HostProcess:
                 self._ending.wait(pause_s)
                 pause_s *= 2
             else:
+                if self._ending.is_set():
+                    self._stop()  # `close` had no end of its pipe
                 return True
         return False
 

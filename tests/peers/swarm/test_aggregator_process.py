@@ -89,6 +89,28 @@ def test_a_killed_host_that_the_system_cannot_start_is_started_later_or_ends_its
         host.close()
 
 
+def test_a_host_that_is_started_again_while_the_peer_closes_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, start, started = tmp_path / "starts", subprocess.Popen, list[subprocess.Popen[bytes]]()
+    line = [sys.executable, "-S", "-c", SERVES_ONCE.format(starts=str(log))]
+    closing, known = threading.Thread(target=lambda: host.close()), threading.Event()
+
+    def popen(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if started:
+            assert known.wait(WAIT_S)
+            closing.start()
+            assert host._ending.wait(WAIT_S)
+        started.append(start(*words, **options))
+        return started[-1]
+
+    monkeypatch.setattr(aggregator_process, "command", lambda *words: line)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    host = HostProcess(tmp_path)
+    known.set()
+    host._watcher.join(WAIT_S)
+    closing.join(WAIT_S)
+    assert [each.poll() is None for each in started] == [False, False] and not closing.is_alive()
+
+
 def test_an_eviction_that_a_command_was_told_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "from edit import command_line, errors\ndef told(): raise errors.EvictedError('key lost')\n"
     line = [sys.executable, "-c", program + "command_line.run_command('aggregator.swarm', told)"]
