@@ -18,7 +18,7 @@ from aggregator.run_template import template
 from aggregator.security.authority import Authority
 from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import StateFolder, address_of, refuse_swarm
-from edit.command_line import SHORT_HELP, exit_codes, loading, log_to_stderr, run_command, with_version
+from edit.command_line import SHORT_HELP, exit_codes, loading, log_to_stderr, need_stdout, run_command, with_version
 from edit.config.gaussian import gaussian_epsilon
 from edit.config.overrides import with_settings
 from edit.config.presets import with_preset, without_ineffective
@@ -285,6 +285,7 @@ def invite(
 
     Example: edit-coordinator invite --state my-run university-a
     """
+    need_stdout()
     folder = StateFolder(state)
     authority = Authority.load(folder.path, folder.run_id)
     enrol = _enrol_endpoints(folder)
@@ -326,6 +327,7 @@ def status(
     """Show the run: its phase, its members, and the last rounds with the reason why each closed.
 
     After the end of the run it shows how the run ended, from the files in --state. `watch` shows the same live, with curves.
+    With several aggregators each has a phase and an outer step of its own; the run has finished once all of them have.
 
     Example: edit-coordinator status --state my-run
     """
@@ -339,7 +341,11 @@ def status(
     def tables(console: Console, run: RunStatus) -> None:
         print_status(console, run, rounds)
 
-    show_status(read, tables, as_json=as_json, watch=watch, check=lambda: asked[0].check())
+    show_status(read, tables, as_json=as_json, watch=watch, check=lambda: asked[0].check(), finished=_finished)
+
+
+def _finished(run: RunStatus) -> bool:
+    return all(one.phase == "finished" for one in (run, *run.aggregators))
 
 
 def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
@@ -352,13 +358,14 @@ def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
     from aggregator.past import last_status
 
     folder = StateFolder(state)
+    answers: Answers[RunStatus] = Answers({}, [])
     try:
         answers = call_every(folder, read_status)
         if 0 not in answers.said:
             answers.check()
     except TransportError as error:
         ended = last_status(folder)
-        if ended.phase != "finished":
+        if any(one.phase != "finished" for one in (ended, *answers.said.values())):
             at = f" The last commit was outer step {ended.outer_step} of {ended.outer_steps}" if ended.outer_step else ""
             raise TransportError(f"{error}{at}") from error
         return Answers({0: ended}, []), replace(ended, reason=f"the run has ended at outer step {ended.outer_step}")

@@ -43,7 +43,14 @@ def last_status(folder: StateFolder) -> RunStatus:
 
 
 def _last(folder: StateFolder, past: Past) -> RunStatus:
-    status = past.alone(folder.run_id, folder.config(), "the coordinator", Saved.of(folder.outer))
+    config = folder.config()
+    status = past.alone(folder.run_id, config, "the coordinator", Saved.of(folder.outer))
+    if status.phase == "finished" and config.aggregators.addresses and any(one.state in _LIVE for one in status.members):
+        # Peers leave at the end of all shares: it was stopped between the end of its own and that.
+        others = (
+            "the further aggregators: of its own share the coordinator had merged all, and was stopped before its peers left"
+        )
+        status = replace(status, phase="stopped", waiting_for=others)
     known = {one.peer_id: one for one in status.members}
     enrolled = Members(folder.path / "members.json").all() if folder.aggregator == 0 else ()
     for record in enrolled:

@@ -19,7 +19,6 @@ import torch
 from aggregator.control.farewell import Farewell
 from aggregator.control.run import Run
 from aggregator.control.schemas import check_founded
-from aggregator.file_limit import files_for_connections, raise_file_limit
 from aggregator.metrics import MetricsLog
 from aggregator.past import PAST_BYTES, Past
 from aggregator.resources import Clock, Resources
@@ -62,6 +61,7 @@ from edit.trackers.choose import NO_TRACKERS, TrackerChoice
 from editpb import audit_pb2_grpc, control_pb2_grpc, enrolment_pb2_grpc, governance_pb2_grpc, masking_pb2_grpc
 from editpb.identity import ROLES
 from editpb.invitation import check_dht_peers, endpoint_of
+from editpb.process_limits import check_limits, files_for_connections, raise_file_limit
 from editpb.server_certificate import ServerCertificate
 from editpb.transport.channel_options import server_options
 from editpb.transport.chunk_frames import add_data_servicer
@@ -425,6 +425,7 @@ async def serve_run(
     limit_heaps()
     map_large_blocks()
     raise_file_limit()
+    check_limits()
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked.set)

@@ -15,9 +15,10 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from logging.handlers import QueueHandler, QueueListener
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -35,6 +36,7 @@ __all__ = [
     "exit_codes",
     "loading",
     "log_to_stderr",
+    "need_stdout",
     "otlp_protocol",
     "run_command",
     "with_version",
@@ -101,6 +103,7 @@ def run_command(program: str, command: Callable[[], object]) -> None:
     os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
     try:
         raise_at_interrupt()
+        _say_all(sys.stdout)
         try:
             command()
         finally:
@@ -127,8 +130,23 @@ def run_command(program: str, command: Callable[[], object]) -> None:
                 sys.exit(141)
             _say(f"{program}: stdout cannot be written ({error.strerror})")  # nothing is seen of it if it is stderr
             sys.exit(2)
+        if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+            _say(f"{program}: the system refuses another thread; raise the limit of its user (ulimit -u) or of its container")
+            sys.exit(2)
         _say(traceback.format_exc().removesuffix("\n"))
         sys.exit(70)
+
+
+def _say_all(stream: TextIO | None) -> None:
+    """Let a stream say each character: one that its encoding lacks is written as an escape, instead of an error."""
+    if isinstance(stream, TextIOWrapper) and not (stream.encoding == "utf-8" and stream.errors == "surrogateescape"):
+        stream.reconfigure(errors="backslashreplace")
+
+
+def need_stdout() -> None:
+    """Raise ConfigError where what is printed would be lost."""
+    if sys.stdout is None:
+        raise ConfigError("stdout is closed, and what this command prints is nowhere else")
 
 
 def _say(text: str) -> None:
@@ -230,9 +248,14 @@ class _Lines(QueueHandler):
 
     def enqueue(self, record: logging.LogRecord) -> None:
         if self._process != os.getpid():
-            self._waiting, self._process = SimpleQueue(), os.getpid()
-            self._writer = _Writer(self._waiting, self._descriptor)
-            self._writer.start()
+            waiting = SimpleQueue[Any]()
+            writer = _Writer(waiting, self._descriptor)
+            try:
+                writer.start()
+            except RuntimeError:  # the system refuses a thread: who logs waits
+                writer.handle(record)
+                return
+            self._waiting, self._writer, self._process = waiting, writer, os.getpid()
             if (forks := sys.modules.get("multiprocessing.util")) is not None:  # what it forks ends without `logging.shutdown`
                 forks.Finalize(None, self.flush, exitpriority=0)
         if self._waiting.qsize() >= MOST_LINES:

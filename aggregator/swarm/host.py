@@ -30,7 +30,6 @@ import torch
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from aggregator.data.round_runner import Source
-from aggregator.file_limit import files_for_connections
 from aggregator.resources import Clock
 from aggregator.run_feed import Subscriber
 from aggregator.security.authority import Authority
@@ -151,6 +150,7 @@ from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, endpoint_of
 from editpb.limits import CHUNK_BYTES, check_digest, check_id, one_line, within
 from editpb.messages import LoggedEntry
+from editpb.process_limits import files_for_connections
 from editpb.signed_contributions import config_digest
 from editpb.transport.abort_on_error import abort_on_error
 from editpb.transport.channel_options import server_options

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aggregator.file_limit import raise_file_limit
 from aggregator.storage.state_folder import lock_folder
 from aggregator.swarm.admission import OwnCertificate, open_authority, take_settings
 from aggregator.swarm.host import Host, Place
@@ -41,6 +40,7 @@ from edit.errors import ConfigError
 from edit.heaps import limit_heaps, map_large_blocks
 from edit.telemetry import Telemetry, telemetry
 from edit.trust.signatures import Signer
+from editpb.process_limits import check_limits, raise_file_limit
 from editpb.transport.send_limit import SendLimit, send_limit
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ async def serve_host(
     limit_heaps()
     map_large_blocks()
     raise_file_limit()
+    check_limits()
     stop, now, trained = asyncio.Event(), asyncio.Event(), asyncio.Event()
     _stop_at_the_end(stop, now, trained)
     _log.info(kernels.load())

@@ -38,11 +38,11 @@ from typing import Any
 
 from cryptography import x509
 
-from aggregator.file_limit import raise_file_limit
 from aggregator.security.certificates import public_hash
 from edit.errors import ConfigError, EditError, RefusedError
 from edit.plain_text import quoted
 from editpb.identity import Identity, from_certificate
+from editpb.process_limits import check_limits, raise_file_limit
 
 __all__ = [
     "BACK",
@@ -448,6 +448,7 @@ async def serve_relay(folder: Path, listen: str) -> None:
     """Be a relay until SIGINT or SIGTERM. Raises ConfigError."""
     run_id, context = relay_context(folder)
     raise_file_limit()
+    check_limits()
     relay, stop, loop = Relay(run_id, context), asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

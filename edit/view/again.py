@@ -41,12 +41,14 @@ def show_status(
     as_json: bool,
     watch: bool,
     check: Callable[[], None] = lambda: None,
+    finished: Callable[[_T], bool] = lambda told: told.phase == "finished",
 ) -> None:
     """Print how a run stands. watch: again and again, until it has finished.
 
     Args:
         read: asks the run.
         check: is called after each time; raises what else is wrong.
+        finished: whether that is how a run stands at its end.
 
     A run that does not answer once it has is said so, and asked again. Raises what `read` and `check` raise, but for that.
     """
@@ -62,7 +64,7 @@ def show_status(
                 print_tables(console, told)
             check()
             answered = True
-            if not watch or told.phase == "finished":
+            if not watch or finished(told):
                 return
         except (TransportError, BusyError) as error:
             if not (watch and answered):

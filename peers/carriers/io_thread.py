@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from edit.errors import LocalProtocolError, TransportError
+from editpb.process_limits import check_limits
 from peers.carriers.run_connection import Interrupted
 
 __all__ = ["SLICE_S", "IoThread"]
@@ -28,7 +29,10 @@ CLOSE_S = 5.0  # how long tasks may take to end once they are cancelled
 
 
 class IoThread:
-    """A context manager: the loop runs from __enter__ to __exit__. One main thread calls; the loop's thread does the I/O."""
+    """A context manager: the loop runs from __enter__ to __exit__. One main thread calls; the loop's thread does the I/O.
+
+    Raises ConfigError where the system gives too few files or threads.
+    """
 
     def __init__(self, name: str = "peer-io") -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -39,6 +43,7 @@ class IoThread:
         self._tasks: set[asyncio.Task[Any]] = set()  # background tasks; the loop itself holds them only weakly
 
     def __enter__(self) -> IoThread:
+        check_limits()
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         return self

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from edit.command_line import CALLED_AS, SHORT_HELP, loading
+from edit.command_line import CALLED_AS, SHORT_HELP, loading, need_stdout
 from edit.errors import ConfigError
 from edit.view.again import WatchOption
 from peers.command_options import (
@@ -596,6 +596,7 @@ def _print_invitation(home: Path, name: str, hours: float, role: str = "peer") -
     from editpb.invitation import is_loopback
     from peers.swarm.aggregator_process import ask
 
+    need_stdout()
     invitation, fingerprint, addresses = ask("invite", home, name, "--role", role, "--hours", hours)
     typer.echo(invitation)
     typer.echo(

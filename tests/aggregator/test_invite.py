@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from aggregator.cli import app
+from edit.errors import ConfigError
 from editpb.invitation import MAX_ENDPOINTS, Invitation, is_endpoint
 
 LOOPBACK = "only this machine reaches these addresses"
@@ -50,6 +51,14 @@ def test_an_invitation_that_could_not_be_printed_is_withdrawn(tmp_path: Path, mo
     monkeypatch.setattr(typer, "echo", full)
     assert isinstance(CliRunner().invoke(app, ["invite", "--state", f"{tmp_path}/s", "a"]).exception, OSError)
     assert not list((tmp_path / "s" / "invitations").iterdir())
+
+
+def test_where_stdout_is_closed_nobody_is_invited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(app, ["init", "--state", f"{tmp_path}/s"]).exit_code == 0
+    monkeypatch.setattr("sys.stdout", None)
+    with pytest.raises(ConfigError, match="stdout is closed"):
+        app(["invite", "--state", f"{tmp_path}/s", "a"], standalone_mode=False)
+    assert not list((tmp_path / "s").glob("invitations/*"))
 
 
 @pytest.mark.parametrize(("trust", "said"), [("none", True), ("loss", False)])

@@ -12,9 +12,12 @@ from typer.testing import CliRunner
 import aggregator.cli
 from aggregator.cli import app
 from aggregator.operator_client import Answers
+from aggregator.past import whole_status
 from aggregator.swarm.commands import app as swarm
 from aggregator.swarm.standing import Report
+from edit.errors import TransportError
 from editpb.run_status import RunStatus
+from tests.support.served import new_folder
 
 RUN = RunStatus(
     run_id="run-1",
@@ -82,3 +85,45 @@ def test_status_is_shown_anew_until_the_run_has_finished(monkeypatch: pytest.Mon
     assert [json.loads(line)["phase"] for line in lines] == ["collecting", "collecting", "finished"]
     assert waited == [2.0, 2.0]
     assert "paused" in CliRunner().invoke(app, ["status"]).stdout and not phases, "without --watch once"
+
+
+def test_a_run_of_several_aggregators_is_watched_until_all_of_them_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = [("collecting", "collecting"), ("finished", "collecting"), ("finished", "finished")]
+
+    def ask(_: Path) -> tuple[Answers[RunStatus], RunStatus]:
+        first, second = (replace(RUN, phase=phase, aggregator=number) for number, phase in enumerate(phases.pop(0)))
+        return Answers({0: first, 1: second}, []), replace(first, aggregators=(second,))
+
+    monkeypatch.setattr(aggregator.cli, "_ask_status", ask)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    watched = CliRunner().invoke(app, ["status", "--watch", "--json"])
+    assert watched.exit_code == 0 and len(watched.stdout.splitlines()) == 3 and not phases
+
+
+@pytest.mark.parametrize(
+    ("state", "other", "ended"),
+    [("left", None, True), ("lost", "finished", True), ("training", None, False), ("left", "collecting", False)],
+)
+def test_a_coordinator_that_is_away_has_ended_only_with_all_shares_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, other: str | None, ended: bool
+) -> None:
+    folder = new_folder(
+        tmp_path / "run",
+        toml="[model]\nname = 'entry:mine'\n[aggregators]\naddresses = ['127.0.0.1:9']\n[sync]\nouter_steps = 3\n",
+    )
+    lines = [
+        {"kind": "end", "t": 1.0, "outer_step": 3, "tokens": 30},
+        {"kind": "member", "t": 2.0, "peer_id": "a", "state": state, "reason": ""},
+    ]
+    folder.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def answer(*_: object) -> Answers[RunStatus]:
+        return Answers({} if other is None else {1: replace(RUN, phase=other, aggregator=1)}, ["the coordinator is silent"])
+
+    monkeypatch.setattr("aggregator.operator_client.call_every", answer)
+    asked = CliRunner().invoke(app, ["status", "--state", str(folder.path), "--json"])
+    if ended:
+        assert json.loads(asked.stdout)["phase"] == "finished"
+    else:
+        assert isinstance(asked.exception, TransportError) and "the coordinator is silent" in str(asked.exception)
+    assert whole_status(folder).phase == ("stopped" if state == "training" else "finished"), "where nobody is asked"

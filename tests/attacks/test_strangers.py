@@ -24,6 +24,7 @@ from aggregator.services.enrolment import Refusals
 from aggregator.silent_connections import Remote, SilentConnections
 from edit.errors import RefusedError, RemoteProtocolError
 from editpb import enrolment_pb2, enrolment_pb2_grpc
+from editpb.process_limits import raise_file_limit
 from editpb.transport import channel_options, guarded_calls
 from tests.support.loops import WAIT_S, on_a_loop
 from tests.support.served import found_run, held_clock, new_folder, served, theta
@@ -251,7 +252,7 @@ def test_the_limit_of_open_files_is_raised_and_some_are_kept_back() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
         members, strangers = server._connections()
         assert members > strangers > 0 and members + strangers <= min(1024, hard) - 256
-        server.raise_file_limit()
+        raise_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

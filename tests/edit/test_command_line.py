@@ -404,3 +404,35 @@ def test_every_program_says_its_version_and_helps_in_short(module: str, program:
 def test_a_help_says_what_to_install_in_full(module: str) -> None:
     told = CliRunner().invoke(importlib.import_module(module).app, ["web", "--help"]).output
     assert "pip install 'edit-localsgd[web]'" in " ".join(told.split()), "what is in brackets is text, no markup"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8:strict", "utf-8:surrogateescape", "ascii:surrogateescape"])
+def test_what_the_encoding_of_stdout_lacks_is_an_escape(encoding: str) -> None:
+    program = """
+from edit.command_line import run_command
+run_command("program", lambda: print("a\\u015f\\u2026\\udcff"))
+"""
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, env=environment, check=False)
+    name, _, errors = encoding.partition(":")
+    kept = (name, errors) == ("utf-8", "surrogateescape")
+    told = "a\u015f\u2026\udcff".encode(name, "surrogateescape" if kept else "backslashreplace")
+    assert (done.returncode, done.stdout.rstrip(b"\n"), done.stderr) == (0, told, b"")
+
+
+def test_where_the_system_refuses_a_thread_the_last_line_and_the_log_are_written_nevertheless() -> None:
+    program = f"""
+import logging, threading
+from edit.command_line import log_to_stderr
+def refused(self):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refused
+log_to_stderr(logging.INFO)
+logging.getLogger("a").info("before")
+{ended_by("errors.ConfigError")}
+"""
+    first, *rest = stderr_of(program, 2)
+    assert first.endswith(" I before") and rest == [f"program: {SHOWN}", ""]
+    program = program.replace(f"raise errors.ConfigError({WORDS!r})", "threading.Thread().start()")
+    why = "program: the system refuses another thread; raise the limit of its user (ulimit -u) or of its container"
+    assert stderr_of(program, 2)[1:] == [why, ""]
