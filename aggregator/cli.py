@@ -16,6 +16,7 @@ from rich.console import Console
 from aggregator.audit_commands import audit
 from aggregator.run_template import template
 from aggregator.security.authority import Authority
+from aggregator.storage.configurations import configurations_of
 from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import StateFolder, address_of, refuse_swarm
 from edit.command_line import SHORT_HELP, exit_codes, loading, log_to_stderr, need_stdout, run_command, with_version
@@ -287,18 +288,19 @@ def invite(
     """
     need_stdout()
     folder = StateFolder(state)
+    config = configurations_of(folder).config
     authority = Authority.load(folder.path, folder.run_id)
     enrol = _enrol_endpoints(folder)
     invitation = authority.invite(name, role=role, enrol=enrol, lifetime_s=hours * 3600, now=time.time())
-    if folder.config().audit.enabled:
+    if config.audit.enabled:
         invitation = replace(invitation, log_key=open_log_key(folder.path, log_origin(folder.run_id)).key.text())
     try:
         typer.echo(invitation.encode())
     except OSError:  # nobody has seen it
         authority.withdraw(invitation)
         raise
-    if role == "scorer" and not folder.config().robust.scored:
-        typer.echo('robust.trust is not "loss" in run.toml: a scorer has nothing to do in this run', err=True)
+    if role == "scorer" and not config.robust.scored:
+        typer.echo('robust.trust is not "loss": a scorer has nothing to do in this run', err=True)
     typer.echo(f"for {name} ({role}), single use, valid {hours:g} h; authority {authority.fingerprint}", err=True)
     typer.echo(f"redeemed at {', '.join(enrol)}", err=True)
     if all(is_loopback(endpoint.rpartition(":")[0]) for endpoint in enrol):

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from aggregator.storage.configurations import configurations_of
 from aggregator.storage.high_water import read_mark
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
@@ -139,7 +140,8 @@ def write_pretrained(run: Committed, out: Path, *, averaged: bool = False) -> Ex
 
 def _of_coordinator(folders: Sequence[StateFolder]) -> Committed:
     ordered = _of_one_run(folders)
-    return Committed(ordered[0].run_id, ordered[0].config(), tuple(map(_last_of, ordered)))
+    outers = tuple(map(_last_of, ordered))
+    return Committed(ordered[0].run_id, outers[0].config, outers)  # what describes the tensors is what they were read under
 
 
 def _last_of(folder: StateFolder) -> OuterState:
@@ -167,7 +169,7 @@ def _of_one_run(folders: Sequence[StateFolder]) -> list[StateFolder]:
     other = next((folder for folder in ordered if folder.run_id != ordered[0].run_id), None)
     if other is not None:
         raise ConfigError(f"--state {other.path}: is of run {other.run_id}, {ordered[0].path} of {ordered[0].run_id}")
-    count, found = ordered[0].config().aggregators.count, [folder.aggregator for folder in ordered]
+    count, found = configurations_of(ordered[0]).config.aggregators.count, [folder.aggregator for folder in ordered]
     missing = [number for number in range(count) if number not in found]
     if missing:
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from cryptography import x509
 
+from aggregator.storage.configurations import configurations_of
 from aggregator.storage.state_folder import StateFolder
 from edit.durable_files import read_private
 from edit.errors import (
@@ -47,6 +48,7 @@ __all__ = [
     "connect",
     "drain_run",
     "evict_peer",
+    "further_addresses",
     "pause_run",
     "read_status",
     "resume_run",
@@ -86,6 +88,15 @@ def _credentials(path: Path) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
+def further_addresses(folder: StateFolder) -> tuple[str, ...]:
+    """Return where the run's further aggregators are, by the configuration in force. Raises ConfigError, StorageError.
+
+    Without any in run.toml the audit log is not read: a run whose changes need approvals has none.
+    """
+    written = folder.config().aggregators.addresses
+    return configurations_of(folder).config.aggregators.addresses if written else ()
+
+
 def _connect_further(folder: StateFolder, address: str) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, _credentials(folder.path), options=channel_options(address))
 
@@ -113,7 +124,7 @@ def call_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Ans
 
 async def ask_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
     """As `call_every`, on the loop that runs."""
-    addresses = folder.config().aggregators.addresses
+    addresses = further_addresses(folder)
     answers: Answers[_T] = Answers({}, [])
     try:
         answers.said[0] = await ask_operator(folder, call)
@@ -178,7 +189,7 @@ async def watch_run(folder: StateFolder, every_s: float = 1.0) -> AsyncGenerator
 
     further = tuple(
         partial(told, partial(_connect_further, folder, address), f"aggregator {number} ({address})")
-        for number, address in enumerate(folder.config().aggregators.addresses, start=1)
+        for number, address in enumerate(further_addresses(folder), start=1)
     )
     watching = HubWatch(partial(told, partial(connect, folder), f"{folder.path}: the coordinator"), lambda status: further)
     async with aclosing(watching.statuses()) as statuses:

@@ -16,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 from aggregator.control.history import History
 from aggregator.control.shown_settings import settings_of
 from aggregator.metrics import file_names
-from aggregator.operator_client import call_every, read_status
+from aggregator.operator_client import call_every, further_addresses, read_status
 from aggregator.run_feed import MemberChanged, PeerReported
 from aggregator.security.members import Members
+from aggregator.storage.configurations import configurations_of
 from aggregator.storage.state_folder import StateFolder
 from edit.config.run import RunConfig
 from edit.errors import RemoteProtocolError, TransportError
@@ -43,7 +44,7 @@ def last_status(folder: StateFolder) -> RunStatus:
 
 
 def _last(folder: StateFolder, past: Past) -> RunStatus:
-    config = folder.config()
+    config = configurations_of(folder).config
     status = past.alone(folder.run_id, config, "the coordinator", Saved.of(folder.outer))
     if status.phase == "finished" and config.aggregators.addresses and any(one.state in _LIVE for one in status.members):
         # Peers leave at the end of all shares: it was stopped between the end of its own and that.
@@ -65,10 +66,13 @@ def _last(folder: StateFolder, past: Past) -> RunStatus:
 
 
 def whole_status(folder: StateFolder) -> RunStatus:
-    """Return the run's status with its whole past. Raises ConfigError, and RefusedError when the coordinator does."""
-    past, config = Past.read(folder.metrics), folder.config()
+    """Return the run's status with its whole past.
+
+    Raises ConfigError, StorageError, and RefusedError when the coordinator does.
+    """
+    past = Past.read(folder.metrics)
     own = _last(folder, past)
-    addresses = config.aggregators.addresses
+    addresses = further_addresses(folder)
     if not folder.bound():
         return own
     try:

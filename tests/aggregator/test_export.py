@@ -25,6 +25,7 @@ from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragmen
 from edit.integrations.huggingface import build, configuration
 from edit.merging.outer_state import OuterState
 from edit.replica.flat import flatten
+from tests.aggregator.storage.test_configurations import opened
 
 transformers = pytest.importorskip("transformers")
 
@@ -83,6 +84,25 @@ def test_from_pretrained_gives_the_outer_parameters_to_the_bit(tmp_path: Path, m
     assert (out / "generation_config.json").exists()
     assert json.loads((out / "run.json").read_text())["run_id"] == folder.run_id
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+GOVERNED = '[audit]\nenabled = true\n[governance]\napprovers = ["ann"]\nneeded = 1\n'
+
+
+def test_an_export_is_described_by_the_configuration_in_force(tmp_path: Path) -> None:
+    toml = f'name = "test"\n[average]\nkind = "ema"\n{GOVERNED}[model]\n{GPT2}'
+    folder = StateFolder.create(tmp_path / "run", toml)
+    Authority.create(folder.path, folder.run_id, ("localhost",), now=time.time())
+    module = build(configuration(folder.config().model), 0)
+    opened(folder, schema=plan_fragments(module.named_parameters())).close()
+    unapproved = toml.replace('"ema"', '"ema"\ndecay = 0.5') + "layer_norm_epsilon = 0.5\n"
+    folder.run_toml.write_text(unapproved)
+    exported = export_pretrained([folder], tmp_path / "out", averaged=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["layer_norm_epsilon"] == 1e-5
+    assert (folder.config().average.shown, exported.average) == ("ema 0.5", "ema 0.9")
+    folder.run_toml.write_text(unapproved.replace(GOVERNED, '[audit]\nenabled = true\n[aggregators]\naddresses = ["b:7700"]\n'))
+    assert folder.config().aggregators.count == 2
+    assert export_parameters([folder], tmp_path / "out.safetensors").digest == exported.digest
 
 
 def test_only_hf_models(tmp_path: Path) -> None:

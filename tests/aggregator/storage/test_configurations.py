@@ -7,7 +7,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from aggregator.cli import app
+from aggregator.operator_client import further_addresses
+from aggregator.past import last_status
 from aggregator.security.authority import Authority
 from aggregator.security.certificates import Issuer
 from aggregator.server import Coordinator
@@ -252,3 +256,24 @@ def test_a_run_without_a_log_is_served_as_run_toml_says(tmp_path: Path) -> None:
     found = configurations_of(folder)
     assert (found.config, found.in_force.number, found.text, found.missing) == (folder.config(), 1, "", 0)
     assert isinstance(found.config, RunConfig)
+
+
+def test_commands_go_by_the_configuration_in_force(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML)
+    folder.first_round_id()
+    opened(folder).close()
+    governance = TOML[TOML.index("[governance]") :]
+    unapproved = TOML.replace(governance, '[aggregators]\naddresses = ["127.0.0.1:1"]\n').replace(
+        "outer_steps = 100", "outer_steps = 7"
+    )
+    folder.run_toml.write_text(unapproved.format(start=1, quorum=1))
+    assert (folder.config().aggregators.count, folder.config().sync.outer_steps) == (2, 7)
+    assert further_addresses(folder) == ()
+    assert last_status(folder).outer_steps == 100
+    folder.run_toml.write_text(TOML.format(start=1, quorum=1) + '[robust]\ntrust = "loss"\n')
+    assert folder.config().robust.scored
+    folder.run_toml.write_text(
+        folder.run_toml.read_text().replace('enrol_listen = "127.0.0.1:0"', 'enrol_listen = "127.0.0.1:1"')
+    )
+    invited = CliRunner().invoke(app, ["invite", "--state", str(folder.path), "judge", "--role", "scorer"])
+    assert 'robust.trust is not "loss": a scorer has nothing to do' in invited.stderr
