@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError
@@ -119,22 +120,25 @@ def export_pretrained(folders: Sequence[StateFolder], out: Path, *, averaged: bo
 def write_pretrained(run: Committed, out: Path, *, averaged: bool = False) -> Exported:
     """As `export_pretrained`."""
     named, exported = _named_of(run, averaged=averaged)
-    out = out.absolute()
-    if not out.name:
+    folder = Path(os.path.realpath(out))  # of a link, what it leads to is replaced
+    if not folder.name:
         raise ConfigError(f"--out {out}: is the root of all folders; give a new one")
-    temporary = out.with_name(f".{out.name}.tmp")
     try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"--out {out}: exists and is not an empty folder; give a new one")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        hf.save(run.config.model, named, temporary)
-        (temporary / "run.json").write_text(json.dumps(exported.origin(), indent=1), encoding="utf-8")
-        temporary.replace(out)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent, ignore_cleanup_errors=True) as own:
+            made = Path(own, folder.name)
+            made.mkdir()  # its permissions follow the umask, those of `own` do not
+            hf.save(run.config.model, named, made)
+            run_json = made / "run.json"
+            run_json.write_text(json.dumps(exported.origin(), indent=1), encoding="utf-8")
+            mode = stat.S_IMODE(run_json.stat().st_mode)
+            for file in made.iterdir():
+                file.chmod(mode)  # safetensors writes files that only their owner reads
+            made.replace(folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--out {out}: cannot be written ({reason_of(error)})") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return exported
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -134,6 +135,41 @@ def test_a_run_that_froze_weights_is_no_whole_model(tmp_path: Path) -> None:
     found(folder, module)
     with pytest.raises(ConfigError, match=r"see transformer\.wte\.weight"):
         export_pretrained([folder], tmp_path / "out")
+
+
+def test_an_export_removes_no_folder_but_its_own(tmp_path: Path) -> None:
+    folder, _ = founded(tmp_path / "run", GPT2)
+    mine = tmp_path / ".out.tmp" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    for refused in (False, True):  # the second time there is something in the folder
+        with pytest.raises(ConfigError) if refused else contextlib.nullcontext():
+            export_pretrained([folder], tmp_path / "out")
+        assert mine.read_text() == "mine"
+        assert {path.name for path in tmp_path.iterdir()} == {"run", "out", ".out.tmp"}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_the_permissions_of_a_folder_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    folder, _ = founded(tmp_path / "run", GPT2)
+    before = os.umask(umask)
+    try:
+        export_pretrained([folder], tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o666 & ~umask}
+
+
+def test_a_link_to_an_empty_folder_is_followed_and_another_one_refused_at_once(tmp_path: Path) -> None:
+    folder, _ = founded(tmp_path / "run", GPT2)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    export_pretrained([folder], tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "config.json").exists()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=r"/loop: exists and is not an empty folder"):
+        export_pretrained([folder], tmp_path / "loop")
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
