@@ -188,7 +188,7 @@ def export(
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
     for name, data in [*files, *((f"{AUDIT_COSIGNED}/{path.name}", note) for path, note in notes)]:
-        write_atomic(out / name, data)
+        write_atomic(out / name, data, shared=True)
     typer.echo(f"{out}: {signed} entries, outer step {log.outer_step}")
 
 
@@ -214,7 +214,7 @@ def card(
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out.parent}: cannot be created ({error.strerror})") from error
-    write_atomic(out, text.encode())
+    write_atomic(out, text.encode(), shared=True)
     typer.echo(f"{out}: run {printable(log.run_id)}, outer step {log.outer_step}")
 
 

@@ -89,7 +89,9 @@ def write_parameters(run: Committed, out: Path, *, averaged: bool = False) -> Ex
     """As `export_parameters`."""
     named, exported = _named_of(run, averaged=averaged)
     file = Path(os.path.realpath(out)) if out.is_symlink() else out  # of a link, what it leads to is replaced
-    write_atomic_with(file, lambda temporary: _save(named, temporary, exported.origin()), failures=(SafetensorError,))
+    write_atomic_with(
+        file, lambda temporary: _save(named, temporary, exported.origin()), failures=(SafetensorError,), shared=True
+    )
     return exported
 
 

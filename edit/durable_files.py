@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -37,13 +38,18 @@ __all__ = [
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW  # no file that was there, and none behind a link
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, shared: bool = False) -> None:
     """Replace `path` by these bytes, as `write_atomic_with`."""
-    _replace(path, lambda _, descriptor: _write_all(descriptor, data), mode, ())
+    _replace(path, lambda _, descriptor: _write_all(descriptor, data), mode, (), shared=shared)
 
 
 def write_atomic_with(
-    path: Path, write: Callable[[Path], object], *, mode: int = 0o644, failures: tuple[type[Exception], ...] = ()
+    path: Path,
+    write: Callable[[Path], object],
+    *,
+    mode: int = 0o644,
+    failures: tuple[type[Exception], ...] = (),
+    shared: bool = False,
 ) -> None:
     """Replace `path`: a reader, or a restart after a crash, finds the old or the new content, never a mixture.
 
@@ -52,21 +58,26 @@ def write_atomic_with(
         write: writes the content into the empty file that it is given, which lies beside `path`.
         mode: permissions of the file, less the umask.
         failures: exceptions of `write`, besides OSError, which mean that the disk refused.
+        shared: a user has named `path`, and another process may write it at the same time: the last one to end counts. What a
+            kill leaves beside `path` has a random name, and stays; else the next write takes it away.
 
     Raises StorageError that names `path`: the content is as before; or it is the new one, where only the folder's list of names
     could not be synced. A device or a pipe is not replaced; a link is, and what it leads to stays.
     """
-    _replace(path, lambda temporary, _: write(temporary), mode, failures)
+    _replace(path, lambda temporary, _: write(temporary), mode, failures, shared=shared)
 
 
-def _replace(path: Path, write: Callable[[Path, int], object], mode: int, failures: tuple[type[Exception], ...]) -> None:
+def _replace(
+    path: Path, write: Callable[[Path, int], object], mode: int, failures: tuple[type[Exception], ...], *, shared: bool
+) -> None:
     """See `write_atomic_with`. write: is given the empty file's path, and a descriptor of it."""
     if not path.name:
         raise StorageError(f"{path}: is a folder; name a file")
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp" if shared else f".{path.name}.tmp")
     try:
         _check_replaceable(path)
-        temporary.unlink(missing_ok=True)
+        if not shared:
+            temporary.unlink(missing_ok=True)
         descriptor = os.open(temporary, _NEW_FILE, mode)
         try:
             write(temporary, descriptor)

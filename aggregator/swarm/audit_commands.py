@@ -185,7 +185,7 @@ def _write(path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{path.parent}: cannot be created ({error.strerror})") from error
-    write_atomic(path, data)
+    write_atomic(path, data, shared=True)
 
 
 def _verified(folder: Path, sample: int | None) -> Iterator[_Log]:

@@ -20,6 +20,7 @@ from aggregator.export import export_parameters, export_pretrained
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
+from edit import durable_files
 from edit.config.run import ModelConfig
 from edit.errors import ConfigError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec, plan_fragments
@@ -231,6 +232,26 @@ def test_the_same_parameters_are_the_same_file(tmp_path: Path) -> None:
     with safe_open(files[0], "pt") as read:
         assert read.metadata() == exported.origin()
         assert all(read.get_tensor(name).equal(theta) for name, theta in module.named_parameters())
+
+
+def test_two_exports_at_once_to_one_file_and_a_file_beside_it_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = founded(tmp_path / "run", GPT2)
+    out, mine, others = tmp_path / "out", tmp_path / ".out.tmp", list[bytes]()
+    mine.write_text("mine")
+
+    def fsync(descriptor: int) -> None:
+        if not others:
+            others.append(b"")
+            export_parameters([folder], out)
+            others.append(out.read_bytes())
+        os.fsync(descriptor)
+
+    monkeypatch.setattr(durable_files.sync, "__defaults__", (fsync,))
+    export_parameters([folder], out)
+    assert (others[1:], mine.read_text()) == ([out.read_bytes()], "mine")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out", ".out.tmp"}
 
 
 def test_a_folder_that_lost_its_end_is_not_exported(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +67,29 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Pa
     with pytest.raises(StorageError, match=r"/a: cannot be written \((No space left on device|refused)\)$"):
         write_atomic_with(tmp_path / "a", write, failures=(ValueError,))
     assert ((tmp_path / "a").read_bytes(), names(tmp_path)) == (b"old", ["a"])
+
+
+BEGIN_AND_BE_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from edit.durable_files import write_atomic_with
+write_atomic_with(Path(sys.argv[1]), lambda _: os.kill(os.getpid(), signal.SIGKILL), shared=True)
+"""
+
+
+def test_who_writes_a_shared_file_at_the_same_time_and_is_killed_leaves_the_others_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ended = tmp_path / "a", list[int]()
+
+    def fsync(descriptor: int) -> None:
+        if not ended:
+            ended.append(subprocess.run([sys.executable, "-c", BEGIN_AND_BE_KILLED, path]).returncode)
+        os.fsync(descriptor)
+
+    monkeypatch.setattr(durable_files.sync, "__defaults__", (fsync,))
+    write_atomic(path, b"whole", shared=True)
+    assert (ended, path.read_bytes()) == ([-signal.SIGKILL], b"whole")
 
 
 def test_a_bug_of_the_writer_stays_what_it_is(tmp_path: Path) -> None:

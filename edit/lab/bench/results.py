@@ -205,7 +205,7 @@ def write_picture(path: Path, text: str) -> None:
     """Write a file whole. Raises ConfigError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, text.encode())
+        write_atomic(path, text.encode(), shared=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
