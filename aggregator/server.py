@@ -491,7 +491,7 @@ async def _serve(
 
 
 def _trackers(folder: StateFolder, choice: TrackerChoice) -> Trackers:
-    config = folder.config()
+    config = configurations_of(folder).config
     return choice.open(folder.run_id, config.name, _member(folder), folder.path / "trackers", json.loads(config.to_json()))
 
 
