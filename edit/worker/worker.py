@@ -113,9 +113,9 @@ class EditWorker:
             parameters, which all peers share; or "local", this peer's own. An exception that leaves the `with` leaves the
             local ones.
 
-    Raises ConfigError for a wrapper that hides the parameters, on entering also when the ranks do not fit together or the model
-    is on several GPUs in one process; RefusedError on entering when the model does not fit the run; EvictedError out of the
-    loop's own forward or step when the operator evicted this peer.
+    Raises ConfigError for a wrapper that hides the parameters and an optimizer without step hooks, on entering also when the
+    ranks do not fit together or the model is on several GPUs in one process; RefusedError on entering when the model does not
+    fit the run; EvictedError out of the loop's own forward or step when the operator evicted this peer.
     """
 
     def __init__(
@@ -192,16 +192,30 @@ class EditWorker:
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
+        try:
+            for hook in self._registered(modules):
+                self._hooks.append(hook)
+            self._tell()  # a peer that is where the run is, is waited for
+        except BaseException:
+            self._remove_hooks()
+            raise
+        return self
+
+    def _registered(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
+        """Register one hook after the other."""
         # A compiled step breaks its graph here: an exchange cannot be traced.
         eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
-        self._hooks = [
-            register_optimizer_step_pre_hook(Hook(eager(self._before_any_step))),
-            *(optimizer.register_step_pre_hook(Hook(eager(self._before_step))) for optimizer in self._optimizers),
-            self._optimizers[-1].register_step_post_hook(Hook(eager(self._after_step))),
-            *(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True) for module in modules),
-        ]
-        self._tell()  # a peer that is where the run is, is waited for
-        return self
+        yield register_optimizer_step_pre_hook(Hook(eager(self._before_any_step)))
+        for optimizer in self._optimizers:
+            yield optimizer.register_step_pre_hook(Hook(eager(self._before_step)))
+        yield self._optimizers[-1].register_step_post_hook(Hook(eager(self._after_step)))
+        for module in modules:
+            yield module.register_forward_pre_hook(Hook(self._before_forward), prepend=True)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
@@ -215,9 +229,7 @@ class EditWorker:
                     if self._leaves_outer:
                         self._load_outer()
         finally:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            self._remove_hooks()
             for each in self._exchanges:
                 each.run(each.exchange.drop_pending())
 

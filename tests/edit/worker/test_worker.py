@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
 from edit.codecs import decode
 from edit.config.run import CodecConfig, FragmentCodec
 from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from edit.records import Aborted, Snapshot
+from edit.records import Aborted, Progress, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps, snapshot_of
@@ -58,6 +60,32 @@ def test_leaving_by_an_exception_waits_for_nothing() -> None:
     assert collective.waited == 0 and not worker.pending
     train_step(model, optimizer, next(regression_batches(0)))
     assert worker.inner_steps == 1
+
+
+class Breaks(torch.optim.SGD):
+    """Its last hook cannot be registered."""
+
+    def register_step_post_hook(self, hook: object) -> NoReturn:
+        raise RuntimeError("broken")
+
+
+class Tells(ScriptedCollective):
+    """What is told last on entering cannot be told."""
+
+    def report(self, progress: Progress) -> NoReturn:
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("where", ["registering", "telling"])
+def test_entering_that_fails_leaves_no_hook(where: str) -> None:
+    model = small_mlp()
+    collective, kind = (ScriptedCollective(), Breaks) if where == "registering" else (Tells(), torch.optim.SGD)
+    optimizer = kind(model.parameters(), lr=0.1)
+    of_all = dict(optimizers._global_optimizer_pre_hooks)
+    with pytest.raises(RuntimeError, match="broken"), EditWorker(model, optimizer, collective, WorkerConfig()):
+        pass
+    assert optimizers._global_optimizer_pre_hooks == of_all
+    assert not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or model._forward_pre_hooks)
 
 
 def test_calls_out_of_order_are_our_bug(peer: Callable[..., Peer]) -> None:
