@@ -49,7 +49,8 @@ def connect(
     Args:
         home: a folder that `edit-peer join` has made.
         ranks: of this replica; None: all processes of the initialised torch.distributed world, or this one alone. Under
-            torchrun initialise torch.distributed first.
+            torchrun initialise torch.distributed first. The `EditWorker` must be of the same: it is alone by default, unless
+            its model is sharded or in DistributedDataParallel; else give it `Ranks.world()` (`edit.replica.ranks`).
         max_mbit: what this peer sends per second, in 10^6 bits, as `edit-peer run --max-mbit`; None: no bound.
         allow: names of codecs that are plug-ins, which you trust; as `edit-peer run --allow`.
         members: a file of the members that you know; in a run with secagg.enabled this peer shares keys with no other, and with

@@ -206,6 +206,11 @@ class HubCollective:
         """This peer's identity in verdicts."""
         return self._identity.peer_id
 
+    @property
+    def ranks(self) -> int:
+        """For how many ranks of this replica the connection was made."""
+        return self._ranks.size
+
     # ---- entering --------------------------------------------------------------------------------------------------------
 
     def join(
