@@ -44,7 +44,9 @@ def connect(
     """Connect to the run that `home` is enrolled in; wait for a coordinator that is not there yet.
 
     Yields what `EditWorker` and the callbacks take as collective, and the run's configuration. One training per connection:
-    connect again for another. Leaving says goodbye and closes the connections. Raises ConfigError, RefusedError, EvictedError.
+    connect again for another. Leaving says goodbye and closes the connections. The connection is of this process: one that is
+    forked from it, or that it would have to be copied to (Lightning's strategies ddp_fork, ddp_spawn), connects itself, which a
+    start of the ranks by torchrun does. Raises ConfigError, RefusedError, EvictedError.
 
     Args:
         home: a folder that `edit-peer join` has made.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,51 @@ def test_a_worker_of_one_rank_is_refused_where_all_ranks_are_connected_as_one_pe
     message, trained = told[0]
     assert "made for 2 ranks of one peer, this EditWorker for 1: give it the model in its DistributedDataParallel" in message
     assert all(value < 0 for value in trained)
+
+
+_FORKS = """
+import os, pickle, signal, sys, warnings
+from peers.connection import connect
+import torch
+from edit import ConfigError, EditWorker, WorkerConfig
+
+warnings.simplefilter("ignore")
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train(collective, config):
+    with EditWorker(model, optimizer, collective, WorkerConfig.of(config)) as worker:
+        while not worker.finished:
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    return worker.outer_step
+
+with connect(sys.argv[1]) as (collective, config):
+    try:
+        pickle.dumps(collective)
+    except TypeError as error:
+        print(error, flush=True)
+    if (pid := os.fork()) == 0:
+        signal.alarm(60)  # a call that would wait for ever
+        try:
+            train(collective, config)
+        except ConfigError as error:
+            print(error)
+        collective.close()
+        sys.stdout.flush()
+        os._exit(0)
+    print(os.waitpid(pid, 0)[1], train(collective, config))
+"""
+
+
+def test_a_connection_is_of_the_process_that_made_it(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML)
+    with running(folder):
+        home = joined(folder.path, tmp_path / "a")
+        ended = subprocess.run([sys.executable, "-c", _FORKS, str(home)], stdout=subprocess.PIPE, text=True, check=True)
+    remedy = "connect in each rank (start the ranks with torchrun)"
+    assert ended.stdout.splitlines() == [
+        f"a connection to a run cannot be copied: {remedy}",
+        f"the connection to the run was made before this process was forked: {remedy}",
+        "0 2",
+    ]
