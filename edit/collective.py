@@ -18,11 +18,14 @@ from edit.records import Contribution, Lacks, Outcome, Progress, Snapshot
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Collective", "CompositeCollective", "shares_of"]
+__all__ = ["Collective", "CompositeCollective", "ranks_of", "shares_of"]
 
 
 class Collective(Protocol):
-    """One peer's connection to the run."""
+    """One peer's connection to the run.
+
+    One that was made for so many ranks of a replica says so, as `ranks`: an `EditWorker` of another number refuses it.
+    """
 
     @property
     def peer_id(self) -> str:
@@ -101,6 +104,12 @@ class CompositeCollective:
     def shares(self) -> tuple[Collective, ...]:
         """A collective for each aggregator, in their order."""
         return self._shares
+
+
+def ranks_of(collective: Collective) -> int | None:
+    """Return for how many ranks of one replica this connection was made; None: it does not say."""
+    ranks: int | None = getattr(collective, "ranks", None)
+    return ranks
 
 
 def shares_of(collective: Collective | CompositeCollective) -> tuple[Collective, ...]:

@@ -44,12 +44,15 @@ def connect(
     """Connect to the run that `home` is enrolled in; wait for a coordinator that is not there yet.
 
     Yields what `EditWorker` and the callbacks take as collective, and the run's configuration. One training per connection:
-    connect again for another. Leaving says goodbye and closes the connections. Raises ConfigError, RefusedError, EvictedError.
+    connect again for another. Leaving says goodbye and closes the connections. The connection is of this process: one that is
+    forked from it, or that it would have to be copied to (Lightning's strategies ddp_fork, ddp_spawn), connects itself, which a
+    start of the ranks by torchrun does. Raises ConfigError, RefusedError, EvictedError.
 
     Args:
         home: a folder that `edit-peer join` has made.
         ranks: of this replica; None: all processes of the initialised torch.distributed world, or this one alone. Under
-            torchrun initialise torch.distributed first.
+            torchrun initialise torch.distributed first. The `EditWorker` must be of the same: it is alone by default, unless
+            its model is sharded or in DistributedDataParallel; else give it `Ranks.world()` (`edit.replica.ranks`).
         max_mbit: what this peer sends per second, in 10^6 bits, as `edit-peer run --max-mbit`; None: no bound.
         allow: names of codecs that are plug-ins, which you trust; as `edit-peer run --allow`.
         members: a file of the members that you know; in a run with secagg.enabled this peer shares keys with no other, and with

@@ -167,8 +167,9 @@ class ShardedFragment:
                     raise RemoteProtocolError(f"{_who(header)} says {field} = {mine}, rank {other.rank} says {theirs}")
         covered = self._cover.numel + shard.numel
         if covered > self._fragment.numel:
+            alone = "; this rank sends all of it, as if it were the only one" if shard.is_whole else ""
             raise RemoteProtocolError(
-                f"{_who(header)}: the ranks' shards overlap: {covered} elements, the fragment has {self._fragment.numel}"
+                f"{_who(header)}: the ranks' shards overlap: {covered} elements, the fragment has {self._fragment.numel}{alone}"
             )
         if covered == self._fragment.numel:
             self._cover.add(shard.boxes)

@@ -31,7 +31,7 @@ ONE_TRAINING = (
 class Attachment:
     """Trains a framework's model in a run, from construction until `leave` or `abandon`.
 
-    All processes of a torch.distributed world are ranks of one replica, sharded or not.
+    All processes of a torch.distributed world are ranks of one replica, sharded or not; the collective must be of the same.
 
     Args:
         model: the module that the framework trains.

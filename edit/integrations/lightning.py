@@ -32,7 +32,8 @@ class EditCallback(Callback):
     when `fit` resumes from a checkpoint. One training per callback and per `peers.connect`.
 
     Args:
-        collective: the run, for example of `peers.connect`.
+        collective: the run, for example of `peers.connect`, connected in each process: start them with torchrun, not by
+            ddp_fork or ddp_spawn.
         config: `WorkerConfig.of(run)`.
         evaluate_outer: validation and checkpoints saved during training hold the outer parameters, which all peers share;
             otherwise this peer's local ones. Not with an optimizer that has an `eval` and a `train` (schedule-free).

@@ -77,7 +77,7 @@ def innermost_optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> tuple[O
 
 
 def innermost_optimizer(optimizer: object) -> Optimizer:
-    """Return the torch optimizer that accelerate, Fabric or a Trainer has wrapped. Raises ConfigError.
+    """Return the torch optimizer that accelerate, Fabric or a Trainer has wrapped. Raises ConfigError, also without step hooks.
 
     One that wraps another but runs step hooks of its own is returned itself: it may write after the inner step, as Lookahead.
     """
@@ -86,6 +86,11 @@ def innermost_optimizer(optimizer: object) -> Optimizer:
         inner = inside
     if not isinstance(inner, Optimizer):
         raise ConfigError(f"optimizer: must be a torch optimizer, or a list of them, not {_the(optimizer)}")
+    if "_optimizer_step_pre_hooks" not in vars(inner):
+        raise ConfigError(
+            f"optimizer: {type(inner).__name__} has no step hooks (it does not call Optimizer.__init__); "
+            "give the torch optimizer that it has wrapped, and step that one"
+        )
     return inner
 
 

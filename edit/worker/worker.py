@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from edit import kernels
-from edit.collective import Collective, CompositeCollective, shares_of
+from edit.collective import Collective, CompositeCollective, ranks_of, shares_of
 from edit.config.run import RunConfig
 from edit.config.validation import one_of
 from edit.errors import ConfigError, LocalProtocolError
@@ -63,6 +63,12 @@ _Batch = TypeVar("_Batch")
 # Of one optimizer, before the first and between two steps of the one whose step counts; if more, those of two contributions.
 _STEPS_OF_OTHERS = 200  # a WGAN's critic takes 100
 _IDLE_BATCHES = 10_000  # without a step that counts, more than any accumulates: `until_finished` looks if the run has ended
+# What to do where the connection is of more ranks than the worker, or of fewer.
+_GIVE_ALL = (
+    "give it the model in its DistributedDataParallel, or ranks=Ranks.world() (of edit.replica.ranks) where your loop averages "
+    "the gradients itself; or connect one rank alone, with ranks=ALONE"
+)
+_CONNECT_ALL = "connect in each rank, once torch.distributed is initialised, and leave out `ranks` there"
 
 
 class EditWorker:
@@ -106,16 +112,17 @@ class EditWorker:
         collective: this peer's connection to the run; a CompositeCollective where the run has several aggregators.
         config: `WorkerConfig.of(run)`.
         ranks: of this replica; None: all of torch.distributed's when the model is sharded, or in DistributedDataParallel; else
-            alone.
+            alone. They must be those that the collective was connected for: of `peers.connect` by default all of
+            torch.distributed's, so a loop that averages gradients itself gives `Ranks.world()` (`edit.replica.ranks`).
         clock: monotonic seconds in float64, for the speed that is reported and, at rank 0, for a run's schedule by time; None:
             the system's.
         leave: what the model holds after leaving, and as soon as `finished` is True after an optimizer step: "outer", the outer
             parameters, which all peers share; or "local", this peer's own. An exception that leaves the `with` leaves the
             local ones.
 
-    Raises ConfigError for a wrapper that hides the parameters, on entering also when the ranks do not fit together or the model
-    is on several GPUs in one process; RefusedError on entering when the model does not fit the run; EvictedError out of the
-    loop's own forward or step when the operator evicted this peer.
+    Raises ConfigError for a wrapper that hides the parameters and an optimizer without step hooks, on entering also when the
+    ranks do not fit together or the model is on several GPUs in one process; RefusedError on entering when the model does not
+    fit the run; EvictedError out of the loop's own forward or step when the operator evicted this peer.
     """
 
     def __init__(
@@ -164,6 +171,7 @@ class EditWorker:
     def __enter__(self) -> Self:
         if self._hooks:
             raise LocalProtocolError("this EditWorker is already entered")
+        self._ranks.together(self._check_ranks)
         self._check_private()
         kernels.load()
         with _outside_autograd():
@@ -192,16 +200,30 @@ class EditWorker:
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
+        try:
+            for hook in self._registered(modules):
+                self._hooks.append(hook)
+            self._tell()  # a peer that is where the run is, is waited for
+        except BaseException:
+            self._remove_hooks()
+            raise
+        return self
+
+    def _registered(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
+        """Register one hook after the other."""
         # A compiled step breaks its graph here: an exchange cannot be traced.
         eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
-        self._hooks = [
-            register_optimizer_step_pre_hook(Hook(eager(self._before_any_step))),
-            *(optimizer.register_step_pre_hook(Hook(eager(self._before_step))) for optimizer in self._optimizers),
-            self._optimizers[-1].register_step_post_hook(Hook(eager(self._after_step))),
-            *(module.register_forward_pre_hook(Hook(self._before_forward), prepend=True) for module in modules),
-        ]
-        self._tell()  # a peer that is where the run is, is waited for
-        return self
+        yield register_optimizer_step_pre_hook(Hook(eager(self._before_any_step)))
+        for optimizer in self._optimizers:
+            yield optimizer.register_step_pre_hook(Hook(eager(self._before_step)))
+        yield self._optimizers[-1].register_step_post_hook(Hook(eager(self._after_step)))
+        for module in modules:
+            yield module.register_forward_pre_hook(Hook(self._before_forward), prepend=True)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
@@ -215,9 +237,7 @@ class EditWorker:
                     if self._leaves_outer:
                         self._load_outer()
         finally:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            self._remove_hooks()
             for each in self._exchanges:
                 each.run(each.exchange.drop_pending())
 
@@ -378,6 +398,16 @@ class EditWorker:
     def _over(self) -> bool:
         last = self._config.sync.outer_steps
         return all(each.exchange.finished or each.replica.outer_step >= last for each in self._entered)
+
+    def _check_ranks(self) -> None:
+        """Raise ConfigError where the connection was made for another number of ranks: each would send what is not its part."""
+        size = self._ranks.size
+        for connected in map(ranks_of, self._collectives):
+            if connected is not None and connected != size:
+                raise ConfigError(
+                    f"ranks: the connection to the run was made for {connected} ranks of one peer, this EditWorker for {size}: "
+                    + (_GIVE_ALL if connected > size else _CONNECT_ALL)
+                )
 
     def _check_private(self) -> None:
         """Raise ConfigError where the run asks for gradients with noise and this loop has none."""

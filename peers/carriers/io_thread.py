@@ -4,19 +4,21 @@
 - The main thread may call `change`, too: the function then runs on the loop's thread, and the call returns when it has.
 - Waits sleep in slices of `SLICE_S`, so that a signal handler, which runs between two slices, ends them within a quarter of a
   second.
+- In a process that is forked from this one the loop's thread is not: every call that needs it raises ConfigError there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from edit.errors import LocalProtocolError, TransportError
+from edit.errors import ConfigError, EditError, LocalProtocolError, TransportError
 from editpb.process_limits import check_limits
 from peers.carriers.run_connection import Interrupted
 
@@ -25,6 +27,7 @@ __all__ = ["SLICE_S", "IoThread"]
 _T = TypeVar("_T")
 
 SLICE_S = 0.25
+_IN_EACH_RANK = "connect in each rank (start the ranks with torchrun)"
 CLOSE_S = 5.0  # how long tasks may take to end once they are cancelled
 
 
@@ -36,6 +39,7 @@ class IoThread:
 
     def __init__(self, name: str = "peer-io") -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0  # of the process in which the loop runs
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._changed = threading.Condition()  # its lock guards the shared state; notified after each change
         self._interrupted = False  # set by a signal handler, so without the lock
@@ -44,19 +48,27 @@ class IoThread:
 
     def __enter__(self) -> IoThread:
         check_limits()
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         loop, self._loop = self._loop, None
-        if loop is not None and self._thread.is_alive():
+        if loop is not None and os.getpid() == self._pid and self._thread.is_alive():
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(2 * CLOSE_S)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a connection to a run cannot be copied: {_IN_EACH_RANK}")
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one in which the loop runs."""
+        return self._loop is not None and os.getpid() != self._pid
+
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         """Start `coroutine` on the loop; the main thread may wait for the future's result, or cancel it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._open_loop())
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop_for(coroutine))
 
     def call(self, coroutine: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
         """Run `coroutine` on the loop and return its result.
@@ -77,13 +89,13 @@ class IoThread:
             future.cancel()
 
     def post(self, callback: Callable[[], object]) -> None:
-        """Run `callback` on the loop's thread, soon, and return at once. Does nothing once the loop is closed."""
-        if self._loop is not None:
+        """Run `callback` on the loop's thread, soon, and return at once. Does nothing once it is closed, nor in a fork."""
+        if self._loop is not None and not self.forked:
             self._loop.call_soon_threadsafe(callback)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a background task. If it fails, every later wait of the main thread raises its exception."""
-        self._open_loop().call_soon_threadsafe(self.start, coroutine)
+        self._loop_for(coroutine).call_soon_threadsafe(self.start, coroutine)
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """As `spawn`, from the loop's own thread."""
@@ -105,6 +117,7 @@ class IoThread:
 
     def read(self, look: Callable[[], _T]) -> _T:
         """Return what `look` sees of the shared state, under the lock. It changes nothing."""
+        self._refuse_fork()
         with self._changed:
             return look()
 
@@ -114,6 +127,7 @@ class IoThread:
         `look` is called under the lock, after each change and four times a second; it changes nothing. Raises Interrupted, or
         the exception of a background task that failed.
         """
+        self._refuse_fork()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while True:
@@ -156,7 +170,20 @@ class IoThread:
     def _open_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             raise LocalProtocolError("the I/O thread does not run")
+        self._refuse_fork()
         return self._loop
+
+    def _loop_for(self, coroutine: Coroutine[Any, Any, object]) -> asyncio.AbstractEventLoop:
+        try:
+            return self._open_loop()
+        except EditError:
+            coroutine.close()  # else Python says that nobody awaits it
+            raise
+
+    def _refuse_fork(self) -> None:
+        """Raise ConfigError in a fork: nobody would answer there, nor release the lock that the loop's thread may have held."""
+        if self.forked:
+            raise ConfigError(f"the connection to the run was made before this process was forked: {_IN_EACH_RANK}")
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -206,6 +206,11 @@ class HubCollective:
         """This peer's identity in verdicts."""
         return self._identity.peer_id
 
+    @property
+    def ranks(self) -> int:
+        """For how many ranks of this replica the connection was made."""
+        return self._ranks.size
+
     # ---- entering --------------------------------------------------------------------------------------------------------
 
     def join(
@@ -720,7 +725,12 @@ class HubCollective:
         self._io.interrupt()
 
     def close(self, reason: str = "the peer stopped") -> None:
-        """Say goodbye, within two seconds, and close the connections. reason: for the coordinator's operator."""
+        """Say goodbye, within two seconds, and close the connections. reason: for the coordinator's operator.
+
+        In a process that was forked since, do nothing: the connections are its parent's.
+        """
+        if self._io.forked:
+            return
         self._io.resume()
         self._io.change(self._leave_masks)
         if self._attendance is not None:

@@ -193,7 +193,7 @@ def test_what_is_whole_stays_whatever_comes(fragment: ShardedFragment, buffer: U
 @pytest.mark.parametrize(
     ("head", "reason"),
     [
-        (header(WHOLE, 1), "the ranks' shards overlap: 41 elements, the fragment has 29"),
+        (header(WHOLE, 1), "the ranks' shards overlap: 41 elements, the fragment has 29; this rank sends all of it"),
         (header(Shard(FRAGMENT, [Box(0, (1, 0), (4, 4)), Box(2, (), ())]), 1), "weight: two shards overlap"),
         (header(BOTTOM, 1, tokens=901), "rank 1 says tokens = 901, rank 0 says 900"),
         (header(BOTTOM, 1, inner_steps=29), "rank 1 says inner_steps = 29, rank 0 says 30"),

@@ -121,6 +121,13 @@ class Silent(torch.optim.Optimizer):
         self.original_optimizer.step()
 
 
+class Hookless(torch.optim.Optimizer):
+    """As torch's PostLocalSGDOptimizer: it has a torch optimizer under a name of its own, and no hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optim, self.param_groups = optimizer, optimizer.param_groups
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_step_that_a_wrapper_leaves_out_does_not_count(alone: bool) -> None:
     model, collective = small_mlp(), ScriptedCollective()
@@ -227,6 +234,13 @@ class TestRefused:
         for wrong, said in ((scheduler, "a ConstantLR"), (None, "a NoneType"), (object(), "an object"), ([scheduler], "a Con")):
             with pytest.raises(ConfigError, match=rf"^optimizer: must be a torch optimizer, or a list of them, not {said}"):
                 EditWorker(model, wrong, run_of().collective("me"), CONFIG)  # type: ignore[arg-type]
+
+    def test_an_optimizer_without_step_hooks(self) -> None:
+        model = small_mlp()
+        with pytest.raises(
+            ConfigError, match=r"^optimizer: Hookless has no step hooks .*; give the torch optimizer that it has"
+        ):
+            EditWorker(model, Hookless(torch.optim.SGD(model.parameters())), run_of().collective("me"), CONFIG)
 
     def test_what_is_no_model(self) -> None:
         optimizer = torch.optim.SGD(small_mlp().parameters())

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
 from edit.codecs import decode
+from edit.collective import CompositeCollective
 from edit.config.run import CodecConfig, FragmentCodec
 from edit.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from edit.records import Aborted, Snapshot
+from edit.records import Aborted, Progress, Snapshot
 from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import TinyTransformer, regression_batches, small_mlp, token_batches, train_step
+from tests.support.ranks import at_every_rank
 from tests.support.scripted import ScriptedCollective, committed, random_steps, snapshot_of
 from tests.support.scripted_peer import BOTH_OK, Peer, commit_next, flat, outer_vectors, same
 from tests.support.settings import worker_config
@@ -58,6 +64,73 @@ def test_leaving_by_an_exception_waits_for_nothing() -> None:
     assert collective.waited == 0 and not worker.pending
     train_step(model, optimizer, next(regression_batches(0)))
     assert worker.inner_steps == 1
+
+
+class Connected(ScriptedCollective):
+    """A connection that says for how many ranks it was made."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def join(self, *arguments: Any) -> Snapshot:
+        self.joined = True
+        return super().join(*arguments)
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+def test_a_connection_of_more_ranks_is_refused_before_anything_is_sent(shares: int) -> None:
+    model, connections = small_mlp(), [Connected(1), Connected(2)][-shares:]
+    worker = EditWorker(model, torch.optim.SGD(model.parameters()), CompositeCollective(connections), WorkerConfig())
+    with pytest.raises(
+        ConfigError, match=r"^ranks: .* made for 2 ranks of one peer, this EditWorker for 1: give .*world"
+    ) as error:
+        worker.__enter__()
+    assert "\n" not in str(error.value) and not any(hasattr(each, "joined") for each in connections)
+
+
+def refused(ranks: int) -> str:
+    model = DistributedDataParallel(small_mlp())
+    with pytest.raises(ConfigError) as error:
+        EditWorker(model, torch.optim.SGD(model.parameters()), Connected(ranks), WorkerConfig()).__enter__()
+    return str(error.value)
+
+
+def test_a_connection_of_one_rank_is_refused_at_every_rank_of_a_worker_of_several(tmp_path: Path) -> None:
+    said = at_every_rank(refused, 2, tmp_path, 1)
+    assert said[0] == said[1] and "for 1 ranks of one peer, this EditWorker for 2: connect in each rank" in said[0]
+
+
+def test_a_connection_of_this_rank_alone_is_taken() -> None:
+    model = small_mlp()
+    with EditWorker(model, torch.optim.SGD(model.parameters()), Connected(1), WorkerConfig()) as worker:
+        assert worker.outer_step == 0
+
+
+class Breaks(torch.optim.SGD):
+    """Its last hook cannot be registered."""
+
+    def register_step_post_hook(self, hook: object) -> NoReturn:
+        raise RuntimeError("broken")
+
+
+class Tells(ScriptedCollective):
+    """What is told last on entering cannot be told."""
+
+    def report(self, progress: Progress) -> NoReturn:
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("where", ["registering", "telling"])
+def test_entering_that_fails_leaves_no_hook(where: str) -> None:
+    model = small_mlp()
+    collective, kind = (ScriptedCollective(), Breaks) if where == "registering" else (Tells(), torch.optim.SGD)
+    optimizer = kind(model.parameters(), lr=0.1)
+    of_all = dict(optimizers._global_optimizer_pre_hooks)
+    with pytest.raises(RuntimeError, match="broken"), EditWorker(model, optimizer, collective, WorkerConfig()):
+        pass
+    assert optimizers._global_optimizer_pre_hooks == of_all
+    assert not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or model._forward_pre_hooks)
 
 
 def test_calls_out_of_order_are_our_bug(peer: Callable[..., Peer]) -> None:

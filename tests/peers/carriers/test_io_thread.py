@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -142,3 +147,54 @@ def test_an_io_thread_that_has_ended_refuses_calls() -> None:
     io.post(lambda: pytest.fail("ran after the end"))
     with pytest.raises(LocalProtocolError):
         io.wait(lambda: None, timeout=1)
+
+
+_FORKED = """
+import os, signal, sys, threading, warnings
+from edit.errors import ConfigError
+from peers.carriers.io_thread import IoThread
+
+warnings.simplefilter("ignore")
+
+async def answer():
+    return 7
+
+with IoThread() as io:
+    held, free = threading.Event(), threading.Event()
+    io.post(lambda: io.read(lambda: (held.set(), free.wait())))
+    held.wait()
+    if (pid := os.fork()) == 0:
+        signal.alarm(60)  # a call that would wait for ever
+        calls = {
+            "begin": lambda: io.begin(answer()), "call": lambda: io.call(answer()), "spawn": lambda: io.spawn(answer()),
+            "change": lambda: io.change(int), "read": lambda: io.read(int), "wait": lambda: io.wait(int),
+        }
+        for name, call in calls.items():
+            try:
+                call()
+                print(name, "returns")
+            except ConfigError as error:
+                print(name, error)
+        io.post(lambda: print("called"))
+        io.__exit__(None, None, None)
+        sys.stdout.flush()
+        os._exit(0)
+    ended = os.waitpid(pid, 0)[1]
+    free.set()
+    print(ended, io.call(answer()))
+"""
+
+
+def test_in_a_fork_every_call_says_so_and_closing_leaves_the_parents_alone() -> None:
+    """At the fork the loop's thread holds the lock, which nobody releases there."""
+    ended = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, check=True)
+    said = "the connection to the run was made before this process was forked: connect in each rank (start the ranks with "
+    said += "torchrun)"
+    lines = [f"{name} {said}" for name in ("begin", "call", "spawn", "change", "read", "wait")]
+    assert (ended.stdout.splitlines(), ended.stderr) == ([*lines, "0 7"], "")
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_it_says_why_it_cannot_be_copied(copied: Callable[[object], object]) -> None:
+    with IoThread() as io, pytest.raises(TypeError, match=r"^a connection to a run cannot be copied: connect in each rank"):
+        copied(io)
