@@ -179,8 +179,9 @@ def _trackers(options: PeerOptions, config: RunConfig, identity: Identity) -> Tr
 def stopping(io: IoThread) -> Iterator[None]:
     """End waits, and with them the loop, at the first SIGINT or SIGTERM; a second one ends the process at once."""
 
-    def stop(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
+    def stop(*_: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
         io.interrupt()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

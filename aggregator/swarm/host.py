@@ -784,7 +784,8 @@ class Host:
             part.asking.pop(peer_id, None)
 
     def refused(self, peer_id: str, error: EditError) -> None:
-        """See `Listener`. More than half of the other voters must say that this member was evicted: one may lie.
+        """See `Listener`. More than half of the other voters must say that this member was evicted: one may lie. Where there is
+        no record, all whom it knows.
 
         Where the record has another key for its name, one word is enough: another machine is this member now.
         """
@@ -794,8 +795,13 @@ class Host:
             return
         self._shut_out[peer_id] = str(error)
         record = self.council.record
-        others = {*map(peer_of, record.voters)} - {self.peer_id} if record is not None else set()
-        if 2 * len(self._shut_out.keys() & others) > len(others):
+        if record is None:
+            known = {each for each, _ in self._dialled()}
+            out = bool(known) and known <= self._shut_out.keys()
+        else:
+            others = {*map(peer_of, record.voters)} - {self.peer_id}
+            out = 2 * len(self._shut_out.keys() & others) > len(others)
+        if out:
             self._end(error)
 
     @property

@@ -367,27 +367,33 @@ class EditWorker:
     def take_awaited(self) -> None:
         """Take an outcome that the next forward would wait for, before it: for a loop that may be told to stop in the wait.
 
-        In mode `forward` its updates are still applied, and waited for, as the forward needs them.
+        In mode `forward` its updates are still applied, and waited for, as the forward needs them. That of the last outer step
+        is taken in every mode: there is nothing to train for meanwhile.
         """
         self._require_local("take_awaited()")
         if self.pending:
             self._refuse_merged("take_awaited()")
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._entered:
-                each.take(lazily=self._config.sync.mode == "forward")
+                if self._waits_for_the_end(each):
+                    each.synchronize()
+                else:
+                    each.take(lazily=self._config.sync.mode == "forward")
 
     def _take_awaited(self) -> None:
         """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
-        sync = self._config.sync
         if self.pending:
             self._refuse_merged("another batch of until_finished()")
         with _outside_autograd(), self._stopwatch.paused():
             for each in self._entered:
-                pending = each.exchange.pending
-                if pending is not None and pending.outer_step + 1 >= sync.outer_steps:
+                if self._waits_for_the_end(each):
                     each.synchronize()
-                elif sync.mode == "blocking":
+                elif self._config.sync.mode == "blocking":
                     each.take()
+
+    def _waits_for_the_end(self, share: ShareExchange) -> bool:
+        pending = share.exchange.pending
+        return pending is not None and pending.outer_step + 1 >= self._config.sync.outer_steps
 
     def _look_on(self) -> None:
         """Learn what the run has done while nothing here led to a contribution."""

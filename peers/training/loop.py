@@ -208,6 +208,9 @@ class Training:
                     return
                 self._connection.check()
                 worker.take_awaited()  # between two steps, rather than in the next forward
+                if self._over(worker):  # no step follows the last outcome: what is saved does not depend on when it came
+                    self._tell(worker)  # nor would one tell of it
+                    return
                 if worker.round_inner_steps + 1 >= self._soonest(worker):
                     saving.before_contribution()
                 if trainer.private is not None and not trainer.private.ready():
@@ -232,7 +235,7 @@ class Training:
         cut_off = [share.cut_off for share in self._connection.shares]
         if not all(cut_off):
             worker.synchronize()
-            self._tell(worker)  # the last outer step, which no further inner step would tell of
+            self._tell(worker)
         return all(share.finished or cut for share, cut in zip(worker.shares, cut_off, strict=True))
 
     def _ending(self) -> str:

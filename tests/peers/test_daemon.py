@@ -25,8 +25,9 @@ from editpb.messages import Expel, Heartbeat, PeerState, RunPhase
 from peers.carriers.hub.all_aggregators import AllAggregators
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
+from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
-from peers.daemon import PeerOptions, attend, run_peer, server_of
+from peers.daemon import PeerOptions, attend, run_peer, server_of, stopping
 from peers.identity.peer_folder import Enrolment
 from peers.models.registry import build
 from peers.training.fault_injection import Fault, FaultInjector, parse_faults
@@ -407,3 +408,14 @@ def test_metrics_are_flushed_line_by_line_and_know_no_nan(tmp_path: Path) -> Non
 def test_a_metrics_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--metrics"), Metrics(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_of_either_kind_ends_the_process_at_once(first: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with IoThread() as io, stopping(io):
+        signal.raise_signal(first)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL is signal.getsignal(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            io.wait(lambda: None)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

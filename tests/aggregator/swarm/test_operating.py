@@ -274,6 +274,13 @@ def test_who_is_evicted_ends_with_the_reason_and_its_parts_move(tmp_path: Path) 
         with pytest.raises(EvictedError, match="it lies"):
             await again.watch(asyncio.Event())
         await swarm.stop("c")
+        lost = swarm.folder("c")
+        for each in lost.of_lineage():  # as `rejoin` does, which forgets that it was evicted
+            each.rename(each.with_name(f"aside-{each.name}"))
+        anew = await swarm.start("c")
+        with pytest.raises(EvictedError, match="it lies"):
+            await anew.watch(asyncio.Event())
+        await swarm.stop("c")
 
     def row_of(swarm: Hosts, owner: str) -> Any:
         return next(part for part in swarm.record.parts if part.owner == owner)

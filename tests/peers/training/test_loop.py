@@ -118,6 +118,25 @@ def test_a_peer_trains_to_the_end_of_a_run_in_this_process(tmp_path: Path, confi
     assert (kinds.count("snapshot"), kinds.count("outer")) == (1, ROUNDS)  # the last one, too, although no step follows it
 
 
+class ToldLate(LocalConnection):
+    """A peer that is slower than the news of the run's end, as with a coordinator."""
+
+    ended = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "sync", [{}, {"mode": "forward"}, {"mode": "delayed", "delay": 2}, {"mode": "eager", "delay": 2}], ids=str
+)
+def test_no_step_follows_the_last_outer_step(tmp_path: Path, config: RunConfig, sync: dict[str, object]) -> None:
+    config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, **sync))
+    run = LocalRun(config, ["a"])
+    with Metrics(None) as metrics:
+        training(tmp_path, ToldLate(run, "a"), config, metrics).run(0)
+    saved = last_scalars(tmp_path / "checkpoints")
+    assert run.finished and saved is not None
+    assert (saved["steps"], saved["worker"]["outer_step"]) == (ROUNDS * H, ROUNDS), "also where it trains while it waits"
+
+
 def test_a_peer_that_hides_its_loss_says_it_to_nobody_and_trains_on_the_same(
     tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
