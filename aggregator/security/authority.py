@@ -152,13 +152,14 @@ class Authority:
     def renew(self, identity: Identity, certificate: x509.Certificate, *, now: float) -> bytes:
         """Return a new certificate in DER for a member's identity and key; `certificate` is its present one.
 
-        The caller has authorized the member by it. Who asks again gets the same, so that each certificate is renewed once.
-        One that another authority signed is always due. Raises StaleError when it is not due, or when no later end is
-        possible, StorageError.
+        The caller has authorized the member by it. Who asks again gets the same, so that each certificate is renewed once,
+        unless it is not valid yet (the clock was ahead). One that another authority signed is always due. Raises StaleError
+        when it is not due, or when no later end is possible, StorageError.
         """
         last = self._renewed.get(identity.peer_id)
         record, validity = self.members.get(identity.peer_id), Validity.of(certificate)
-        if last is None or record is None or record.serial != f"{last.serial_number:x}" or Validity.of(last).renewal_due(now):
+        good = last is not None and record is not None and record.serial == f"{last.serial_number:x}"
+        if last is None or not good or Validity.of(last).begins > now or Validity.of(last).renewal_due(now):
             of_another = not is_signed_by(certificate, self.issuer.certificate)
             if not of_another and not validity.renewal_due(now):
                 raise StaleError(f"the certificate of {identity.peer_id} is not due for renewal: it {validity.text(now)}")

@@ -1466,13 +1466,13 @@ class Host:
             return ""
         return root_of(self._trust.present).name if self._certificate.is_of(self._trust.present) else ""
 
-    def _certifiers(self) -> Iterator[Callable[[], Awaitable[bytes]]]:
-        """Yield what asks for a renewed certificate: this member itself if it can, then the others that can."""
+    def _certifiers(self) -> Iterator[tuple[str, Callable[[], Awaitable[bytes]]]]:
+        """Yield whom to ask for a renewed certificate, and the call: this member itself if it can, then the others that can."""
         if self.authority is not None:
-            yield self._certify
+            yield self.peer_id, self._certify
         for peer_id in self.holders:
             if peer_id != self.peer_id:
-                yield partial(self._ask_certificate, peer_id)
+                yield peer_id, partial(self._ask_certificate, peer_id)
 
     async def _certify(self) -> bytes:
         assert self.authority is not None and self._certificate is not None

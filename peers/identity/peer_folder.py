@@ -149,8 +149,12 @@ class PeerFolder:
         }
         write_json(self._identity, values, version=FORMAT)
 
-    def renew(self, present: Enrolment, certificate_der: bytes) -> None:
+    def renew(self, present: Enrolment, certificate_der: bytes, now: float, clock: str) -> None:
         """Replace the certificate by a later one for the same identity and key.
+
+        Args:
+            now: unix seconds: one that is not valid yet replaces none that is.
+            clock: whose time the new one's dates are.
 
         Raises RemoteProtocolError when it is anything else, ConfigError, StorageError; then nothing has changed.
         """
@@ -164,8 +168,11 @@ class PeerFolder:
         key = _load_key(self._key, self._read_key())
         if (fault := certificate_fault(certificate, authorities, present.identity, key)) is not None:
             raise RemoteProtocolError(f"the coordinator's answer does not fit: {fault}")
-        if Validity.of(certificate).ends <= present.validity.ends:
+        validity = Validity.of(certificate)
+        if validity.ends <= present.validity.ends:
             raise RemoteProtocolError("the coordinator sent a certificate that ends no later than the present one")
+        if (early := validity.too_early(present.validity, now, clock)) is not None:
+            raise RemoteProtocolError(early)
         write_atomic(self._certificate, _pem(certificate_der))
 
     def _has_identity(self) -> bool:

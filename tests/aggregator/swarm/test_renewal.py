@@ -86,6 +86,8 @@ def lie(swarm: Hosts, kind: str, folder: PeerFolder) -> bytes:
         key = new_key().public_key()
     if kind == "another authority":
         issuer = Issuer(*make_ca(swarm.run_id, now))
+    if kind == "not valid yet":
+        now += 5 * 3600
     return issuer.issue(identity, key, lifetime_s=YEAR_S, now=now).public_bytes(DER)
 
 
@@ -125,7 +127,9 @@ def test_all_renew_what_is_due_by_whoever_has_the_key_and_nothing_is_connected_a
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["damaged", "huge", "earlier", "another name", "another key", "another authority"])
+@pytest.mark.parametrize(
+    "kind", ["damaged", "huge", "earlier", "another name", "another key", "another authority", "not valid yet"]
+)
 def test_a_holder_that_lies_is_passed_over(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with hosts(tmp_path) as swarm:
@@ -230,13 +234,38 @@ def test_the_peer_beside_a_host_takes_what_the_host_has_stored_for_all_parts(tmp
             assert old == [each.data() for each in channels], "there is no other yet"
             own = OwnCertificate(folder.path, enrolled.identity, time.time)
             present = own.present
-            assert await own.look(lambda: [lambda: renewed(swarm, enrolled.identity, present)])
+            assert await own.look(lambda: [("a", lambda: renewed(swarm, enrolled.identity, present))])
             await renewal.look()
             assert not {*old} & {each.data() for each in channels}
             for each in channels:
                 await each.close()
 
     run_held(body())
+
+
+def test_one_that_is_not_valid_yet_is_not_taken_and_the_next_holder_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            folder = store(swarm, "b", age_s=300 * DAY_S)
+            own = OwnCertificate(folder.path, Identity(swarm.run_id, "peer", "b"), time.time)
+            before = serial(folder)
+
+            async def early() -> bytes:
+                return lie(swarm, "not valid yet", folder)
+
+            assert not await own.look(lambda: [("a", early)])
+            assert own.failing and serial(folder) == before
+            assert "on: the clock of a, or this machine's, is wrong" in caplog.text
+            present = own.present
+            assert await own.look(
+                lambda: [("a", early), ("c", lambda: renewed(swarm, Identity(swarm.run_id, "peer", "b"), present))]
+            )
+            assert folder.load(time.time(), swarm=True).validity.ends == pytest.approx(time.time() + YEAR_S, abs=60)
+
+    with caplog.at_level(logging.INFO):
+        run_held(body())
 
 
 async def renewed(swarm: Hosts, identity: Identity, present: x509.Certificate) -> bytes:
