@@ -62,6 +62,7 @@ from editpb.transport.status import from_rpc, swarm_refusal
 from editpb.validity import Notice, Validity, over
 
 __all__ = [
+    "REPLACE_AUTHORITY",
     "Gate",
     "OwnCertificate",
     "SwarmEnrolment",
@@ -79,6 +80,7 @@ __all__ = [
 
 ANSWER_S = 15.0  # of each host that is asked for the settings
 AGAIN_S = 2.0
+REPLACE_AUTHORITY = "replace it with: edit-peer swarm new-authority"  # what helps before it ends
 SAY_S = 10.0  # between two lines that say what is waited for
 JOIN_S = 120.0  # after which a member that was never let in gives up
 MOST_WHAT = 600  # characters of such a line
@@ -345,7 +347,7 @@ class SwarmRenewal:
             present = certificate_of(context)
             if now >= (ends := Validity.of(present).ends):
                 raise TransportError(over(identity.peer_id, ends, now, self._gate.callers.clock))
-            certificate = self._gate.authority.renew(identity, present, now=now)
+            certificate = self._gate.authority.renew(identity, present, now=now, mend=REPLACE_AUTHORITY)
             _log.info("the certificate of %s is renewed", identity.peer_id)
             return epb.RenewReply(certificate_der=certificate)
         raise AssertionError("unreachable: abort raises")

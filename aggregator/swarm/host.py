@@ -43,6 +43,7 @@ from aggregator.storage.part_log import PartLog
 from aggregator.storage.state_folder import contributions_of
 from aggregator.storage.store import Store
 from aggregator.swarm.admission import (
+    REPLACE_AUTHORITY,
     OwnCertificate,
     SwarmEnrolment,
     SwarmRenewal,
@@ -1477,7 +1478,8 @@ class Host:
     async def _certify(self) -> bytes:
         assert self.authority is not None and self._certificate is not None
         identity = Identity(self.run_id, "peer", self.peer_id)
-        return self.authority.renew(identity, self._certificate.present, now=self._clock.unix())
+        present, now = self._certificate.present, self._clock.unix()
+        return self.authority.renew(identity, present, now=now, mend=REPLACE_AUTHORITY)
 
     async def _ask_certificate(self, peer_id: str) -> bytes:
         stub: Any = enrolment_pb2_grpc.RenewalStub(self.links.channel(peer_id))
