@@ -252,8 +252,8 @@ class Coordinator:
         if self.run.governance:
             _log.warning("serving on under configuration %d: %s", self.run.told(0)[0], self.run.governance)
         key, certificate, authority = (self.folder.path / name for name in ("server.key", "server.pem", "ca.pem"))
-        mutual = ServerCertificate(key, certificate, authority).credentials()
-        server_only = ServerCertificate(key, certificate, None).credentials()
+        mutual = ServerCertificate(key, certificate, authority, unix=self.run.clock.unix).credentials()
+        server_only = ServerCertificate(key, certificate, None, unix=self.run.clock.unix).credentials()
         server = self.config.server
         before = self.folder.bound()
         self.listen = _bind(self._main, "server.listen", _same_port(server.listen, before.get("listen")), mutual)

@@ -149,23 +149,24 @@ class Authority:
             renewed.append("operator.pem")
         return tuple(renewed)
 
-    def renew(self, identity: Identity, certificate: x509.Certificate, *, now: float) -> bytes:
+    def renew(self, identity: Identity, certificate: x509.Certificate, *, now: float, mend: str = "make a new run") -> bytes:
         """Return a new certificate in DER for a member's identity and key; `certificate` is its present one.
 
-        The caller has authorized the member by it. Who asks again gets the same, so that each certificate is renewed once.
-        One that another authority signed is always due. Raises StaleError when it is not due, or when no later end is
-        possible, StorageError.
+        The caller has authorized the member by it. Who asks again gets the same, so that each certificate is renewed once,
+        unless it is not valid yet (the clock was ahead). One that another authority signed is always due. Raises StaleError
+        when it is not due, or when no later end is possible, with what helps then (`mend`), StorageError.
         """
         last = self._renewed.get(identity.peer_id)
         record, validity = self.members.get(identity.peer_id), Validity.of(certificate)
-        if last is None or record is None or record.serial != f"{last.serial_number:x}" or Validity.of(last).renewal_due(now):
+        good = last is not None and record is not None and record.serial == f"{last.serial_number:x}"
+        if last is None or not good or Validity.of(last).begins > now or Validity.of(last).renewal_due(now):
             of_another = not is_signed_by(certificate, self.issuer.certificate)
             if not of_another and not validity.renewal_due(now):
                 raise StaleError(f"the certificate of {identity.peer_id} is not due for renewal: it {validity.text(now)}")
             public_key = certificate.public_key()
             assert isinstance(public_key, ec.EllipticCurvePublicKey)  # this authority signs no other
             if not of_another and validity.ends >= self._latest:
-                raise StaleError(f"the run's authority {self.validity.text(now)}; no certificate outlives it: make a new run")
+                raise StaleError(f"the run's authority {self.validity.text(now)}; no certificate outlives it: {mend}")
             last = self._renewed[identity.peer_id] = self._issue(identity, public_key, now)
         return last.public_bytes(serialization.Encoding.DER)
 

@@ -62,6 +62,7 @@ from editpb.transport.status import from_rpc, swarm_refusal
 from editpb.validity import Notice, Validity, over
 
 __all__ = [
+    "REPLACE_AUTHORITY",
     "Gate",
     "OwnCertificate",
     "SwarmEnrolment",
@@ -79,6 +80,7 @@ __all__ = [
 
 ANSWER_S = 15.0  # of each host that is asked for the settings
 AGAIN_S = 2.0
+REPLACE_AUTHORITY = "replace it with: edit-peer swarm new-authority"  # what helps before it ends
 SAY_S = 10.0  # between two lines that say what is waited for
 JOIN_S = 120.0  # after which a member that was never let in gives up
 MOST_WHAT = 600  # characters of such a line
@@ -345,7 +347,7 @@ class SwarmRenewal:
             present = certificate_of(context)
             if now >= (ends := Validity.of(present).ends):
                 raise TransportError(over(identity.peer_id, ends, now, self._gate.callers.clock))
-            certificate = self._gate.authority.renew(identity, present, now=now)
+            certificate = self._gate.authority.renew(identity, present, now=now, mend=REPLACE_AUTHORITY)
             _log.info("the certificate of %s is renewed", identity.peer_id)
             return epb.RenewReply(certificate_der=certificate)
         raise AssertionError("unreachable: abort raises")
@@ -381,7 +383,7 @@ class OwnCertificate:
 
     async def look(
         self,
-        sources: Callable[[], Iterable[Callable[[], Awaitable[bytes]]]],
+        sources: Callable[[], Iterable[tuple[str, Callable[[], Awaitable[bytes]]]]],
         warn: Callable[[str], None] = lambda text: None,
         *,
         replaced: bool = False,
@@ -389,17 +391,17 @@ class OwnCertificate:
         """Renew the certificate if it is due; return whether there is another one now. Log what is new of its end.
 
         Args:
-            sources: ask somebody for a certificate in DER, in turn, until one gives one that is right; each may raise
-                EditError.
+            sources: who is asked for a certificate in DER, and the call, in turn, until one gives one that is right; each may
+                raise EditError.
             warn: is told, too, when it ends soon nevertheless.
             replaced: it is due, since another authority than signed it is the run's.
         """
         before, self._trouble = self.present, ""
         if replaced or Validity.of(self.present).renewal_due(self._unix()):
             self._trouble = "nobody with the authority's key is known"
-            for ask in sources():
+            for peer_id, ask in sources():
                 try:
-                    await asyncio.to_thread(self._take, await ask())
+                    await asyncio.to_thread(self._take, await ask(), peer_id)
                 except EditError as error:
                     self._trouble = str(error)
                 else:
@@ -420,8 +422,12 @@ class OwnCertificate:
         """Return this member's as a client, of what lies in the folder now. Raises ConfigError."""
         return credentials(self._path)[0]
 
-    def _take(self, der: bytes) -> None:
-        """Replace the certificate. Raises RemoteProtocolError for anything but a later one for the same identity and key."""
+    def _take(self, der: bytes, signer: str) -> None:
+        """Replace the certificate by what `signer` sent.
+
+        Raises RemoteProtocolError for anything but a later one for the same identity and key, and for one that is not valid
+        yet while the present one is.
+        """
         if not 0 < len(der) <= MAX_CERTIFICATE_BYTES:
             raise RemoteProtocolError(f"a certificate of {len(der)} bytes was sent")
         try:
@@ -432,8 +438,11 @@ class OwnCertificate:
         authority = x509.load_pem_x509_certificate((self._path / "ca.pem").read_bytes())  # the present one
         if (fault := certificate_fault(certificate, [authority], self._identity, key)) is not None:
             raise RemoteProtocolError(f"the new certificate does not fit: {fault}")
-        if self.is_of(authority) and Validity.of(certificate).ends <= Validity.of(self.present).ends:
+        validity, present = Validity.of(certificate), Validity.of(self.present)
+        if self.is_of(authority) and validity.ends <= present.ends:
             raise RemoteProtocolError("the new certificate ends no later than the present one")
+        if (early := validity.too_early(present, self._unix(), f"the clock of {signer}")) is not None:
+            raise RemoteProtocolError(early)
         write_atomic(self._path / "peer.pem", certificate.public_bytes(serialization.Encoding.PEM))
         self.present = certificate
 

@@ -43,6 +43,7 @@ from aggregator.storage.part_log import PartLog
 from aggregator.storage.state_folder import contributions_of
 from aggregator.storage.store import Store
 from aggregator.swarm.admission import (
+    REPLACE_AUTHORITY,
     OwnCertificate,
     SwarmEnrolment,
     SwarmRenewal,
@@ -1472,18 +1473,19 @@ class Host:
             return ""
         return root_of(self._trust.present).name if self._certificate.is_of(self._trust.present) else ""
 
-    def _certifiers(self) -> Iterator[Callable[[], Awaitable[bytes]]]:
-        """Yield what asks for a renewed certificate: this member itself if it can, then the others that can."""
+    def _certifiers(self) -> Iterator[tuple[str, Callable[[], Awaitable[bytes]]]]:
+        """Yield whom to ask for a renewed certificate, and the call: this member itself if it can, then the others that can."""
         if self.authority is not None:
-            yield self._certify
+            yield self.peer_id, self._certify
         for peer_id in self.holders:
             if peer_id != self.peer_id:
-                yield partial(self._ask_certificate, peer_id)
+                yield peer_id, partial(self._ask_certificate, peer_id)
 
     async def _certify(self) -> bytes:
         assert self.authority is not None and self._certificate is not None
         identity = Identity(self.run_id, "peer", self.peer_id)
-        return self.authority.renew(identity, self._certificate.present, now=self._clock.unix())
+        present, now = self._certificate.present, self._clock.unix()
+        return self.authority.renew(identity, present, now=now, mend=REPLACE_AUTHORITY)
 
     async def _ask_certificate(self, peer_id: str) -> bytes:
         stub: Any = enrolment_pb2_grpc.RenewalStub(self.links.channel(peer_id))

@@ -41,6 +41,7 @@ __all__ = ["RelayedPort"]
 
 _log = logging.getLogger(__name__)
 FIRST_AGAIN_S, AGAIN_S = 0.5, 10.0  # between two attempts to reach the relay; doubled from first to last
+_REMAKE = "make the relay's folder again"
 _OPEN = re.compile(rb"open ([0-9a-f]{%d})\n" % (2 * TOKEN_BYTES))
 
 
@@ -110,10 +111,7 @@ class RelayedPort:
                     *self._address, ssl=self._context(), server_hostname=name, limit=MOST_LINE
                 )
         except ssl.SSLCertVerificationError as error:
-            raise RefusedError(
-                f"is of another authority than this member's ({error.verify_message}); after new-authority make the relay's "
-                "folder again, and if this member was off meanwhile, invite it again"
-            ) from None
+            raise RefusedError(_why_not_trusted(error)) from None
         except ConnectionResetError:
             raise TransportError("ends the connection; is it a relay of this run?") from None
         except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: of a name that no host can have
@@ -161,6 +159,20 @@ class RelayedPort:
         finally:
             for _, writer in opened:
                 writer.transport.abort()
+
+
+def _why_not_trusted(error: ssl.SSLCertVerificationError) -> str:
+    match error.verify_code:
+        case 9:  # X509_V_ERR_CERT_NOT_YET_VALID
+            return (
+                "its certificate is not valid yet: the clock where its folder was made, or this machine's, is wrong; " + _REMAKE
+            )
+        case 10:  # X509_V_ERR_CERT_HAS_EXPIRED
+            return "its certificate has expired, by this machine's clock; set the clock if it is wrong, or " + _REMAKE
+    return (
+        f"is of another authority than this member's ({error.verify_message}); after new-authority {_REMAKE}, and if this "
+        "member was off meanwhile, invite it again"
+    )
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

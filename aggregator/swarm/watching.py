@@ -143,10 +143,10 @@ class SwarmWatch:
             return
         self._look_at = self._unix() + LOOK_S
 
-        def certifiers() -> Iterator[Callable[[], Awaitable[bytes]]]:
+        def certifiers() -> Iterator[tuple[str, Callable[[], Awaitable[bytes]]]]:
             for peer_id in found.record.holders:
                 if peer_id in found.addresses:
-                    yield partial(renewed, self._path, peer_id, found.addresses[peer_id], RENEWED_S)
+                    yield peer_id, partial(renewed, self._path, peer_id, found.addresses[peer_id], RENEWED_S)
 
         await OwnCertificate(self._path, self.identity, self._unix).look(certifiers)
 

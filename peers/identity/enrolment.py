@@ -76,7 +76,7 @@ def join(
 ) -> Identity:
     """Redeem the text of an invitation into the folder `home`.
 
-    It can be repeated after any failure with the same invitation: the key in `home` is reused.
+    It can be repeated after any failure with the same invitation: the key in `home` is reused. One process at a time joins.
 
     Args:
         now: unix seconds.
@@ -84,8 +84,8 @@ def join(
         observes: in a swarm, whether it must be for an observer; else it must be for a peer.
         timeout_s: of each address that is tried.
 
-    Raises ConfigError (text, folder), RefusedError (expired, used, unknown, wrong authority), TransportError (no answer),
-    RemoteProtocolError (the reply does not fit), StorageError.
+    Raises ConfigError (text, folder, another join there), RefusedError (expired, used, unknown, wrong authority),
+    TransportError (no answer), RemoteProtocolError (the reply does not fit), StorageError.
     """
     invited = Invitation.decode(invitation, now)
     if swarm != (invited.swarm is not None):
@@ -96,23 +96,23 @@ def join(
         raise ConfigError(
             f"this is an invitation for {invited.identity.role} {invited.identity.peer_id}; redeem it with: {command}"
         )
-    folder = PeerFolder(home)
-    _check_unclaimed(folder, invited.identity)
-    authority = _authority(invited)
-    key = folder.make_key()
-    if invited.log_key:
-        pinned_key(home, invited.log_key, log_origin(invited.identity.run_id))
-    request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
-    reply = _first_answer(invited, lambda door: _call(door, authority, request, timeout_s))
-    _check_reply(reply, invited, authority, key)
-    _check_clock(reply.certificate_der, now)
-    endpoints = tuple(reply.endpoints) if invited.swarm is None else ()
-    folder.store(invited.identity, endpoints, reply.certificate_der, invited.ca)
+    folder, authority = PeerFolder(home), _authority(invited)
+    refuse_coordinators(home)
+    with folder.joining():
+        _check_unclaimed(folder, invited.identity)
+        key = folder.make_key()
+        if invited.log_key:
+            pinned_key(home, invited.log_key, log_origin(invited.identity.run_id))
+        request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
+        reply = _first_answer(invited, lambda door: _call(door, authority, request, timeout_s))
+        _check_reply(reply, invited, authority, key)
+        _check_clock(reply.certificate_der, now)
+        endpoints = tuple(reply.endpoints) if invited.swarm is None else ()
+        folder.store(invited.identity, endpoints, reply.certificate_der, invited.ca)
     return invited.identity
 
 
 def _check_unclaimed(folder: PeerFolder, invited: Identity) -> None:
-    refuse_coordinators(folder.path)
     present = folder.identity()
     if present is not None and present != invited:
         raise ConfigError(

@@ -1,11 +1,14 @@
 """The peer's folder: identity.json (with the coordinator's addresses), peer.key (0600), peer.pem and ca.pem, with their checks.
 
-identity.json is written last: a folder without it is not enrolled. In a swarm there are no addresses in it.
+identity.json is written last: a folder without it is not enrolled. In a swarm there are no addresses in it. join.lock is
+locked by whoever joins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from edit.durable_files import read_json, read_private, write_atomic, write_json
-from edit.errors import ConfigError, RemoteProtocolError
+from edit.durable_files import lock_file, read_json, read_private, write_atomic, write_json
+from edit.errors import ConfigError, RemoteProtocolError, StorageError
 from edit.plain_text import quoted
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, is_endpoint
@@ -124,15 +127,34 @@ class PeerFolder:
                 f"{self.path}: cannot be made a private folder ({error.strerror}); choose another --home"
             ) from error
 
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Make the folder if there is none, and let no other process join into it until the block ends.
+
+        Two at once would each make a key, and the certificate of one would lie beside the key of the other. A file system
+        without locks keeps nobody away. Raises ConfigError where another process joins, or the folder cannot be made,
+        StorageError.
+        """
+        self._make()
+        path = self.path / "join.lock"  # not the lock of a swarm's host: it may run meanwhile
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+        try:
+            with contextlib.suppress(StorageError):
+                if not lock_file(descriptor, path):
+                    raise ConfigError(f"another join is under way in {self.path}; wait until it has ended")
+            yield
+        finally:
+            os.close(descriptor)
+
     def make_key(self) -> ec.EllipticCurvePrivateKey:
         """Return this folder's key, so that joining can be retried; create one (P-256, 0600) if there is none.
 
         Raises ConfigError (damaged, readable by others), StorageError.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be created ({error.strerror})") from error
+        self._make()
         if not self._key.exists():
             write_atomic(self._key, key_pem(ec.generate_private_key(ec.SECP256R1())), mode=0o600)
         return _load_key(self._key, self._read_key())
@@ -149,8 +171,12 @@ class PeerFolder:
         }
         write_json(self._identity, values, version=FORMAT)
 
-    def renew(self, present: Enrolment, certificate_der: bytes) -> None:
+    def renew(self, present: Enrolment, certificate_der: bytes, now: float, clock: str) -> None:
         """Replace the certificate by a later one for the same identity and key.
+
+        Args:
+            now: unix seconds: one that is not valid yet replaces none that is.
+            clock: whose time the new one's dates are.
 
         Raises RemoteProtocolError when it is anything else, ConfigError, StorageError; then nothing has changed.
         """
@@ -164,9 +190,18 @@ class PeerFolder:
         key = _load_key(self._key, self._read_key())
         if (fault := certificate_fault(certificate, authorities, present.identity, key)) is not None:
             raise RemoteProtocolError(f"the coordinator's answer does not fit: {fault}")
-        if Validity.of(certificate).ends <= present.validity.ends:
+        validity = Validity.of(certificate)
+        if validity.ends <= present.validity.ends:
             raise RemoteProtocolError("the coordinator sent a certificate that ends no later than the present one")
+        if (early := validity.too_early(present.validity, now, clock)) is not None:
+            raise RemoteProtocolError(early)
         write_atomic(self._certificate, _pem(certificate_der))
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be created ({error.strerror})") from error
 
     def _has_identity(self) -> bool:
         try:

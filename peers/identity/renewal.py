@@ -76,7 +76,7 @@ class Renewal:
                 if self._hosts is not None:
                     await self._ask_hosts(self._hosts())
                 else:
-                    await self._take(await self._ask())
+                    await self._take(await self._ask(), "the coordinator's clock")
             else:
                 self._trouble = ""
         except EditError as error:
@@ -91,9 +91,9 @@ class Renewal:
         if stored.certificate != before.certificate:
             _log.info("%s: the certificate is renewed and %s", self._folder.path, stored.validity.text(self._unix()))
 
-    async def _take(self, certificate: bytes) -> None:
-        """Store a new certificate, in DER, and use it. Raises EditError for one that does not fit."""
-        await asyncio.to_thread(self._folder.renew, self._enrolled, certificate)
+    async def _take(self, certificate: bytes, clock: str) -> None:
+        """Store a new certificate, in DER, and use it. Raises EditError for one that does not fit. clock: it is dated by."""
+        await asyncio.to_thread(self._folder.renew, self._enrolled, certificate, self._unix(), clock)
         await self._take_stored()
         self._trouble = ""
 
@@ -108,7 +108,7 @@ class Renewal:
             stub: Any = enrolment_pb2_grpc.RenewalStub(channel)
             try:
                 reply: enrolment_pb2.RenewReply = await stub.Renew(enrolment_pb2.RenewRequest(), timeout=ANSWER_S)
-                await self._take(reply.certificate_der)
+                await self._take(reply.certificate_der, f"the clock of {peer_id}")
                 return
             except grpc.aio.AioRpcError as error:
                 self._trouble = f"{peer_id}: {from_rpc(error)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives import serialization
 
 from edit.durable_files import read_private
 from edit.errors import ConfigError
+from editpb.validity import Validity
 
 __all__ = ["ServerCertificate"]
 
@@ -25,18 +27,20 @@ class ServerCertificate:
 
     Before each handshake gRPC asks, on a thread of its own, whether the certificate changed. The contents of the files are
     compared: their times would miss a second change within one tick of the clock. What cannot be read, or does not fit
-    together, is logged once, and the certificate before it stays.
+    together, is logged once, and the certificate before it stays; so it does, while it is valid, before one that is not valid
+    yet.
 
     Args:
         key, certificate: the files, in PEM.
         authority: the file of the run's authority, of which callers must show a certificate; None: they need not show any.
+        unix: the clock, in seconds since 1970.
 
     Raises ConfigError when the files cannot be read, or do not fit together.
     """
 
-    def __init__(self, key: Path, certificate: Path, authority: Path | None) -> None:
+    def __init__(self, key: Path, certificate: Path, authority: Path | None, *, unix: Callable[[], float] = time.time) -> None:
         self._key, self._certificate, self._complaint = key, certificate, ""
-        self._authority = authority
+        self._authority, self._unix = authority, unix
         self._files = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -51,6 +55,7 @@ class ServerCertificate:
             if files == self._files:
                 return None
             files = self._read()
+            self._check_begun(files[1])
         except (OSError, ConfigError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
@@ -59,6 +64,12 @@ class ServerCertificate:
         self._files, self._complaint = files, ""
         _log.info("new connections get the certificate that lies in %s", self._certificate)
         return self._configuration()
+
+    def _check_begun(self, certificate: bytes) -> None:
+        """Raise ConfigError where this one, in PEM, is not valid yet, and the present one is."""
+        new, present = (Validity.of(x509.load_pem_x509_certificate(each)) for each in (certificate, self._files[1]))
+        if (early := new.too_early(present, self._unix(), "the clock of the machine that made it")) is not None:
+            raise ConfigError(f"{self._certificate}: {early}")
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([self._files[:2]], self._files[2])

@@ -65,6 +65,15 @@ class Validity:
                 return f"expired on {_day(self.ends)}, {duration(now - self.ends)} ago by {clock}"
         return f"expires in {duration(self.ends - now)}, on {_day(self.ends)}"
 
+    def too_early(self, present: Validity, now: float, clock: str) -> str | None:
+        """Return why a new certificate, of which this is, must not replace the present one yet; None: it may.
+
+        One that is not valid yet would shut its owner out, while the present one is valid. clock: by which it was dated.
+        """
+        if self.notice(now) is not Notice.NOT_YET or present.notice(now) in (Notice.EXPIRED, Notice.NOT_YET):
+            return None
+        return f"the new certificate is valid from {_day(self.begins)} on: {clock}, or this machine's, is wrong"
+
 
 def over(peer_id: str, ends: float, now: float, clock: str) -> str:
     """Return that a member's certificate has ended, for whoever is refused or reads of it elsewhere, and what helps.

@@ -13,9 +13,12 @@ from pathlib import Path
 import grpc
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from aggregator.control.status import run_status
 from editpb import data_pb2, enrolment_pb2, enrolment_pb2_grpc
+from editpb.identity import from_certificate
 from editpb.validity import DAY_S
 from tests.support.loops import until
 from tests.support.served import SCHEMA, BarePeer, Served, found_run, held_clock, new_folder, served
@@ -48,6 +51,16 @@ def shown_by(address: str) -> int:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as raw, context.wrap_socket(raw) as connection:
         return x509.load_der_x509_certificate(connection.getpeercert(True) or b"").serial_number
+
+
+def early(run: Served, pem: bytes) -> bytes:
+    """The server's certificate, made again by a clock that is 5 h ahead."""
+    own, issuer = x509.load_pem_x509_certificate(pem), run.coordinator.authority.issuer
+    key = own.public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    ahead = time.time() + 5 * 3600
+    made = issuer.issue(from_certificate(own), key, lifetime_s=YEAR_S, now=ahead, server_names=("127.0.0.1",))
+    return made.public_bytes(serialization.Encoding.PEM)
 
 
 # ---- a member's ----------------------------------------------------------------------------------------------------------
@@ -153,7 +166,7 @@ def test_a_certificate_that_is_replaced_twice_in_a_moment_is_noticed(tmp_path: P
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("damage", ["missing", "damaged", "of another key"])
+@pytest.mark.parametrize("damage", ["missing", "damaged", "of another key", "not valid yet"])
 def test_what_cannot_be_used_leaves_the_certificate_before_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -164,6 +177,8 @@ def test_what_cannot_be_used_leaves_the_certificate_before_it(
             path = folder.path / "server.pem"
             if damage == "missing":
                 path.unlink()
+            elif damage == "not valid yet":
+                path.write_bytes(early(run, path.read_bytes()))
             else:
                 path.write_bytes(b"x" if damage == "damaged" else (folder.path / "operator.pem").read_bytes())
             for _ in range(2):

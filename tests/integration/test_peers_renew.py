@@ -190,6 +190,10 @@ def test_who_was_evicted_keeps_what_it_has(tmp_path: Path, caplog: pytest.LogCap
         (lambda run, enrolled, own: issued(run, "a", new_key().public_key()), "for another key than peer.key"),
         (lambda run, enrolled, own: issued(run, "b", own), "is for edit://"),
         (lambda run, enrolled, own: issued(run, "a", own, lifetime_s=DAY_S), "ends no later than the present one"),
+        (
+            lambda run, enrolled, own: issued(run, "a", own, ahead_s=5 * 3600),
+            r"^the new certificate is valid from [^;]+ on: the coordinator's clock, or this machine's, is wrong$",
+        ),
     ],
 )
 def test_an_answer_that_does_not_fit_changes_nothing(
@@ -201,16 +205,16 @@ def test_an_answer_that_does_not_fit_changes_nothing(
             enrolled, before = folder.load(time.time()), files(folder)
             own = x509.load_pem_x509_certificate(enrolled.certificate).public_key()
             with pytest.raises(RemoteProtocolError, match=said):
-                folder.renew(enrolled, answer(run, enrolled, own))
+                folder.renew(enrolled, answer(run, enrolled, own), time.time(), "the coordinator's clock")
             assert files(folder) == before
 
     asyncio.run(scenario())
 
 
-def issued(run: Served, peer_id: str, public: object, lifetime_s: float = 2 * YEAR_S) -> bytes:
+def issued(run: Served, peer_id: str, public: object, lifetime_s: float = 2 * YEAR_S, ahead_s: float = 0.0) -> bytes:
     identity = Identity(run.folder.run_id, "peer", peer_id)
-    authority = run.coordinator.authority
-    return authority.issuer.issue(identity, public, lifetime_s=lifetime_s, now=time.time()).public_bytes(DER)
+    issuer = run.coordinator.authority.issuer
+    return issuer.issue(identity, public, lifetime_s=lifetime_s, now=time.time() + ahead_s).public_bytes(DER)
 
 
 def test_a_peer_that_serves_shows_the_renewed_certificate_to_new_readers(tmp_path: Path) -> None:

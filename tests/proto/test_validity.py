@@ -43,6 +43,18 @@ def test_another_machine_is_told_whose_clock_says_so() -> None:
     )
 
 
+@pytest.mark.parametrize(("days", "refused"), [(-1, False), (0, True), (364, True), (365, False), (400, False)])
+def test_one_that_is_not_valid_yet_replaces_none_that_is_valid(days: float, refused: bool) -> None:
+    later, now = Validity(YEAR.ends + 40 * DAY_S, YEAR.ends + 400 * DAY_S), YEAR.begins + days * DAY_S
+    said = later.too_early(YEAR, now, "the clock of b")
+    assert said == (
+        "the new certificate is valid from 2028-02-24 08:00 UTC on: the clock of b, or this machine's, is wrong"
+        if refused
+        else None
+    )
+    assert later.too_early(YEAR, later.begins, "the clock of b") is None
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0 min"), (7199, "119 min"), (7200, "2 h"), (2 * DAY_S - 1, "47 h"), (2 * DAY_S, "2 days")]
 )

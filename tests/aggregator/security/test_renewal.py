@@ -15,7 +15,7 @@ from aggregator.security.expiry import ExpiryWatch, watched_files, watched_membe
 from aggregator.security.members import Members
 from edit.errors import ConfigError, StaleError
 from editpb.identity import Identity, from_certificate
-from editpb.validity import DAY_S, Validity
+from editpb.validity import DAY_S, Notice, Validity
 
 NOW = 1_800_000_000.0
 RUN = "run-0123abcd"
@@ -87,6 +87,15 @@ def test_who_asks_again_gets_the_same_and_costs_no_write(authority: Authority, t
     before = (tmp_path / "members.json").stat().st_ino
     assert renew(authority, first, DUE + 60) == second == renew(authority, second, DUE + 120)
     assert (tmp_path / "members.json").stat().st_ino == before
+
+
+def test_who_asks_again_after_the_clock_was_set_right_gets_another_one(authority: Authority) -> None:
+    first = enrol(authority, new_key())
+    early = renew(authority, first, DUE + 5 * 3600)
+    second = renew(authority, first)
+    assert Validity.of(early).notice(DUE) is Notice.NOT_YET
+    assert Validity.of(second).notice(DUE) is Notice.NONE and renew(authority, first) == second
+    assert authority.members.why_refused(ALICE, first) is None is authority.members.why_refused(ALICE, second)
 
 
 def test_a_lost_answer_and_a_restart_lose_nothing(authority: Authority, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.security.authority import load_issuer
+from aggregator.security.authority import load_issuer, load_key
 from aggregator.security.certificates import key_pem, make_ca, new_key
 from aggregator.swarm import operate, relay, watching
 from aggregator.swarm.admission import invite
@@ -447,6 +447,32 @@ def test_a_relay_of_another_run_is_not_connected_to(tmp_path: Path) -> None:
         )
         with pytest.raises(RefusedError, match="if this member was off meanwhile, invite it again"):
             await RelayedPort(one.listen, swarm.path / "a", Identity(swarm.run_id, "peer", "a"))._stay()
+
+    scenario(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("begins_s", "why"),
+    [
+        (5 * 3600, "its certificate is not valid yet: the clock where its folder was made, or this machine's, is wrong"),
+        (-2 * 86400, "its certificate has expired, by this machine's clock; set the clock if it is wrong"),
+    ],
+)
+def test_a_relay_whose_certificate_is_not_valid_now_is_not_taken_for_a_strangers(
+    tmp_path: Path, begins_s: float, why: str
+) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        identity, folder = relay_identity(swarm.run_id), swarm.path / "relay"
+        public, now = load_key(folder / "relay.key").public_key(), time.time() + begins_s
+        issued = swarm.authority.issuer.issue(identity, public, lifetime_s=86400, now=now, server_names=(identity.server_name,))
+        (folder / "relay.pem").write_bytes(issued.public_bytes(serialization.Encoding.PEM))
+        other = Relay(swarm.run_id, relay_context(folder)[1])
+        await other.start("127.0.0.1:0")
+        try:
+            with pytest.raises(RefusedError, match=f"^{why}"):
+                await RelayedPort(other.listen, swarm.path / "a", Identity(swarm.run_id, "peer", "a"))._stay()
+        finally:
+            await other.close()
 
     scenario(tmp_path, body)
 

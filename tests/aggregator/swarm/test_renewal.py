@@ -11,7 +11,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from aggregator.security.certificates import Issuer, key_pem, make_ca, new_key
+from aggregator.security.certificates import CA_LIFETIME_S, Issuer, key_pem, make_ca, new_key
 from aggregator.swarm import operate
 from aggregator.swarm.admission import OwnCertificate, SwarmRenewal, invite, keep_authority
 from aggregator.swarm.host import Host
@@ -46,12 +46,12 @@ class Hand:
         return time.time() - self.behind_s
 
 
-def store(swarm: Hosts, peer_id: str, *, age_s: float, authority: bool = False) -> PeerFolder:
+def store(swarm: Hosts, peer_id: str, *, age_s: float, authority: bool = False, lifetime_s: float = YEAR_S) -> PeerFolder:
     """A member's folder, whose certificate is `age_s` old and valid for a year."""
     path, key, identity = swarm.path / peer_id, new_key(), Identity(swarm.run_id, "peer", peer_id)
     path.mkdir(exist_ok=True)
     write_atomic(path / "peer.key", key_pem(key), mode=0o600)
-    issued = swarm.authority.issuer.issue(identity, key.public_key(), lifetime_s=YEAR_S, now=time.time() - age_s)
+    issued = swarm.authority.issuer.issue(identity, key.public_key(), lifetime_s=lifetime_s, now=time.time() - age_s)
     folder = PeerFolder(path)
     folder.store(identity, (), issued.public_bytes(DER), x509.load_pem_x509_certificate(swarm.ca).public_bytes(DER))
     HostFolder(advertise="127.0.0.1").save(path)
@@ -86,6 +86,8 @@ def lie(swarm: Hosts, kind: str, folder: PeerFolder) -> bytes:
         key = new_key().public_key()
     if kind == "another authority":
         issuer = Issuer(*make_ca(swarm.run_id, now))
+    if kind == "not valid yet":
+        now += 5 * 3600
     return issuer.issue(identity, key, lifetime_s=YEAR_S, now=now).public_bytes(DER)
 
 
@@ -125,7 +127,9 @@ def test_all_renew_what_is_due_by_whoever_has_the_key_and_nothing_is_connected_a
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["damaged", "huge", "earlier", "another name", "another key", "another authority"])
+@pytest.mark.parametrize(
+    "kind", ["damaged", "huge", "earlier", "another name", "another key", "another authority", "not valid yet"]
+)
 def test_a_holder_that_lies_is_passed_over(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with hosts(tmp_path) as swarm:
@@ -215,6 +219,25 @@ def test_without_a_holder_it_is_said_once_and_louder_near_the_end_and_in_the_sta
         run_held(body())
 
 
+def test_near_the_end_of_the_authority_all_say_that_it_can_be_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            for each in "ab":
+                store(swarm, each, age_s=0.0, authority=each == "a", lifetime_s=CA_LIFETIME_S)
+            swarm.renews, swarm.unix = True, Hand(5.5 * DAY_S - CA_LIFETIME_S)
+            await swarm.grow("a", "b")
+            await looked(swarm)
+            said = "no certificate outlives it: replace it with: edit-peer swarm new-authority"
+            for host in swarm.running.values():
+                await swarm.until(lambda host=host: any(each.endswith(said) for each in host.standing().notices))
+
+    with caplog.at_level(logging.INFO):
+        run_held(body())
+    assert "new run" not in caplog.text
+
+
 def test_the_peer_beside_a_host_takes_what_the_host_has_stored_for_all_parts(tmp_path: Path) -> None:
     async def body() -> None:
         async with hosts(tmp_path, parts=2) as swarm:
@@ -230,13 +253,38 @@ def test_the_peer_beside_a_host_takes_what_the_host_has_stored_for_all_parts(tmp
             assert old == [each.data() for each in channels], "there is no other yet"
             own = OwnCertificate(folder.path, enrolled.identity, time.time)
             present = own.present
-            assert await own.look(lambda: [lambda: renewed(swarm, enrolled.identity, present)])
+            assert await own.look(lambda: [("a", lambda: renewed(swarm, enrolled.identity, present))])
             await renewal.look()
             assert not {*old} & {each.data() for each in channels}
             for each in channels:
                 await each.close()
 
     run_held(body())
+
+
+def test_one_that_is_not_valid_yet_is_not_taken_and_the_next_holder_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path) as swarm:
+            folder = store(swarm, "b", age_s=300 * DAY_S)
+            own = OwnCertificate(folder.path, Identity(swarm.run_id, "peer", "b"), time.time)
+            before = serial(folder)
+
+            async def early() -> bytes:
+                return lie(swarm, "not valid yet", folder)
+
+            assert not await own.look(lambda: [("a", early)])
+            assert own.failing and serial(folder) == before
+            assert "on: the clock of a, or this machine's, is wrong" in caplog.text
+            present = own.present
+            assert await own.look(
+                lambda: [("a", early), ("c", lambda: renewed(swarm, Identity(swarm.run_id, "peer", "b"), present))]
+            )
+            assert folder.load(time.time(), swarm=True).validity.ends == pytest.approx(time.time() + YEAR_S, abs=60)
+
+    with caplog.at_level(logging.INFO):
+        run_held(body())
 
 
 async def renewed(swarm: Hosts, identity: Identity, present: x509.Certificate) -> bytes:

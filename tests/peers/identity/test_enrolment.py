@@ -116,7 +116,7 @@ def test_joining_makes_a_folder_that_opens_the_run(run: Run, tmp_path: Path, hos
     assert serving(run.pair(), run.service(), lambda port: join(run.invite(port, host=host).encode(), home, NOW)) == ALICE
     enrolled = PeerFolder(home).load(NOW)
     assert (enrolled.identity, enrolled.endpoints, enrolled.run_id) == (ALICE, ENDPOINTS, RUN)
-    assert {path.name for path in home.iterdir()} == {"identity.json", "peer.key", "peer.pem", "ca.pem"}
+    assert {path.name for path in home.iterdir()} == {"identity.json", "join.lock", "peer.key", "peer.pem", "ca.pem"}
     assert (home / "peer.key").stat().st_mode & 0o777 == 0o600
     assert not run.authority.members.evicted("alice") and run.authority.members.get("alice") is not None
 
@@ -268,6 +268,33 @@ def test_a_lost_reply_does_not_burn_the_invitation(run: Run, tmp_path: Path) -> 
     lost, thief, identity = serving(run.pair(), LosesTheReply(run.service()), call)
     assert isinstance(lost, TransportError) and isinstance(thief, RefusedError) and identity == ALICE
     assert PeerFolder(tmp_path / "home").load(NOW).identity == ALICE
+
+
+class Calls:
+    """Calls something in another thread before each answer."""
+
+    def __init__(self, service: EnrolmentService, call: Callable[[], object]) -> None:
+        self._service, self._call = service, call
+
+    async def Enrol(self, request: pb.EnrolRequest, context: Any) -> pb.EnrolReply:
+        await asyncio.to_thread(self._call)
+        return await self._service.Enrol(request, context)
+
+
+@pytest.mark.parametrize("peer_id", ["alice", "bob"])
+def test_a_second_join_into_a_folder_is_refused_while_the_first_is_under_way(run: Run, tmp_path: Path, peer_id: str) -> None:
+    home, errors, texts = tmp_path / "home", list[EditError](), list[str]()
+
+    def call(port: int) -> Identity:
+        mine = run.invite(port).encode()
+        texts.append(mine if peer_id == "alice" else run.invite(port, peer_id=peer_id).encode())
+        return join(mine, home, NOW)
+
+    assert serving(run.pair(), Calls(run.service(), lambda: errors.append(refused(texts[0], home))), call) == ALICE
+    (error,) = errors
+    assert isinstance(error, ConfigError) and str(error) == f"another join is under way in {home}; wait until it has ended"
+    assert PeerFolder(home).load(NOW).identity == ALICE
+    assert serving(run.pair(), run.service(), lambda port: join(run.invite(port).encode(), home, NOW)) == ALICE
 
 
 class Answers:
