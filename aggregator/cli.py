@@ -364,7 +364,7 @@ def _ask_status(state: Path) -> tuple[Answers[RunStatus], RunStatus]:
     try:
         answers = call_every(folder, read_status)
         if 0 not in answers.said:
-            answers.check()
+            raise TransportError("; ".join(answers.failures))
     except TransportError as error:
         ended = last_status(folder)
         if any(one.phase != "finished" for one in (ended, *answers.said.values())):

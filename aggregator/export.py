@@ -24,7 +24,7 @@ from aggregator.storage.high_water import read_mark
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.config.run import RunConfig
-from edit.durable_files import write_atomic_with
+from edit.durable_files import hidden_prefix, write_atomic_with
 from edit.errors import ConfigError
 from edit.fragments.digest import combine
 from edit.integrations import huggingface as hf
@@ -129,7 +129,9 @@ def write_pretrained(run: Committed, out: Path, *, averaged: bool = False) -> Ex
         if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"--out {out}: exists and is not an empty folder; give a new one")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent, ignore_cleanup_errors=True) as own:
+        with TemporaryDirectory(
+            prefix=hidden_prefix(folder), suffix=".tmp", dir=folder.parent, ignore_cleanup_errors=True
+        ) as own:
             made = Path(own, folder.name)
             made.mkdir()  # its permissions follow the umask, those of `own` do not
             hf.save(run.config.model, named, made)

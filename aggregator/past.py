@@ -46,7 +46,7 @@ def last_status(folder: StateFolder) -> RunStatus:
 def _last(folder: StateFolder, past: Past) -> RunStatus:
     config = configurations_of(folder).config
     status = past.alone(folder.run_id, config, "the coordinator", Saved.of(folder.outer))
-    if status.phase == "finished" and config.aggregators.addresses and any(one.state in _LIVE for one in status.members):
+    if status.phase == "finished" and config.aggregators.addresses and past.attending(config.membership.lease_s):
         # Peers leave at the end of all shares: it was stopped between the end of its own and that.
         others = (
             "the further aggregators: of its own share the coordinator had merged all, and was stopped before its peers left"
@@ -136,6 +136,7 @@ class Past:
     rounds: list[RoundReport] = field(default_factory=list)
     members: dict[str, MemberStatus] = field(default_factory=dict)
     t: float = 0.0  # of the last line
+    heard: dict[str, float] = field(default_factory=dict)  # of the last line of each member, likewise
     counts: dict[str, Counter[str]] = field(default_factory=dict)  # by peer_id: contributions, rejections, absences
     ended: bool = False  # the run has ended, and no round was closed since: by its outer steps, its tokens or a drain
 
@@ -164,8 +165,10 @@ class Past:
                     peer_id, state, reason = str(line["peer_id"]), str(line["state"]), str(line["reason"])
                     self.history.on_event(MemberChanged(peer_id, state, reason, live=state in _LIVE), t)
                     self.members[peer_id] = replace(self._member(peer_id), state=state, reason=reason)
+                    self.heard[peer_id] = t
                 case "peer":
                     self._report(str(line["peer_id"]), line, t)
+                    self.heard[str(line["peer_id"])] = t
                 case "end":
                     self.ended = True
                 case _:
@@ -173,6 +176,10 @@ class Past:
             self.t = t
         except DAMAGE:
             return
+
+    def attending(self, lease_s: float) -> bool:
+        """Return whether a member attended at the last line. Of one that a killed coordinator heard, none says that it left."""
+        return any(each.state in _LIVE and self.t - self.heard[name] <= lease_s for name, each in self.members.items())
 
     def _count(self, report: RoundReport) -> None:
         """Count what became of each peer in a commit, as `Attendances.count` does."""

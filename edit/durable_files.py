@@ -24,6 +24,7 @@ from edit.plain_text import parse_json, reason_of
 __all__ = [
     "append_whole",
     "check_format",
+    "hidden_prefix",
     "lock_file",
     "make_folder",
     "read_json",
@@ -35,6 +36,7 @@ __all__ = [
     "write_json",
 ]
 
+_LONGEST = 200  # bytes of a name of at most 255
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW  # no file that was there, and none behind a link
 
 
@@ -67,13 +69,18 @@ def write_atomic_with(
     _replace(path, lambda temporary, _: write(temporary), mode, failures, shared=shared)
 
 
+def hidden_prefix(path: Path) -> str:
+    """Return how the name begins of what is made beside `path` until it is whole: short enough for a few letters more."""
+    return f".{os.fsdecode(os.fsencode(path.name)[:_LONGEST])}."
+
+
 def _replace(
     path: Path, write: Callable[[Path, int], object], mode: int, failures: tuple[type[Exception], ...], *, shared: bool
 ) -> None:
     """See `write_atomic_with`. write: is given the empty file's path, and a descriptor of it."""
     if not path.name:
         raise StorageError(f"{path}: is a folder; name a file")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp" if shared else f".{path.name}.tmp")
+    temporary = path.with_name(f"{hidden_prefix(path)}{secrets.token_hex(4)}.tmp" if shared else f".{path.name}.tmp")
     try:
         _check_replaceable(path)
         if not shared:

@@ -368,14 +368,15 @@ class EditWorker:
         """Take an outcome that the next forward would wait for, before it: for a loop that may be told to stop in the wait.
 
         In mode `forward` its updates are still applied, and waited for, as the forward needs them. That of the last outer step
-        is taken in every mode: there is nothing to train for meanwhile.
+        is taken in every mode, once there is nothing to train for meanwhile.
         """
         self._require_local("take_awaited()")
         if self.pending:
             self._refuse_merged("take_awaited()")
         with _outside_autograd(), self._stopwatch.paused():
+            over = self._nothing_to_train
             for each in self._entered:
-                if self._waits_for_the_end(each):
+                if over and each.exchange.pending is not None:
                     each.synchronize()
                 else:
                     each.take(lazily=self._config.sync.mode == "forward")
@@ -385,15 +386,23 @@ class EditWorker:
         if self.pending:
             self._refuse_merged("another batch of until_finished()")
         with _outside_autograd(), self._stopwatch.paused():
+            over = self._nothing_to_train
             for each in self._entered:
-                if self._waits_for_the_end(each):
+                if over and each.exchange.pending is not None:
                     each.synchronize()
                 elif self._config.sync.mode == "blocking":
                     each.take()
 
-    def _waits_for_the_end(self, share: ShareExchange) -> bool:
-        pending = share.exchange.pending
-        return pending is not None and pending.outer_step + 1 >= self._config.sync.outer_steps
+    @property
+    def _nothing_to_train(self) -> bool:
+        """Whether each share is over, or waits for the outcome of its last outer step."""
+        last = self._config.sync.outer_steps
+
+        def over(share: ShareExchange) -> bool:
+            reached = share.replica.outer_step + (share.exchange.pending is not None)
+            return share.exchange.finished or reached >= last
+
+        return all(map(over, self._entered))
 
     def _look_on(self) -> None:
         """Learn what the run has done while nothing here led to a contribution."""

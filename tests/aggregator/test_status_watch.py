@@ -102,7 +102,13 @@ def test_a_run_of_several_aggregators_is_watched_until_all_of_them_have_finished
 
 @pytest.mark.parametrize(
     ("state", "other", "ended"),
-    [("left", None, True), ("lost", "finished", True), ("training", None, False), ("left", "collecting", False)],
+    [
+        ("left", None, True),
+        ("lost", "finished", True),
+        ("training", None, False),
+        ("left", "collecting", False),
+        ("training, as a killed coordinator heard", None, True),
+    ],
 )
 def test_a_coordinator_that_is_away_has_ended_only_with_all_shares_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, other: str | None, ended: bool
@@ -112,8 +118,8 @@ def test_a_coordinator_that_is_away_has_ended_only_with_all_shares_of_the_run(
         toml="[model]\nname = 'entry:mine'\n[aggregators]\naddresses = ['127.0.0.1:9']\n[sync]\nouter_steps = 3\n",
     )
     lines = [
-        {"kind": "end", "t": 1.0, "outer_step": 3, "tokens": 30},
-        {"kind": "member", "t": 2.0, "peer_id": "a", "state": state, "reason": ""},
+        {"kind": "member", "t": 2.0, "peer_id": "a", "state": state.partition(",")[0], "reason": ""},
+        {"kind": "end", "t": 50.0 if "," in state else 2.5, "outer_step": 3, "tokens": 30},
     ]
     folder.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 

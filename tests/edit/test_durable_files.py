@@ -77,6 +77,12 @@ write_atomic_with(Path(sys.argv[1]), lambda _: os.kill(os.getpid(), signal.SIGKI
 """
 
 
+def test_a_shared_file_may_have_the_longest_name(tmp_path: Path) -> None:
+    path = tmp_path / ("\u015f" * 127)  # 254 bytes, where 255 are allowed
+    write_atomic(path, b"whole", shared=True)
+    assert path.read_bytes() == b"whole" and [*tmp_path.iterdir()] == [path]
+
+
 def test_who_writes_a_shared_file_at_the_same_time_and_is_killed_leaves_the_others_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

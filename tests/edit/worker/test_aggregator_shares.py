@@ -376,3 +376,43 @@ def test_a_share_without_a_residual_is_saved_beside_one_with(form: str) -> None:
     back = Peer(runs, "a", settings, saved)
     assert [share.outer_step for share in back.worker.shares] == [1, 0]
     back.die()
+
+
+@pytest.mark.parametrize("kind", ["blocking", "delayed", "eager"])
+def test_the_last_outcome_of_one_aggregator_is_waited_for_only_once_the_others_have_none_left(kind: str) -> None:
+    class Waits(Gate):
+        """Counts the waits while its aggregator is away."""
+
+        waited = 0
+
+        def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
+            self.waited += self.shut and block
+            return super().outcome(outer_step, block=block)
+
+    run_config = run_of(kind, outer_steps=3)
+    runs = [LocalRun(run_config, ["a"]) for _ in range(2)]
+    model, batches = TinyTransformer(seed=3), token_batches(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ahead, behind = Waits(runs[0], "a"), Gate(runs[1], "a")
+    joined = CompositeCollective([ahead, behind], reached=0)
+    with EditWorker(model, optimizer, joined, WorkerConfig.of(run_config)) as worker:
+
+        def step() -> None:
+            worker.take_awaited()
+            train_step(model, optimizer, next(batches))
+
+        behind.shut = True
+        while not (worker.shares[0].outer_step == 2 and worker.shares[0].pending):
+            step()
+        ahead.shut, behind.shut = True, False
+        before = worker.shares[1].outer_step
+        for _ in range(2 * EVERY):
+            step()
+        assert before < worker.shares[1].outer_step < 3, "it goes on meanwhile"
+        assert ahead.waited < EVERY, "not at each step"
+        while not worker.shares[1].pending or worker.shares[1].outer_step < 2:
+            step()
+        ahead.waited = 0
+        worker.take_awaited()
+        assert ahead.waited == 1, "nothing is left to train for"
+        ahead.shut = False
