@@ -45,7 +45,7 @@ from peers.carriers.run_connection import Traffic
 __all__ = ["Attendance", "Check", "ConfigParser", "Report", "configuration_of"]
 
 _CLOSED = " (in the handshake this means: the coordinator is full, or by its clock this peer's certificate is not valid)"
-ANSWER_S = 10.0  # for the Welcome
+ANSWER_S = 15.0  # for the Welcome, once connected
 GOODBYE_S = 0.5  # for the stream to end after a Goodbye
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
