@@ -13,10 +13,11 @@ from functools import partial
 
 import grpc
 
-from edit.errors import TransportError
+from edit.errors import RefusedError, TransportError
 from editpb import control_pb2_grpc
 from editpb.run_status import RunStatus
 from editpb.transport.channel_options import CONNECT_MS, attempts, channel_options, connect_ms
+from editpb.transport.status import StrangerError
 from editpb.transport.watch import watch
 from editpb.transport.whole_hub import HubWatch, Statuses, further_aggregators
 from peers.carriers.hub.channels import Channels
@@ -109,9 +110,10 @@ async def read_status(folder: PeerFolder) -> RunStatus:
 async def reached(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
     """Yield as `statuses`, from the first of the coordinator's addresses that answers, from the next one on.
 
-    Raises TransportError when none answers, or that one no longer, and as `statuses`.
+    Raises TransportError when none answers, or that one no longer; RefusedError when all of them are a stranger's; and as
+    `statuses`.
     """
-    failures: dict[str, None] = {}  # each once
+    failures: dict[str, bool] = {}  # and whether it is a stranger's
     for _ in attempts(len(folder.load(time.time()).endpoints)):
         answered = False
         try:
@@ -119,12 +121,12 @@ async def reached(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0)
                 async for status in told:
                     answered = True
                     yield status
-        except TransportError as error:
+        except (TransportError, StrangerError) as error:
             if answered:
                 raise
-            failures[str(error)] = None
+            failures[str(error)] = isinstance(error, StrangerError)
         else:
             if answered:
                 return
-            failures["the coordinator ended the call"] = None
-    raise TransportError("; ".join(failures))
+            failures["the coordinator ended the call"] = False
+    raise (RefusedError if all(failures.values()) else TransportError)("; ".join(failures))

@@ -86,6 +86,11 @@ class Channels:
         return self._endpoints[self._turn % len(self._endpoints)]
 
     @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All that are known."""
+        return self._endpoints
+
+    @property
     def limit(self) -> SendLimit:
         """What bounds the bytes that are sent to the endpoint."""
         return self._held.limit
