@@ -22,7 +22,7 @@ from editpb.approvals import ApprovalRules, governance_of, signed_approval, stil
 from editpb.governance_messages import approval_to_pb, proposal_from_pb
 from editpb.limits import check_text
 from editpb.messages import Configuration, Proposal
-from editpb.transport.channel_options import channel_options
+from editpb.transport.channel_options import attempts, channel_options, connect_ms
 from editpb.transport.status import from_rpc
 from peers.carriers.hub.kept_configuration import KeptConfiguration
 from peers.identity.peer_folder import Enrolment, PeerFolder
@@ -134,8 +134,8 @@ def approve(change: Change) -> str:
 def _ask(enrolled: Enrolment, call: Callable[[Any], Awaitable[_T]]) -> _T:
     """Call the coordinator, at each of its addresses until one answers. Raises EditError."""
 
-    async def at(endpoint: str) -> _T:
-        options = channel_options(endpoint)
+    async def at(endpoint: str, within_ms: int) -> _T:
+        options = channel_options(endpoint, within_ms=within_ms)
         async with grpc.aio.secure_channel(endpoint, enrolled.credentials, options=options) as channel:
             try:
                 return await call(governance_pb2_grpc.GovernanceStub(channel))
@@ -144,10 +144,11 @@ def _ask(enrolled: Enrolment, call: Callable[[Any], Awaitable[_T]]) -> _T:
                     raise RemoteProtocolError("its software is too old for approvals") from error
                 raise from_rpc(error) from error
 
-    failures = list[str]()
-    for endpoint in enrolled.endpoints:
+    failures, known = dict[str, str](), len(enrolled.endpoints)
+    for turn in attempts(known):
+        endpoint = enrolled.endpoints[turn % known]
         try:
-            return asyncio.run(at(endpoint))
+            return asyncio.run(at(endpoint, connect_ms(turn, known)))
         except TransportError as error:
-            failures.append(f"the coordinator at {endpoint}: {error}")
-    raise TransportError("; ".join(failures))
+            failures[endpoint] = f"the coordinator at {endpoint}: {error}"
+    raise TransportError("; ".join(failures.values()))

@@ -18,7 +18,7 @@ from editpb import audit_pb2 as pb
 from editpb import audit_pb2_grpc
 from editpb.invitation import is_endpoint
 from editpb.limits import MAX_AUDIT_FILES, MAX_BYTES, at_most, fail, within
-from editpb.transport.channel_options import channel_options
+from editpb.transport.channel_options import attempts, channel_options, connect_ms
 from editpb.transport.status import from_rpc
 from peers.carriers.hub.channels import Channels
 from peers.identity.peer_folder import Enrolment, PeerFolder
@@ -86,20 +86,23 @@ async def _renewed(folder: PeerFolder, enrolled: Enrolment, now: float) -> Enrol
 
 
 def _from_any(enrolled: Enrolment, endpoints: Sequence[str], out: Path, step: int) -> tuple[int, int]:
-    failures = list[str]()
-    for endpoint in endpoints:
+    failures = dict[str, str]()
+    for turn in attempts(len(endpoints)):
+        endpoint = endpoints[turn % len(endpoints)]
         try:
-            return asyncio.run(_from_one(enrolled, endpoint, out, step))
+            return asyncio.run(_from_one(enrolled, endpoint, out, step, connect_ms(turn, len(endpoints))))
         except TransportError as error:
-            failures.append(f"the {'coordinator' if endpoint in enrolled.endpoints else 'aggregator'} at {endpoint}: {error}")
+            who = "coordinator" if endpoint in enrolled.endpoints else "aggregator"
+            failures[endpoint] = f"the {who} at {endpoint}: {error}"
             shutil.rmtree(out)
             out.mkdir(mode=0o700)
-    raise TransportError("; ".join(failures))
+    raise TransportError("; ".join(failures.values()))
 
 
-async def _from_one(enrolled: Enrolment, endpoint: str, out: Path, step: int) -> tuple[int, int]:
+async def _from_one(enrolled: Enrolment, endpoint: str, out: Path, step: int, within_ms: int) -> tuple[int, int]:
     request = pb.AuditRequest(run_id=enrolled.run_id, outer_step=step)
-    async with grpc.aio.secure_channel(endpoint, enrolled.credentials, options=channel_options(endpoint)) as channel:
+    options = channel_options(endpoint, within_ms=within_ms)
+    async with grpc.aio.secure_channel(endpoint, enrolled.credentials, options=options) as channel:
         call = audit_pb2_grpc.AuditStub(channel).Fetch(request)
         try:
             return await _store(_messages(call), out)

@@ -12,7 +12,7 @@ from edit.view.overlaid import overlaid
 from edit.web.serve import EVERY_S, page_tls, serve_page
 from editpb.run_status import RunStatus
 from peers.identity.peer_folder import PeerFolder
-from peers.watching import statuses
+from peers.watching import reached
 
 __all__ = ["serve_members_page"]
 
@@ -40,7 +40,7 @@ def serve_members_page(
     turn = itertools.count()
 
     async def shown() -> AsyncGenerator[RunStatus, None]:
-        async with aclosing(statuses(folder, turn, EVERY_S)) as told:
+        async with aclosing(reached(folder, turn, EVERY_S)) as told:
             async for status in told:
                 yield overlaid(status, beside)
 

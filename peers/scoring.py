@@ -49,7 +49,7 @@ from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
 from peers.models.registry import build
 from peers.training.data import Tokens, open_tokens
-from peers.watching import statuses
+from peers.watching import reached
 
 __all__ = ["HeldOut", "Scorer", "score_run"]
 
@@ -222,7 +222,7 @@ class _Newest:
         turn = itertools.count()
         while not self.finished:
             with contextlib.suppress(TransportError, StopAsyncIteration):
-                async with aclosing(statuses(folder, turn)) as told:
+                async with aclosing(reached(folder, turn)) as told:
                     async for status in told:
                         self.outer_step, self.finished = status.outer_step, status.phase == "finished"
                         self.changed.set()

@@ -13,10 +13,11 @@ from functools import partial
 
 import grpc
 
-from edit.errors import TransportError
+from edit.errors import RefusedError, TransportError
 from editpb import control_pb2_grpc
 from editpb.run_status import RunStatus
-from editpb.transport.channel_options import channel_options
+from editpb.transport.channel_options import CONNECT_MS, attempts, channel_options, connect_ms
+from editpb.transport.status import StrangerError
 from editpb.transport.watch import watch
 from editpb.transport.whole_hub import HubWatch, Statuses, further_aggregators
 from peers.carriers.hub.channels import Channels
@@ -34,25 +35,29 @@ async def statuses(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0
     turn: which of the coordinator's addresses is asked, by its number. Raises ConfigError where nobody joined a run.
     """
     enrolled = folder.load(time.time())
-    endpoint = enrolled.endpoints[next(turn) % len(enrolled.endpoints)]
+    number, known = next(turn), len(enrolled.endpoints)
+    endpoint, within_ms = enrolled.endpoints[number % known], connect_ms(number, known)
 
     def further(coordinator: RunStatus) -> list[Statuses]:
         return [
-            partial(_of_one, folder, address, f"aggregator {number} ({address})", every_s)
+            partial(_of_one, folder, address, f"aggregator {number} ({address})", every_s, CONNECT_MS)
             for number, address in enumerate(further_aggregators(coordinator), start=1)
         ]
 
-    watching = HubWatch(partial(_of_one, folder, endpoint, f"the coordinator at {endpoint}", every_s), further)
+    coordinator = partial(_of_one, folder, endpoint, f"the coordinator at {endpoint}", every_s, within_ms)
+    watching = HubWatch(coordinator, further)
     async with _renewed(folder, enrolled), aclosing(watching.statuses()) as told:
         async for status in told:
             yield status
 
 
-async def _of_one(folder: PeerFolder, address: str, who: str, every_s: float) -> AsyncGenerator[RunStatus, None]:
-    """Yield what one aggregator says of its share."""
-    credentials = folder.load(time.time()).credentials
+async def _of_one(
+    folder: PeerFolder, address: str, who: str, every_s: float, within_ms: int
+) -> AsyncGenerator[RunStatus, None]:
+    """Yield what one aggregator says of its share. within_ms: how long connecting may take."""
+    credentials, options = folder.load(time.time()).credentials, channel_options(address, within_ms=within_ms)
     async with (
-        grpc.aio.secure_channel(address, credentials, options=channel_options(address)) as channel,
+        grpc.aio.secure_channel(address, credentials, options=options) as channel,
         aclosing(watch(control_pb2_grpc.ControlStub(channel), who, every_s)) as told,
     ):
         async for status in told:
@@ -105,22 +110,23 @@ async def read_status(folder: PeerFolder) -> RunStatus:
 async def reached(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0) -> AsyncGenerator[RunStatus, None]:
     """Yield as `statuses`, from the first of the coordinator's addresses that answers, from the next one on.
 
-    Raises TransportError when none answers, or that one no longer, and as `statuses`.
+    Raises TransportError when none answers, or that one no longer; RefusedError when all of them are a stranger's; and as
+    `statuses`.
     """
-    failures = list[str]()
-    for _ in range(len(folder.load(time.time()).endpoints)):
+    failures: dict[str, bool] = {}  # and whether it is a stranger's
+    for _ in attempts(len(folder.load(time.time()).endpoints)):
         answered = False
         try:
             async with aclosing(statuses(folder, turn, every_s)) as told:
                 async for status in told:
                     answered = True
                     yield status
-        except TransportError as error:
+        except (TransportError, StrangerError) as error:
             if answered:
                 raise
-            failures.append(str(error))
+            failures[str(error)] = isinstance(error, StrangerError)
         else:
             if answered:
                 return
-            failures.append("the coordinator ended the call")
-    raise TransportError("; ".join(failures))
+            failures["the coordinator ended the call"] = False
+    raise (RefusedError if all(failures.values()) else TransportError)("; ".join(failures))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault, 
 from editpb.invitation import MAX_ENDPOINTS, TOKEN, Invitation, endpoint_of, guest_key, is_endpoint
 from editpb.limits import one_line
 from editpb.transport.abort_on_error import abort_on_error
-from editpb.transport.channel_options import channel_options
+from editpb.transport.channel_options import channel_options, connect_ms
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc, swarm_refusal
 from editpb.validity import Notice, Validity, over
@@ -496,12 +497,13 @@ async def take_settings(
     asked = [(peer_id, address) for peer_id, addresses in hosts.items() for address in addresses]
     if not asked:
         raise ConfigError(f"{path}: knows no host; join with an invitation")
-    waiting = Waiting()
+    waiting, turns = Waiting(), itertools.count()
     while True:
         answers: list[EditError] = []
         for peer_id, address in asked:
+            within_ms = connect_ms(next(turns), len(asked))
             try:
-                found = await _describe(address, credentials, Identity(me.run_id, "peer", peer_id).server_name)
+                found = await _describe(address, credentials, Identity(me.run_id, "peer", peer_id).server_name, within_ms)
                 told = Settings(found.run_toml, found.schema)
                 told.schemas(told.config())
             except (TransportError, OutdatedError, RemoteProtocolError, RefusedError, EvictedError, ConfigError) as error:
@@ -518,10 +520,9 @@ async def take_settings(
         await asyncio.sleep(AGAIN_S)
 
 
-async def _describe(address: str, credentials: grpc.ChannelCredentials, server_name: str) -> SwarmDescription:
-    async with grpc.aio.secure_channel(
-        address, credentials, options=channel_options(address, server_name=server_name)
-    ) as channel:
+async def _describe(address: str, credentials: grpc.ChannelCredentials, server_name: str, within_ms: int) -> SwarmDescription:
+    options = channel_options(address, server_name=server_name, within_ms=within_ms)
+    async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
         try:
             reply = await council_stub(channel).Describe(pb.DescribeRequest(settings=True), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:

@@ -34,7 +34,7 @@ from editpb.council_messages import NONCE_BYTES, Introduction, Told, Word, messa
 from editpb.identity import Identity
 from editpb.introductions import check_proof, proven
 from editpb.messages import PROTOCOL
-from editpb.transport.channel_options import channel_options
+from editpb.transport.channel_options import CONNECT_MS, channel_options, connect_ms
 from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc, swarm_refusal
 
@@ -261,13 +261,13 @@ class Links:
         await self._converse(stream, messages, write)
 
     async def _keep_dialling(self, peer_id: str) -> None:
-        complaint, pause_s = "", FIRST_REDIAL_S
+        complaint, pause_s, turn = "", FIRST_REDIAL_S, 0
         while addresses := self._addresses.get(peer_id, ()):
             for address in addresses:
                 if peer_id in self._streams:
                     break
                 try:
-                    await self._dial(peer_id, address)
+                    await self._dial(peer_id, address, connect_ms(turn, len(addresses)))
                 except EditError as error:
                     if peer_id not in self._streams:
                         self._refusals[peer_id] = error
@@ -276,6 +276,7 @@ class Links:
                     if str(error) != complaint:
                         complaint = str(error)
                         _log.info("%s at %s: %s", peer_id, address, error)
+                turn += 1
             await asyncio.sleep(pause_s)
         del self._dialling[peer_id]
 
@@ -283,13 +284,13 @@ class Links:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._listener.failed(error)
 
-    async def _dial(self, peer_id: str, address: str) -> None:
-        """Open a stream; return or raise when it ended."""
-        channel = self._channel(peer_id, address)
+    async def _dial(self, peer_id: str, address: str, within_ms: int) -> None:
+        """Open a stream; return or raise when it ended. within_ms: how long connecting may take."""
+        channel = self._channel(peer_id, address, within_ms)
         call: Any = council_stub(channel).Meet()
         nonce = secrets.token_bytes(NONCE_BYTES)
         try:
-            async with _introducing(peer_id):
+            async with _introducing(peer_id, within_ms / 1000 + INTRODUCE_S):
                 await call.write(message_to_pb(replace(self._introduction, nonce=nonce)))
                 first = await call.read()
             answer = self._introduced(peer_id, None if first is grpc.aio.EOF else first)
@@ -378,16 +379,17 @@ class Links:
         except EditError as error:
             stream.end(error)
 
-    def _channel(self, peer_id: str, address: str) -> grpc.aio.Channel:
+    def _channel(self, peer_id: str, address: str, within_ms: int = CONNECT_MS) -> grpc.aio.Channel:
         name = Identity(self._run_id, "peer", peer_id).server_name
-        return grpc.aio.secure_channel(address, self._credentials, options=channel_options(address, server_name=name))
+        options = channel_options(address, server_name=name, within_ms=within_ms)
+        return grpc.aio.secure_channel(address, self._credentials, options=options)
 
 
 @asynccontextmanager
-async def _introducing(peer_id: str) -> AsyncIterator[None]:
+async def _introducing(peer_id: str, within_s: float = INTRODUCE_S) -> AsyncIterator[None]:
     """Bound the time until a stream has begun."""
     try:
-        async with asyncio.timeout(INTRODUCE_S):
+        async with asyncio.timeout(within_s):
             yield
     except TimeoutError:
         raise TransportError(f"{peer_id} does not introduce itself") from None

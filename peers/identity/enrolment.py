@@ -24,6 +24,7 @@ from editpb.audit_log import log_origin
 from editpb.folder_kinds import refuse_coordinators
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, VERSION, Invitation, guest_key, is_endpoint
+from editpb.transport.channel_options import attempts, connect_ms
 from editpb.transport.status import from_rpc, handshake_refusal
 from editpb.validity import Notice, Validity
 from peers.carriers.hub.channels import enrolment_channel
@@ -104,7 +105,7 @@ def join(
         if invited.log_key:
             pinned_key(home, invited.log_key, log_origin(invited.identity.run_id))
         request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
-        reply = _first_answer(invited, lambda door: _call(door, authority, request, timeout_s))
+        reply = _first_answer(invited, lambda door, within_ms: _call(door, authority, request, timeout_s, within_ms))
         _check_reply(reply, invited, authority, key)
         _check_clock(reply.certificate_der, now)
         endpoints = tuple(reply.endpoints) if invited.swarm is None else ()
@@ -158,20 +159,29 @@ def _doors(invitation: Invitation) -> tuple[_Door, ...]:
     return tuple(_Door(each, names[peer_id], guest) for peer_id, addresses in swarm.hosts.items() for each in addresses)
 
 
-def _first_answer(invitation: Invitation, call: Callable[[_Door], pb.EnrolReply]) -> pb.EnrolReply:
+def _first_answer(invitation: Invitation, call: Callable[[_Door, int], pb.EnrolReply]) -> pb.EnrolReply:
     """Return the first reply. A refusal counts as a reply; silence, or a server of another authority, does not.
+
+    call: at a door, with how many milliseconds connecting may take. Who was silent is tried again, with more of them.
 
     In a swarm, another host may know the invitation that one refuses.
     """
     strangers: list[str] = []
-    silent: list[str] = []
+    silent: dict[_Door, str] = {}
     refused: RefusedError | None = None
-    for door in _doors(invitation):
+    doors = _doors(invitation)
+    for turn in attempts(len(doors)):
+        door = doors[turn % len(doors)]
+        if turn >= len(doors) and door not in silent:
+            continue
+        silent.pop(door, None)
         try:
-            return call(door)
+            return call(door, connect_ms(turn, len(doors)))
         except (TransportError, OutdatedError) as error:
-            stranger = handshake_refusal(str(error))
-            (silent if stranger is None else strangers).append(f"{door.endpoint}: {stranger or error}")
+            if (stranger := handshake_refusal(str(error))) is not None:
+                strangers.append(f"{door.endpoint}: {stranger}")
+            else:
+                silent[door] = f"{door.endpoint}: {error}"
         except RefusedError as error:
             if invitation.swarm is None:
                 raise
@@ -181,12 +191,15 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door], pb.EnrolReply]
     if strangers:
         raise UntrustedServerError(f"{strangers[0]}; the invitation is for run {invitation.identity.run_id}")
     who = "coordinator" if invitation.swarm is None else "member that invited you"
-    raise TransportError(f"no answer from {'; '.join(silent)}; is the {who} running and reachable?")
+    raise TransportError(f"no answer from {'; '.join(silent.values())}; is the {who} running and reachable?")
 
 
-def _call(door: _Door, authority: x509.Certificate, request: pb.EnrolRequest, timeout_s: float) -> pb.EnrolReply:
+def _call(
+    door: _Door, authority: x509.Certificate, request: pb.EnrolRequest, timeout_s: float, within_ms: int
+) -> pb.EnrolReply:
     pem = authority.public_bytes(serialization.Encoding.PEM)
-    with enrolment_channel(door.endpoint, pem, server_name=door.server_name, guest=door.guest) as channel:
+    opened = enrolment_channel(door.endpoint, pem, server_name=door.server_name, guest=door.guest, within_ms=within_ms)
+    with opened as channel:
         stub: Any = enrolment_pb2_grpc.EnrolmentStub(channel)
         try:
             reply: pb.EnrolReply = stub.Enrol(request, timeout=timeout_s)

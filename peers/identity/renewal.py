@@ -18,6 +18,7 @@ import grpc
 from edit.errors import EditError, TransportError
 from editpb import enrolment_pb2, enrolment_pb2_grpc
 from editpb.identity import Identity
+from editpb.transport.channel_options import attempts
 from editpb.transport.status import from_rpc
 from editpb.validity import Notice
 from peers.carriers.hub.channels import Channels
@@ -120,7 +121,7 @@ class Renewal:
     async def _ask(self) -> bytes:
         """Return the new certificate in DER, of the first endpoint that answers. Raises EditError."""
         channels, silent = self._channels.to(self._enrolled.endpoints), TransportError("nobody to ask")
-        for _ in self._enrolled.endpoints:
+        for _ in attempts(channels.known):
             channel = channels.control()
             stub: Any = enrolment_pb2_grpc.RenewalStub(channel)
             try:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from aggregator.storage.state_folder import StateFolder
 from aggregator.swarm.beside import kept_status
-from edit.errors import ConfigError, EditError, EvictedError, TransportError
+from edit.errors import ConfigError, EditError, EvictedError, RefusedError, TransportError
 from edit.view.overlaid import HANDED_ON
 from editpb.run_status import RunStatus
 from peers.cli import app
@@ -140,3 +140,26 @@ async def test_all_addresses_of_the_coordinator_are_asked(tmp_path: Path) -> Non
     (home / "identity.json").write_text(json.dumps(identity))
     with pytest.raises(ConfigError, match="its run has no coordinator"):
         PeerFolder(home).load()
+
+
+@on_a_loop
+async def test_another_run_at_the_first_address_is_passed_over_and_at_all_of_them_refused(tmp_path: Path) -> None:
+    folder, home = new_folder(tmp_path / "run"), tmp_path / "eve"
+    async with served(folder), served(new_folder(tmp_path / "other")) as other, served(new_folder(tmp_path / "third")) as third:
+        await joined(folder, home, "observer")
+        identity = json.loads((home / "identity.json").read_text())
+        strangers = [other.coordinator.listen, third.coordinator.listen]
+
+        async def at(*endpoints: str) -> str:
+            (home / "identity.json").write_text(json.dumps({**identity, "endpoints": endpoints}))
+            return await status(home)
+
+        assert folder.run_id in await at(strangers[0], *identity["endpoints"])
+        words = r"its certificate is not from this run's authority \(is another run served there\?\)"
+        with pytest.raises(RefusedError, match=rf"^the coordinator at {strangers[0]}: {words}$"):
+            await at(strangers[0])
+        told = "; ".join(f"the coordinator at {each}: {words}" for each in strangers)
+        with pytest.raises(RefusedError, match=f"^{told}$"):
+            await at(*strangers)
+        with pytest.raises(TransportError, match=r"another run served there.*127\.0\.0\.1:1 does not answer"):
+            await at(strangers[0], "127.0.0.1:1")

@@ -16,7 +16,7 @@ import grpc
 
 from edit.errors import TransportError
 from editpb.invitation import MAX_ENDPOINTS
-from editpb.transport.channel_options import channel_options
+from editpb.transport.channel_options import CONNECT_MS, channel_options, connect_ms
 from editpb.transport.http_proxy import proxy_for
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 
@@ -86,6 +86,11 @@ class Channels:
         return self._endpoints[self._turn % len(self._endpoints)]
 
     @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All that are known."""
+        return self._endpoints
+
+    @property
     def limit(self) -> SendLimit:
         """What bounds the bytes that are sent to the endpoint."""
         return self._held.limit
@@ -150,7 +155,7 @@ class Channels:
 
     def control(self) -> grpc.aio.Channel:
         """Open a channel for one attempt of the control connection; `release` it afterwards."""
-        return self._channel(self.endpoint)
+        return self._channel(self.endpoint, within_ms=connect_ms(self.failures, self.known))
 
     def data(self) -> grpc.aio.Channel:
         """Return the data plane's channel: the same one until the endpoint or the credentials change."""
@@ -188,9 +193,9 @@ class Channels:
     def refused(self, error: grpc.aio.AioRpcError) -> None:
         """Take note of how a connection ended: the other side may have said where to go."""
 
-    def member(self, address: str, server_name: str) -> grpc.aio.Channel:
+    def member(self, address: str, server_name: str, within_ms: int = CONNECT_MS) -> grpc.aio.Channel:
         """Open a channel to another member, whose certificate must say `server_name` (`editpb.identity.Identity`)."""
-        return self._channel(address, server_name)
+        return self._channel(address, server_name, within_ms)
 
     async def release(self, channel: grpc.aio.Channel) -> None:
         """Close one channel."""
@@ -203,23 +208,29 @@ class Channels:
         for channel in tuple(self._open):
             await self.release(channel)
 
-    def _channel(self, address: str, server_name: str = "") -> grpc.aio.Channel:
+    def _channel(self, address: str, server_name: str = "", within_ms: int = CONNECT_MS) -> grpc.aio.Channel:
         if (credentials := self._held.credentials) is None:
-            channel = grpc.aio.insecure_channel(address, options=channel_options(address))
+            channel = grpc.aio.insecure_channel(address, options=channel_options(address, within_ms=within_ms))
         else:
-            channel = grpc.aio.secure_channel(address, credentials, options=channel_options(address, server_name=server_name))
+            options = channel_options(address, server_name=server_name, within_ms=within_ms)
+            channel = grpc.aio.secure_channel(address, credentials, options=options)
         self._open.add(channel)
         return channel
 
 
 def enrolment_channel(
-    endpoint: str, authority: bytes, *, server_name: str = "", guest: tuple[bytes | None, bytes | None] = (None, None)
+    endpoint: str,
+    authority: bytes,
+    *,
+    server_name: str = "",
+    guest: tuple[bytes | None, bytes | None] = (None, None),
+    within_ms: int = CONNECT_MS,
 ) -> grpc.Channel:
     """Open a blocking channel to a server whose certificate `authority` (PEM) has signed; a context manager that closes it.
 
     server_name: what its certificate must name, if not the endpoint's host. guest: key and certificate (PEM) to show, if any.
+    within_ms: how long an attempt to connect may take.
     """
     credentials = grpc.ssl_channel_credentials(authority, *guest)
-    return grpc.secure_channel(
-        endpoint, credentials, options=channel_options(endpoint, ENROLMENT_BYTES, server_name=server_name)
-    )
+    options = channel_options(endpoint, ENROLMENT_BYTES, server_name=server_name, within_ms=within_ms)
+    return grpc.secure_channel(endpoint, credentials, options=options)

@@ -45,7 +45,7 @@ from peers.carriers.run_connection import Traffic
 __all__ = ["Attendance", "Check", "ConfigParser", "Report", "configuration_of"]
 
 _CLOSED = " (in the handshake this means: the coordinator is full, or by its clock this peer's certificate is not valid)"
-ANSWER_S = 10.0  # for the Welcome
+ANSWER_S = 15.0  # for the Welcome, once connected
 GOODBYE_S = 0.5  # for the stream to end after a Goodbye
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -183,6 +183,7 @@ class Attendance:
         self._left = asyncio.Event()  # set when `run` has ended
         self._said: set[str] = set()  # lines logged in this outage: each once
         self._reason = ""  # of the goodbye
+        self._strangers: dict[str, str] = {}  # why the handshake failed at an endpoint the last time, where it did
 
     @property
     def welcome(self) -> tuple[RunConfig, int] | None:
@@ -314,16 +315,26 @@ class Attendance:
     def _refused(self, error: grpc.aio.AioRpcError) -> str:
         """Return the reason of a failed stream. A refusal for good ends the session.
 
-        So does, before the first Welcome, a Hello that is not understood or a certificate of another authority.
+        So does, before the first Welcome, a Hello that is not understood, or a handshake that failed at every endpoint.
         """
-        blame = from_rpc(error)
-        stranger = handshake_refusal(str(blame))
-        reason = f"{self._channels.endpoint}: {stranger}" if stranger else str(blame)
+        blame, endpoint = from_rpc(error), self._channels.endpoint
+        reason = str(blame)
+        if isinstance(blame, TransportError) and (stranger := handshake_refusal(reason)) is not None:
+            return self._met_stranger(endpoint, stranger)
+        self._strangers.pop(endpoint, None)
         if "Socket closed" in reason:
             reason += _CLOSED
-        misfit = error.code() is grpc.StatusCode.INVALID_ARGUMENT or stranger is not None
-        if isinstance(blame, (EvictedError, RefusedError)) or (misfit and self._session.welcome is None):
+        misfit = error.code() is grpc.StatusCode.INVALID_ARGUMENT and self._session.welcome is None
+        if isinstance(blame, (EvictedError, RefusedError)) or misfit:
             self._tell(lambda: self._session.expelled(Expel(isinstance(blame, EvictedError), reason)))
+        return reason
+
+    def _met_stranger(self, endpoint: str, reason: str) -> str:
+        self._strangers[endpoint] = reason
+        met = {each: self._strangers[each] for each in self._channels.endpoints if each in self._strangers}
+        if len(met) == len(set(self._channels.endpoints)) and self._session.welcome is None:
+            told = "; ".join(f"{each}: {why}" for each, why in met.items())
+            self._tell(lambda: self._session.expelled(Expel(evicted=False, reason=told)))
         return reason
 
     def _tell(self, event: Callable[[], _T]) -> _T:

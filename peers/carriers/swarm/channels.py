@@ -13,6 +13,7 @@ from edit.council.record import MOST_MEMBERS
 from editpb.council_messages import PartOwner
 from editpb.identity import Identity
 from editpb.invitation import is_loopback
+from editpb.transport.channel_options import CONNECT_MS
 from editpb.transport.parts import in_part, owner_in
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from peers.carriers.hub.channels import Channels
@@ -103,6 +104,7 @@ class PartChannels(Channels):
 
     def welcomed(self, first_round_id: int) -> None:
         """See `Channels`. What waits to be tried again is tried now."""
+        super().welcomed(first_round_id)
         self._served_from = first_round_id
         self._wake()
 
@@ -119,6 +121,6 @@ class PartChannels(Channels):
             self.rtt_s, self._turn = 0.0, list(self._hosts).index(owner.peer_id)
             self._moved()
 
-    def _channel(self, address: str, server_name: str = "") -> grpc.aio.Channel:
+    def _channel(self, address: str, server_name: str = "", within_ms: int = CONNECT_MS) -> grpc.aio.Channel:
         peer_id = next((peer_id for peer_id, known in self._hosts.items() if known == address), "")
-        return super()._channel(address, server_name or Identity(self._run_id, "peer", peer_id).server_name)
+        return super()._channel(address, server_name or Identity(self._run_id, "peer", peer_id).server_name, within_ms)

@@ -2,7 +2,7 @@
 
 Without it a peer would learn that an owner was stopped, or lost its network, from gRPC's keepalive after 15 s; the hosts know
 it after a lease. The first host that is asked is the first that is known, which is this peer's own; while one says nothing for
-SILENCE_S, the next is asked.
+SILENCE_S, the next is asked. To connect there is more time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from editpb import council_pb2 as pb
 from editpb import council_pb2_grpc
 from editpb.council_messages import owners_from_pb
 from editpb.identity import Identity
+from editpb.transport.channel_options import connect_ms
 from peers.carriers.swarm.channels import PartChannels
 
 __all__ = ["OwnerWatch"]
@@ -58,11 +59,12 @@ class OwnerWatch:
         """Take what one host says until it says no more; return whether it said anything."""
         hosts, heard = self._channels[0].hosts, False
         peer_id, address = list(hosts.items())[turn % len(hosts)]
-        channel = self._asking.member(address, Identity(self._run_id, "peer", peer_id).server_name)
+        within_ms = connect_ms(turn, len(hosts))
+        channel = self._asking.member(address, Identity(self._run_id, "peer", peer_id).server_name, within_ms)
         call = council_pb2_grpc.CouncilStub(channel).WatchOwners(pb.OwnersRequest())
         try:
             while True:
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(SILENCE_S if heard else within_ms / 1000 + SILENCE_S):
                     message = await call.read()
                 if not isinstance(message, pb.Owners):
                     return heard  # grpc.aio.EOF

@@ -40,7 +40,7 @@ __all__ = ["FAULT_FORMAT", "PartReceipts", "ReceiptChecks", "fault_file"]
 
 AGAIN_S = 2.0  # after which the host is asked again for what it did not have
 ANSWER_S = 10.0
-OTHERS_S = 3.0  # for each other member that is asked whether the log goes on
+OTHERS_S = 5.0  # for each other member that is asked whether the log goes on
 MOST_ASKED = 16  # of these
 LAST_S = 5.0  # at the end of a run, for what is not checked yet
 MOST_UNCHECKED = 64  # outer steps of a part; earlier ones are not checked

@@ -26,7 +26,7 @@ from edit.errors import (
 from editpb.limits import one_line
 from editpb.transport.early_status import keep_early_statuses
 
-__all__ = ["ERRORS", "from_rpc", "from_status", "handshake_refusal", "swarm_refusal", "to_status"]
+__all__ = ["ERRORS", "StrangerError", "from_rpc", "from_status", "handshake_refusal", "swarm_refusal", "to_status"]
 
 MAX_DETAILS_CHARS = 1024  # HTTP/2 trailers are bounded to a few KiB
 _EVICTED = "evicted: "  # tells an eviction from another refusal under the same code
@@ -93,6 +93,10 @@ HANDSHAKE_WORDS = {  # the first that fits
     "CERTIFICATE_REQUIRED": "the coordinator asks for a certificate",
     "Hostname Verification": "the coordinator's certificate does not name the address connected to (server.advertise)",
 }
+
+
+class StrangerError(RefusedError):
+    """The handshake failed: one side does not take the other's certificate. At another address it may."""
 
 
 def to_status(error: EditError) -> tuple[grpc.StatusCode, str]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 
-from edit.errors import RefusedError, RemoteProtocolError, TransportError
+from edit.errors import RemoteProtocolError, TransportError
 from editpb import control_pb2 as pb
 from editpb.run_status import RunStatus
 from editpb.status_messages import status_from_pb
-from editpb.transport.status import from_status, handshake_refusal
+from editpb.transport.status import StrangerError, from_status, handshake_refusal
 
 __all__ = ["watch"]
 
@@ -27,8 +27,8 @@ async def watch(stub: Any, who: str, every_s: float = 1.0) -> AsyncGenerator[Run
         who: that is asked, for messages.
         every_s: between two statuses.
 
-    Raises TransportError when it does not answer, or no longer; RefusedError, EvictedError, BusyError and RemoteProtocolError
-    as the aggregator says.
+    Raises TransportError when it does not answer, or no longer; StrangerError when the handshake fails; RefusedError,
+    EvictedError, BusyError and RemoteProtocolError as the aggregator says.
     """
     call = stub.Watch(pb.WatchRequest(every_s=every_s, curves_kept=True))
     status: RunStatus | None = None
@@ -51,7 +51,7 @@ async def watch(stub: Any, who: str, every_s: float = 1.0) -> AsyncGenerator[Run
     except grpc.aio.AioRpcError as error:
         details = error.details() or ""
         if (stranger := handshake_refusal(details)) is not None:
-            raise RefusedError(f"{who}: {stranger}") from error
+            raise StrangerError(f"{who}: {stranger}") from error
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             raise TransportError(f"{who} does not answer") from error
         raise from_status(error.code(), details) from error

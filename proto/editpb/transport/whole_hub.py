@@ -20,7 +20,7 @@ from editpb.whole_run import continued, whole_run
 
 __all__ = ["HubWatch", "further_aggregators", "whole_hub"]
 
-FIRST_S = 5.0  # for how long the first answers of the further aggregators are waited for
+FIRST_S = 10.0  # for how long the first answers of the further aggregators, connections included, are waited for
 AGAIN_S = 1.0  # after one did not answer
 MOST_FURTHER = 255  # as aggregators.addresses may have
 Statuses = Callable[[], AsyncGenerator[RunStatus, None]]
@@ -107,7 +107,9 @@ class HubWatch:
                     self._told.clear()
                     await self._told.wait()
         except TimeoutError:
-            return
+            for i, each in enumerate(self._further):
+                if each is None:
+                    self._troubles.setdefault(i, f"aggregator {i + 1} has not answered yet")
 
     async def _follow(self, index: int, source: Statuses) -> None:
         while True:

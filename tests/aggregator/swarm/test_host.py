@@ -323,7 +323,7 @@ def test_a_bug_ends_the_host_and_a_disk_that_fails_too(tmp_path: Path, monkeypat
                 await b.watch(asyncio.Event())
             assert b.council.committed is not None and b.council.committed.version == version, "it has not said that it has it"
 
-            async def dial(peer_id: str, address: str) -> None:
+            async def dial(peer_id: str, address: str, within_ms: int) -> None:
                 raise ValueError("a bug")
 
             monkeypatch.setattr(a.links, "_dial", dial)

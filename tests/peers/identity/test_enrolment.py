@@ -26,6 +26,7 @@ from aggregator.security.authority import Authority
 from aggregator.security.certificates import new_key
 from aggregator.services.enrolment import EnrolmentService
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, TransportError
+from edit.lab.link import Link, LinkShape
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
 from editpb.identity import Identity, from_auth_context
@@ -124,6 +125,16 @@ def test_joining_makes_a_folder_that_opens_the_run(run: Run, tmp_path: Path, hos
 def test_addresses_are_tried_in_order(run: Run, tmp_path: Path) -> None:
     def call(port: int) -> Identity:
         return join(run.invite(1, port).encode(), tmp_path / "home", NOW)  # nobody listens on port 1
+
+    assert serving(run.pair(), run.service(), call) == ALICE
+
+
+def test_a_link_with_a_long_round_trip_is_waited_for(run: Run, tmp_path: Path) -> None:
+    """Of two addresses it is tried again with more time: the TLS handshake alone takes two round trips, so 2.8 s."""
+
+    def call(port: int) -> Identity:
+        with Link(("127.0.0.1", port), LinkShape(latency_s=0.7)) as link:
+            return join(run.invite(1, link.port).encode(), tmp_path / "home", NOW)
 
     assert serving(run.pair(), run.service(), call) == ALICE
 

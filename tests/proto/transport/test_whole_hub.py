@@ -18,7 +18,7 @@ from editpb import control_pb2 as cpb
 from editpb.run_status import RunStatus, Setting
 from editpb.status_messages import status_to_pb
 from editpb.transport.watch import watch
-from editpb.transport.whole_hub import HubWatch, Statuses, further_aggregators, whole_hub
+from editpb.transport.whole_hub import FIRST_S, HubWatch, Statuses, further_aggregators, whole_hub
 from tests.support.loops import pass_time, run_held
 from tests.support.statuses import busy_run
 
@@ -89,9 +89,9 @@ def test_one_that_says_nothing_is_not_waited_for_long_and_nothing_is_left_when_t
         for _ in range(20):
             await asyncio.sleep(0)
         assert not watching.done()
-        pass_time(6.0)
+        pass_time(FIRST_S)
         (status,) = await watching
-        assert status.parameters == 10
+        assert (status.parameters, status.reason) == (10, "aggregator 1 has not answered yet")
         assert asyncio.all_tasks() == before
 
     held(body)
