@@ -23,7 +23,7 @@ from editpb.governance_messages import approval_to_pb, proposal_from_pb
 from editpb.limits import check_text
 from editpb.messages import Configuration, Proposal
 from editpb.transport.channel_options import attempts, channel_options, connect_ms
-from editpb.transport.status import from_rpc
+from editpb.transport.status import from_rpc, handshake_refusal, none_answered
 from peers.carriers.hub.kept_configuration import KeptConfiguration
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.policy import changes, digest_of
@@ -144,11 +144,12 @@ def _ask(enrolled: Enrolment, call: Callable[[Any], Awaitable[_T]]) -> _T:
                     raise RemoteProtocolError("its software is too old for approvals") from error
                 raise from_rpc(error) from error
 
-    failures, known = dict[str, str](), len(enrolled.endpoints)
+    failures, known = dict[str, tuple[str, bool]](), len(enrolled.endpoints)  # why, and whether it is a stranger's
     for turn in attempts(known):
         endpoint = enrolled.endpoints[turn % known]
         try:
             return asyncio.run(at(endpoint, connect_ms(turn, known)))
         except TransportError as error:
-            failures[endpoint] = f"the coordinator at {endpoint}: {error}"
-    raise TransportError("; ".join(failures.values()))
+            stranger = handshake_refusal(str(error))
+            failures[endpoint] = f"the coordinator at {endpoint}: {stranger or error}", stranger is not None
+    raise none_answered(failures.values())

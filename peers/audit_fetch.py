@@ -19,7 +19,7 @@ from editpb import audit_pb2_grpc
 from editpb.invitation import is_endpoint
 from editpb.limits import MAX_AUDIT_FILES, MAX_BYTES, at_most, fail, within
 from editpb.transport.channel_options import attempts, channel_options, connect_ms
-from editpb.transport.status import from_rpc
+from editpb.transport.status import from_rpc, handshake_refusal, none_answered
 from peers.carriers.hub.channels import Channels
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
@@ -86,17 +86,18 @@ async def _renewed(folder: PeerFolder, enrolled: Enrolment, now: float) -> Enrol
 
 
 def _from_any(enrolled: Enrolment, endpoints: Sequence[str], out: Path, step: int) -> tuple[int, int]:
-    failures = dict[str, str]()
+    failures = dict[str, tuple[str, bool]]()  # why, and whether it is a stranger's
     for turn in attempts(len(endpoints)):
         endpoint = endpoints[turn % len(endpoints)]
         try:
             return asyncio.run(_from_one(enrolled, endpoint, out, step, connect_ms(turn, len(endpoints))))
         except TransportError as error:
             who = "coordinator" if endpoint in enrolled.endpoints else "aggregator"
-            failures[endpoint] = f"the {who} at {endpoint}: {error}"
+            stranger = handshake_refusal(str(error))
+            failures[endpoint] = f"the {who} at {endpoint}: {stranger or error}", stranger is not None
             shutil.rmtree(out)
             out.mkdir(mode=0o700)
-    raise TransportError("; ".join(failures.values()))
+    raise none_answered(failures.values())
 
 
 async def _from_one(enrolled: Enrolment, endpoint: str, out: Path, step: int, within_ms: int) -> tuple[int, int]:

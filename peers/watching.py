@@ -13,11 +13,11 @@ from functools import partial
 
 import grpc
 
-from edit.errors import RefusedError, TransportError
+from edit.errors import TransportError
 from editpb import control_pb2_grpc
 from editpb.run_status import RunStatus
 from editpb.transport.channel_options import CONNECT_MS, attempts, channel_options, connect_ms
-from editpb.transport.status import StrangerError
+from editpb.transport.status import StrangerError, none_answered
 from editpb.transport.watch import watch
 from editpb.transport.whole_hub import HubWatch, Statuses, further_aggregators
 from peers.carriers.hub.channels import Channels
@@ -129,4 +129,4 @@ async def reached(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0)
             if answered:
                 return
             failures["the coordinator ended the call"] = False
-    raise (RefusedError if all(failures.values()) else TransportError)("; ".join(failures))
+    raise none_answered(failures.items())

@@ -188,10 +188,11 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door, int], pb.EnrolR
             refused = refused or error
     if refused is not None:
         raise refused
-    if strangers:
-        raise UntrustedServerError(f"{strangers[0]}; the invitation is for run {invitation.identity.run_id}")
+    if strangers and not silent:
+        raise UntrustedServerError(f"{'; '.join(strangers)}; the invitation is for run {invitation.identity.run_id}")
     who = "coordinator" if invitation.swarm is None else "member that invited you"
-    raise TransportError(f"no answer from {'; '.join(silent.values())}; is the {who} running and reachable?")
+    told = "; ".join([*silent.values(), *strangers])
+    raise TransportError(f"no answer from {told}; is the {who} running and reachable?")
 
 
 def _call(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import grpc
@@ -26,7 +26,16 @@ from edit.errors import (
 from editpb.limits import one_line
 from editpb.transport.early_status import keep_early_statuses
 
-__all__ = ["ERRORS", "StrangerError", "from_rpc", "from_status", "handshake_refusal", "swarm_refusal", "to_status"]
+__all__ = [
+    "ERRORS",
+    "StrangerError",
+    "from_rpc",
+    "from_status",
+    "handshake_refusal",
+    "none_answered",
+    "swarm_refusal",
+    "to_status",
+]
 
 MAX_DETAILS_CHARS = 1024  # HTTP/2 trailers are bounded to a few KiB
 _EVICTED = "evicted: "  # tells an eviction from another refusal under the same code
@@ -133,6 +142,15 @@ def from_rpc(error: grpc.RpcError) -> EditError:
 def handshake_refusal(details: str) -> str | None:
     """Return in one line which certificate was refused; None when the `details` of a failed call are about something else."""
     return next((meaning for word, meaning in HANDSHAKE_WORDS.items() if word in details), None)
+
+
+def none_answered(failures: Collection[tuple[str, bool]]) -> EditError:
+    """Return the error of one that has tried all addresses: RefusedError where a stranger is at each of them.
+
+    failures: why it failed at each address, and whether its handshake did.
+    """
+    kind = RefusedError if all(stranger for _, stranger in failures) else TransportError
+    return kind("; ".join(why for why, _ in failures))
 
 
 def swarm_refusal(details: str) -> str | None:

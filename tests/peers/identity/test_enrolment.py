@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -168,6 +168,18 @@ def test_an_invitation_of_another_run_does_not_trust_this_server(run: Run, tmp_p
     error = serving(run.pair(), run.service(), lambda port: refused(other.invite(port).encode(), tmp_path / "home"))
     assert isinstance(error, RefusedError)
     assert "certificate is not from this run's authority" in str(error) and "other-1" in str(error)
+
+
+def test_who_is_silent_is_not_taken_for_the_stranger_at_another_address(run: Run, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", "other-1")
+
+    def call(port: int) -> EditError:
+        invitation = other.invite(port)
+        return refused(replace(invitation, enrol=(*invitation.enrol, "127.0.0.1:1")).encode(), tmp_path / "home")
+
+    error = serving(run.pair(), run.service(), call)
+    assert isinstance(error, TransportError)
+    assert "no answer from 127.0.0.1:1: " in str(error) and "certificate is not from this run's authority" in str(error)
 
 
 @pytest.mark.parametrize(("peer_id", "host"), [("mallory", "127.0.0.1"), ("localhost", "localhost")])
