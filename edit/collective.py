@@ -24,7 +24,8 @@ __all__ = ["Collective", "CompositeCollective", "ranks_of", "shares_of"]
 class Collective(Protocol):
     """One peer's connection to the run.
 
-    One that was made for so many ranks of a replica says so, as `ranks`: an `EditWorker` of another number refuses it.
+    A connection that was made for a number of ranks of one replica has it as `ranks`; an `EditWorker` of another number
+    refuses it.
     """
 
     @property

@@ -103,7 +103,7 @@ def run_command(program: str, command: Callable[[], object]) -> None:
     os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
     try:
         raise_at_interrupt()
-        _say_all(sys.stdout)
+        _escape_unencodable(sys.stdout)
         try:
             command()
         finally:
@@ -137,8 +137,8 @@ def run_command(program: str, command: Callable[[], object]) -> None:
         sys.exit(70)
 
 
-def _say_all(stream: TextIO | None) -> None:
-    """Let a stream say each character: one that its encoding lacks is written as an escape, instead of an error."""
+def _escape_unencodable(stream: TextIO | None) -> None:
+    """Let a stream write every text: a character that its encoding lacks becomes an escape, not an error."""
     if isinstance(stream, TextIOWrapper) and not (stream.encoding == "utf-8" and stream.errors == "surrogateescape"):
         stream.reconfigure(errors="backslashreplace")
 

@@ -60,8 +60,8 @@ def write_atomic_with(
         write: writes the content into the empty file that it is given, which lies beside `path`.
         mode: permissions of the file, less the umask.
         failures: exceptions of `write`, besides OSError, which mean that the disk refused.
-        shared: a user has named `path`, and another process may write it at the same time: the last one to end counts. What a
-            kill leaves beside `path` has a random name, and stays; else the next write takes it away.
+        shared: a user has named `path`, and another process may write it at the same time: the last one to end counts. The
+            temporary file beside `path` has a random name, and stays after a kill; else the next write removes it.
 
     Raises StorageError that names `path`: the content is as before; or it is the new one, where only the folder's list of names
     could not be synced. A device or a pipe is not replaced; a link is, and what it leads to stays.
@@ -70,7 +70,7 @@ def write_atomic_with(
 
 
 def hidden_prefix(path: Path) -> str:
-    """Return how the name begins of what is made beside `path` until it is whole: short enough for a few letters more."""
+    """Return the beginning of a hidden temporary name beside `path`, with room for some more letters."""
     return f".{os.fsdecode(os.fsencode(path.name)[:_LONGEST])}."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Awaitable, Callable
@@ -15,15 +14,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError
+from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError
 from edit.trust.signatures import Signer
 from editpb import governance_pb2, governance_pb2_grpc
 from editpb.approvals import ApprovalRules, governance_of, signed_approval, still_needed
 from editpb.governance_messages import approval_to_pb, proposal_from_pb
 from editpb.limits import check_text
 from editpb.messages import Configuration, Proposal
-from editpb.transport.channel_options import attempts, channel_options, connect_ms
-from editpb.transport.status import from_rpc, handshake_refusal, none_answered
+from editpb.transport.status import from_rpc
+from peers.carriers.hub.channels import first_answer
 from peers.carriers.hub.kept_configuration import KeptConfiguration
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.policy import changes, digest_of
@@ -134,22 +133,12 @@ def approve(change: Change) -> str:
 def _ask(enrolled: Enrolment, call: Callable[[Any], Awaitable[_T]]) -> _T:
     """Call the coordinator, at each of its addresses until one answers. Raises EditError."""
 
-    async def at(endpoint: str, within_ms: int) -> _T:
-        options = channel_options(endpoint, within_ms=within_ms)
-        async with grpc.aio.secure_channel(endpoint, enrolled.credentials, options=options) as channel:
-            try:
-                return await call(governance_pb2_grpc.GovernanceStub(channel))
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    raise RemoteProtocolError("its software is too old for approvals") from error
-                raise from_rpc(error) from error
-
-    failures, known = dict[str, tuple[str, bool]](), len(enrolled.endpoints)  # why, and whether it is a stranger's
-    for turn in attempts(known):
-        endpoint = enrolled.endpoints[turn % known]
+    async def over(channel: grpc.aio.Channel) -> _T:
         try:
-            return asyncio.run(at(endpoint, connect_ms(turn, known)))
-        except TransportError as error:
-            stranger = handshake_refusal(str(error))
-            failures[endpoint] = f"the coordinator at {endpoint}: {stranger or error}", stranger is not None
-    raise none_answered(failures.values())
+            return await call(governance_pb2_grpc.GovernanceStub(channel))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise RemoteProtocolError("its software is too old for approvals") from error
+            raise from_rpc(error) from error
+
+    return first_answer(enrolled.endpoints, enrolled.credentials, over, lambda endpoint: f"the coordinator at {endpoint}")

@@ -18,9 +18,8 @@ from editpb import audit_pb2 as pb
 from editpb import audit_pb2_grpc
 from editpb.invitation import is_endpoint
 from editpb.limits import MAX_AUDIT_FILES, MAX_BYTES, at_most, fail, within
-from editpb.transport.channel_options import attempts, channel_options, connect_ms
-from editpb.transport.status import from_rpc, handshake_refusal, none_answered
-from peers.carriers.hub.channels import Channels
+from editpb.transport.status import from_rpc
+from peers.carriers.hub.channels import Channels, first_answer
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.renewal import Renewal
 
@@ -86,25 +85,9 @@ async def _renewed(folder: PeerFolder, enrolled: Enrolment, now: float) -> Enrol
 
 
 def _from_any(enrolled: Enrolment, endpoints: Sequence[str], out: Path, step: int) -> tuple[int, int]:
-    failures = dict[str, tuple[str, bool]]()  # why, and whether it is a stranger's
-    for turn in attempts(len(endpoints)):
-        endpoint = endpoints[turn % len(endpoints)]
-        try:
-            return asyncio.run(_from_one(enrolled, endpoint, out, step, connect_ms(turn, len(endpoints))))
-        except TransportError as error:
-            who = "coordinator" if endpoint in enrolled.endpoints else "aggregator"
-            stranger = handshake_refusal(str(error))
-            failures[endpoint] = f"the {who} at {endpoint}: {stranger or error}", stranger is not None
-            shutil.rmtree(out)
-            out.mkdir(mode=0o700)
-    raise none_answered(failures.values())
-
-
-async def _from_one(enrolled: Enrolment, endpoint: str, out: Path, step: int, within_ms: int) -> tuple[int, int]:
-    request = pb.AuditRequest(run_id=enrolled.run_id, outer_step=step)
-    options = channel_options(endpoint, within_ms=within_ms)
-    async with grpc.aio.secure_channel(endpoint, enrolled.credentials, options=options) as channel:
-        call = audit_pb2_grpc.AuditStub(channel).Fetch(request)
+    async def over(channel: grpc.aio.Channel) -> tuple[int, int]:
+        _empty(out)  # of what an endpoint that broke off has sent
+        call = audit_pb2_grpc.AuditStub(channel).Fetch(pb.AuditRequest(run_id=enrolled.run_id, outer_step=step))
         try:
             return await _store(_messages(call), out)
         except grpc.aio.AioRpcError as error:
@@ -113,6 +96,16 @@ async def _from_one(enrolled: Enrolment, endpoint: str, out: Path, step: int, wi
             raise from_rpc(error) from error
         finally:
             call.cancel()
+
+    def who(endpoint: str) -> str:
+        return f"the {'coordinator' if endpoint in enrolled.endpoints else 'aggregator'} at {endpoint}"
+
+    return first_answer(endpoints, enrolled.credentials, over, who)
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
 
 
 async def _messages(call: Any) -> AsyncIterator[pb.AuditPart]:

@@ -1,29 +1,32 @@
 """The gRPC channels of one peer: who opens them, and with which credentials.
 
 `Channels` owns every channel to a coordinator, an aggregator or another member; mutual TLS unless a test says otherwise.
-Control and data never share a connection. `enrolment_channel` is the one channel of a process that is not a member yet.
+Control and data never share a connection. `enrolment_channel` is the one channel of a process that is not a member yet;
+`first_answer` is for commands, which run no loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
 from edit.errors import TransportError
 from editpb.invitation import MAX_ENDPOINTS
-from editpb.transport.channel_options import CONNECT_MS, channel_options, connect_ms
+from editpb.transport.channel_options import CONNECT_MS, attempts, channel_options, connect_ms
 from editpb.transport.http_proxy import proxy_for
 from editpb.transport.send_limit import UNLIMITED, SendLimit
+from editpb.transport.status import handshake_refusal, none_answered
 
-__all__ = ["Channels", "enrolment_channel"]
+__all__ = ["Channels", "enrolment_channel", "first_answer"]
 
 ENROLMENT_BYTES = 1 << 20  # the largest answer to an enrolment
 
+_Answer = TypeVar("_Answer")
 _Stub = TypeVar("_Stub")
 _Wanted: TypeAlias = tuple[str, grpc.ChannelCredentials | None]
 
@@ -234,3 +237,31 @@ def enrolment_channel(
     credentials = grpc.ssl_channel_credentials(authority, *guest)
     options = channel_options(endpoint, ENROLMENT_BYTES, server_name=server_name, within_ms=within_ms)
     return grpc.secure_channel(endpoint, credentials, options=options)
+
+
+def first_answer(
+    endpoints: Sequence[str],
+    credentials: grpc.ChannelCredentials,
+    call: Callable[[grpc.aio.Channel], Coroutine[Any, Any, _Answer]],
+    who: Callable[[str], str],
+) -> _Answer:
+    """Make a call at each endpoint in turn, over a channel of its own, until one answers. For a command, which runs no loop.
+
+    who: names an endpoint in an error. Raises RefusedError where another run's server is at each endpoint, TransportError where
+    none answers, and what else `call` raises.
+    """
+
+    async def at(endpoint: str, within_ms: int) -> _Answer:
+        options = channel_options(endpoint, within_ms=within_ms)
+        async with grpc.aio.secure_channel(endpoint, credentials, options=options) as channel:
+            return await call(channel)
+
+    failures = dict[str, tuple[str, bool]]()  # why, and whether it is a stranger's
+    for turn in attempts(len(endpoints)):
+        endpoint = endpoints[turn % len(endpoints)]
+        try:
+            return asyncio.run(at(endpoint, connect_ms(turn, len(endpoints))))
+        except TransportError as error:
+            stranger = handshake_refusal(str(error))
+            failures[endpoint] = f"{who(endpoint)}: {stranger or error}", stranger is not None
+    raise none_answered(failures.values())
