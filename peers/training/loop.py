@@ -232,6 +232,8 @@ class Training:
             return True
         if not self._connection.ended:
             return False
+        if self._config.sync.strict and any(share.pending for share in worker.shares):
+            return False  # its outcome is taken after a set number of steps, no sooner where the news of the end came sooner
         cut_off = [share.cut_off for share in self._connection.shares]
         if not all(cut_off):
             worker.synchronize()

@@ -137,6 +137,25 @@ def test_no_step_follows_the_last_outer_step(tmp_path: Path, config: RunConfig, 
     assert (saved["steps"], saved["worker"]["outer_step"]) == (ROUNDS * H, ROUNDS), "also where it trains while it waits"
 
 
+@pytest.mark.parametrize("connection", [LocalConnection, ToldLate])
+@pytest.mark.parametrize(
+    ("sync", "after"),
+    [({}, 0), ({"mode": "forward"}, 1), ({"mode": "delayed", "delay": 2}, 2), ({"mode": "eager", "delay": 2}, 2)],
+)
+def test_the_steps_of_a_strict_peer_do_not_depend_on_when_it_hears_that_all_tokens_are_merged(
+    tmp_path: Path, config: RunConfig, connection: type[LocalConnection], sync: dict[str, object], after: int
+) -> None:
+    tokens = ROUNDS * H * config.inner.batch_size * config.model.context
+    sync |= {"strict": True, "tokens": tokens, "outer_steps": 2 * ROUNDS}
+    config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, **sync))
+    run = LocalRun(config, ["a"])
+    with Metrics(None) as metrics:
+        training(tmp_path, connection(run, "a"), config, metrics).run(0)
+    saved = last_scalars(tmp_path / "checkpoints")
+    assert run.finished and saved is not None
+    assert (saved["steps"], saved["worker"]["outer_step"]) == (ROUNDS * H + after, ROUNDS)
+
+
 def test_a_peer_that_hides_its_loss_says_it_to_nobody_and_trains_on_the_same(
     tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
