@@ -154,6 +154,9 @@ def chaos(
             "--forked", help="With an audit log. At the end two coordinators serve the run, and the peers must detect it."
         ),
     ] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="One run twice, alone and under faults; it must end with the same bits.")
+    ] = False,
     hostile: Annotated[int, typer.Option(help="Number of hostile members beside them, fewer than there are peers.")] = 0,
     gap: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
     out: Annotated[Path, typer.Option(help="Folder for all files; those of an earlier call are removed.")] = Path("runs/chaos"),
@@ -178,12 +181,16 @@ def chaos(
     peers are connected to it for a while. Checks that each of them stops with exit code 3 and keeps the proof, that nothing of
     theirs is merged again, and that the coordinator warns its operator.
 
+    With --exact, a run with sync.strict is made twice, first alone, then under the same faults; --minutes is about how long it
+    takes alone. Mode, codecs, optimizers and groups are drawn from the seed. Checks that both end with the same bits: the
+    digest of each outer step, the coordinator's outer state, and all that is in the peers' last checkpoints.
+
     Example: edit-lab chaos --seed 7 --minutes 5 --hostile 1
     """
     from rich.console import Console
 
     with loading():
-        from edit.lab.chaos.command import run_chaos, run_swarm_chaos
+        from edit.lab.chaos.command import run_chaos, run_exact_chaos, run_swarm_chaos
         from edit.lab.chaos.options import ChaosOptions
 
     options = ChaosOptions(
@@ -193,13 +200,14 @@ def chaos(
         swarm=swarm,
         masked=masked,
         forked=forked,
+        exact=exact,
         sharded=sharded,
         hostile=hostile,
         kills=kills,
         gap_s=gap,
         out=out,
     )
-    (run_swarm_chaos if swarm else run_chaos)(options, as_json, Console(stderr=True))
+    (run_swarm_chaos if swarm else run_exact_chaos if exact else run_chaos)(options, as_json, Console(stderr=True))
 
 
 _Parameters = Annotated[int, typer.Option(min=12, help="Size of the model, in parameters.")]

@@ -50,7 +50,7 @@ from peers.training.checkpoint_manifest import (
 )
 from peers.training.sharding import COLLECTIVE_TIMEOUT
 
-__all__ = ["Checkpoints", "Owner", "Saved", "last_scalars"]
+__all__ = ["Checkpoints", "Owner", "Saved", "last_checkpoint", "last_scalars"]
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PIECE_BYTES = 1 << 20  # of a file that is read to be hashed
@@ -83,6 +83,22 @@ def last_scalars(folder: Path) -> dict[str, Any] | None:
         return read(_path_of(folder, max(numbers))).scalars if numbers else None
     except (OSError, StorageError, FormatError):
         return None
+
+
+def last_checkpoint(folder: Path) -> Saved:
+    """Return the newest checkpoint in a peer's folder, whosever it is; its files are whole.
+
+    Raises StorageError when there is none or it is damaged, FormatError when it is of another format.
+    """
+    try:
+        numbers = [int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be read ({error.strerror})") from error
+    if not numbers:
+        raise StorageError(f"{folder}: has no checkpoint")
+    path = _path_of(folder, max(numbers))
+    manifest = _verified(path)
+    return Saved(path, manifest.ranks, manifest.scalars)
 
 
 class Checkpoints:

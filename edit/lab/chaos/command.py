@@ -10,6 +10,9 @@ import torch
 from rich.console import Console, RenderableType
 
 from edit.errors import ConfigError
+from edit.lab.chaos.exact import ExactChaos, ExactReport
+from edit.lab.chaos.exact import as_json as exact_json
+from edit.lab.chaos.exact import tables as exact_tables
 from edit.lab.chaos.harness import Chaos, Report, RuleBroken
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, swarm_tables, tables
@@ -18,9 +21,9 @@ from edit.lab.chaos.swarm import as_json as swarm_json
 from edit.lab.processes import terminated_as_interrupt
 from edit.plain_text import json_text
 
-__all__ = ["run_chaos", "run_swarm_chaos"]
+__all__ = ["run_chaos", "run_exact_chaos", "run_swarm_chaos"]
 
-_Reported = TypeVar("_Reported", Report, SwarmReport)
+_Reported = TypeVar("_Reported", Report, SwarmReport, ExactReport)
 
 
 class _Runs(Protocol[_Reported]):
@@ -48,6 +51,13 @@ def run_swarm_chaos(options: ChaosOptions, json_only: bool, console: Console) ->
     return report
 
 
+def run_exact_chaos(options: ChaosOptions, json_only: bool, console: Console) -> ExactReport:
+    """Make one run twice likewise, and compare."""
+    report = _run(ExactChaos, options, console)
+    _show(report, exact_json(report), exact_tables(report), json_only)
+    return report
+
+
 def _run(
     kind: Callable[[ChaosOptions, Callable[[str], None]], _Runs[_Reported]], options: ChaosOptions, console: Console
 ) -> _Reported:
@@ -60,7 +70,7 @@ def _run(
         return chaos.run()
 
 
-def _show(report: Report | SwarmReport, values: dict[str, Any], shown: RenderableType, json_only: bool) -> None:
+def _show(report: Report | SwarmReport | ExactReport, values: dict[str, Any], shown: RenderableType, json_only: bool) -> None:
     """Print and write the result. Raises RuleBroken, also where the file cannot be written; else ConfigError then."""
     if json_only:
         print(json_text(values))  # noqa: T201
@@ -87,13 +97,15 @@ class _Log:
         self._console.print(f"{time.monotonic() - self._began:7.1f} s  {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _explanation(report: Report | SwarmReport) -> str:
+def _explanation(report: Report | SwarmReport | ExactReport) -> str:
     """Return what is needed to find and repeat the violation."""
     violation = report.violation
     assert violation is not None
     when = time.strftime("%H:%M:%S", time.localtime(violation.t))
     if isinstance(report, SwarmReport):
         last = report.incidents[-3:]
+    elif isinstance(report, ExactReport):
+        last = [str(fault) for fault in report.incidents[-3:]]
     else:
         last = [str(incident) for incident in report.history.incidents if incident.began <= violation.t][-3:]
     lines = [

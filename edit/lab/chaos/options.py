@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.lab.chaos.faults import SWARM_KINDS, Fault, Kind, draw_schedule, kinds_for
 from edit.lab.chaos.invariants import Bounds
@@ -17,6 +21,8 @@ SHARDED = "sharded"
 CONTEXT = 32
 _LEAST_MASKED = 4  # peers: three open a sum, while one is gone
 _ENDLESS = 10_000_000
+_OUTER_STEPS_PER_S = 2.0  # of a run with --exact that nothing disturbs, about
+_AGAIN = 10.0  # so many times as long as undisturbed may one under faults take, beside these
 _DOWN_S = 0.5  # at most, until a process that is one of many killed ones is started again
 
 
@@ -31,6 +37,7 @@ class ChaosOptions:
     sharded: bool = False  # the last peer is a torchrun replica of two ranks
     masked: bool = False  # with secure aggregation
     forked: bool = False  # with an audit log; at the end two coordinators serve the run
+    exact: bool = False  # twice, alone and under faults: both end with the same bits
     hostile: int = 0  # members beside them that attack the run
     behaviours: tuple[str, ...] = ()  # of the hostile members; none: all
     behaviour_s: float = 10.0  # of each
@@ -73,6 +80,8 @@ class ChaosOptions:
             raise ConfigError("--forked: cannot be combined with --swarm, --masked or --hostile")
         if self.forked and self.peers < 2 + self.sharded:
             raise ConfigError(f"--peers {self.peers}: must be at least {2 + self.sharded} with --forked")
+        if self.exact and (self.swarm or self.masked or self.forked or self.hostile or self.kills):
+            raise ConfigError("--exact: cannot be combined with --swarm, --masked, --forked, --hostile or --kills")
         if self.swarm and not 3 <= self.peers <= 7:
             raise ConfigError(f"--peers {self.peers}: with --swarm between 3 and 7")
         if not 1 <= self.peers <= 64:
@@ -102,6 +111,22 @@ class ChaosOptions:
         return self.batch_size * CONTEXT
 
     @property
+    def outer_steps(self) -> int:
+        """Of the run; with --exact so many that it takes about `seconds` while nothing disturbs it."""
+        return max(8, round(self.seconds * _OUTER_STEPS_PER_S)) if self.exact else _ENDLESS
+
+    @property
+    def peer_arguments(self) -> tuple[str, ...]:
+        """Further arguments of each peer's command."""
+        return ("--checkpoint-every", str(random.Random(self.seed).choice((1, 2, 4)))) if self.exact else ()
+
+    def ends_within_s(self, alone_s: float) -> float:
+        """Return how long a run with --exact may take; far more than one on a busy machine does. alone_s: what it took before,
+        undisturbed; 0: it is that run."""
+        faults_s = sum(fault.lasts_s + self.bounds.return_s for fault in self.schedule()) if alone_s else 0.0
+        return self.begin_s + _AGAIN * max(alone_s, self.seconds) + faults_s
+
+    @property
     def bounds(self) -> Bounds:
         return Bounds.of(ceiling_s=self.ceiling_s, lease_s=self.lease_s, start_s=self.start_s)
 
@@ -120,6 +145,8 @@ class ChaosOptions:
         kinds, seconds, longest_s = self.kinds, self.seconds, self.longest_s
         if self.swarm and kinds is None:
             kinds = SWARM_KINDS
+        if self.exact and kinds is None:
+            kinds = (*kinds_for(self.sharded), Kind.KILL_PEER, Kind.KILL_PEER, Kind.KILL_COORDINATOR)
         if self.kills:
             kinds = tuple(kind for kind in kinds_for(self.sharded) if kind.kills)
             seconds, longest_s = 10 * self.kills * self.gap_s, _DOWN_S
@@ -154,7 +181,7 @@ class ChaosOptions:
         if self.masked:
             where = {**where, "secagg": {"enabled": True}}
             del codec["up"]
-        return {
+        settings: Settings = {
             "name": "chaos",
             "seed": self.seed,
             "model": {"name": "builtin:gpt", "vocabulary": 256, **model},
@@ -169,3 +196,47 @@ class ChaosOptions:
             "storage": {"checkpoint_every": self.checkpoint_every, "keep_updates": 4},
             **where,
         }
+        if not self.exact:
+            return settings
+        # Each peer is in each outer step, or it is not made: then it does not matter how long something took.
+        rounds |= {"quorum": self.peers}
+        strict = {"every": 4, "outer_steps": self.outer_steps, "strict": True}
+        return next(filter(_is_valid, (_over(settings, drawn, strict) for drawn in _drawn(self.seed))))
+
+
+def _drawn(seed: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yield what a run with --exact may train with, without end; not all of it is valid together."""
+    chance = random.Random(seed)
+    while True:
+        mode = chance.choice(("blocking", "forward", "delayed", "eager"))
+        sync: dict[str, Any] = {"mode": mode, "groups": chance.choice((1, 1, 2))}
+        if mode in ("delayed", "eager"):
+            sync["delay"] = chance.choice((1, 2, 3))
+        codec: dict[str, Any] = {
+            "up": chance.choice(("fp32", "int8", "int8", "int4", "e3m0", "topk:k=64")),
+            "down": chance.choice(("fp32", "bf16", "int8")),
+        }
+        if codec["up"] != "fp32":
+            codec |= {"up_residual": chance.choice(("fp32", "bf16", "int8", "local")), "up_decay": chance.choice((1.0, 0.95))}
+        yield {
+            "sync": sync,
+            "codec": codec,
+            "outer": {"optimizer": chance.choice(("nesterov", "nesterov", "sgd")), "lr": 0.7},
+            "inner": {"optimizer": chance.choice(("adamw", "adamw", "muon"))},
+            "penalty": {"enabled": chance.choice((False, True))},
+        }
+
+
+def _over(settings: Settings, drawn: dict[str, dict[str, Any]], sync: dict[str, Any]) -> Settings:
+    """Return the settings with those that are drawn, and [sync], in their place."""
+    drawn["sync"] |= sync
+    drawn["inner"] = {**settings["inner"], **drawn["inner"]}  # type: ignore[dict-item]
+    return {**settings, **drawn}
+
+
+def _is_valid(settings: Settings) -> bool:
+    try:
+        RunConfig.from_mapping(settings)
+    except ConfigError:
+        return False
+    return True

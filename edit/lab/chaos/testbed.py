@@ -129,7 +129,7 @@ class Testbed:
             self.attack(name, self._options.behaviours, self._options.behaviour_s)
             return
         run = ["run", "--home", str(home), "--data", str(self.folder.data / "text.py"), "--threads", "1"]
-        run += ["--metrics", str(self.metrics(name)), "--throttle", str(self._options.throttle)]
+        run += ["--metrics", str(self.metrics(name)), "--throttle", str(self._options.throttle), *self._options.peer_arguments]
         program = self._programs.peer
         if name == SHARDED:
             program = (program[0], *_TORCHRUN, "--nproc-per-node", "2", *program[1:])

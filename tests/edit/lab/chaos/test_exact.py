@@ -1,0 +1,112 @@
+"""`edit-lab chaos --exact`: a seed draws a valid strict run, and a bit that differs between its two runs is found."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from edit.config.run import RunConfig
+from edit.errors import ConfigError
+from edit.lab import processes, procfs
+from edit.lab.chaos.command import run_exact_chaos
+from edit.lab.chaos.exact import Ending, differences
+from edit.lab.chaos.faults import Fault, Kind
+from edit.lab.chaos.options import ChaosOptions
+from tests.edit.lab.chaos.test_chaos_real import Child
+from tests.support import fork_server
+
+
+def test_each_seed_draws_one_strict_run_that_needs_every_peer_and_together_they_have_every_mode() -> None:
+    modes = set()
+    for seed in range(40):
+        options = ChaosOptions(exact=True, seed=seed, peers=3)
+        config = RunConfig.from_mapping(options.run())
+        assert config.sync.strict and config.rounds.quorum == config.rounds.start_peers == 3
+        assert config.sync.outer_steps == options.outer_steps == 120
+        assert options.run() == ChaosOptions(exact=True, seed=seed, peers=3).run()
+        modes.add((config.sync.mode, config.codec.up_residual))
+    assert {mode for mode, _ in modes} == {"blocking", "forward", "delayed", "eager"}
+    assert {residual for _, residual in modes} == {"fp32", "bf16", "int8", "local"}
+
+
+@pytest.mark.parametrize("other", [{"swarm": True, "peers": 5}, {"masked": True, "peers": 5}, {"hostile": 1}, {"kills": 3}])
+def test_what_cannot_be_combined_is_refused(other: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="--exact: cannot be combined"):
+        ChaosOptions(exact=True, **other)  # type: ignore[arg-type]
+
+
+def ending() -> Ending:
+    tensors = {"rank-00000/w": torch.tensor([1.0, float("nan"), 0.0])}
+    return Ending(
+        digests={1: "a" * 64, 2: "b" * 64},
+        outer={"theta.0": torch.ones(3), "residual.0": torch.ones(3, dtype=torch.int8)},
+        peers={"peer-0": ({"steps": 8, "worker": {"outer_step": 2, "loss": float("nan")}}, tensors)},
+    )
+
+
+def other_digest(it: Ending) -> None:
+    it.digests[1] = "c" * 64
+
+
+def other_length(it: Ending) -> None:
+    it.digests[3] = "d" * 64
+
+
+def other_residual(it: Ending) -> None:
+    it.outer["residual.0"][1] = 2
+
+
+def other_zero(it: Ending) -> None:
+    it.peers["peer-0"][1]["rank-00000/w"][2] = -0.0
+
+
+def other_steps(it: Ending) -> None:
+    it.peers["peer-0"][0]["steps"] = 9
+
+
+def lost_tensor(it: Ending) -> None:
+    del it.peers["peer-0"][1]["rank-00000/w"]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (other_digest, "outer step 1 has the digest cccccccccccc, not aaaaaaaaaaaa"),
+        (other_length, "the last outer step is 3, not 2"),
+        (other_residual, "the coordinator's residual.0 has other bits"),
+        (other_zero, "peer-0's rank-00000/w has other bits"),
+        (other_steps, "peer-0's steps is 9, not 8"),
+        (lost_tensor, "peer-0's rank-00000/w is in one of the two runs only"),
+    ],
+)
+def test_each_difference_is_named(change: Callable[[Ending], None], found: str) -> None:
+    one, other = ending(), ending()
+    assert list(differences(one, other)) == []
+    change(other)
+    assert list(differences(one, other)) == [found]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(not procfs.available(), reason="no /proc")
+def test_a_peer_and_the_coordinator_are_killed_and_the_bits_are_those_of_a_run_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_server.start()  # outside of the chaos, which leaves no process behind
+    monkeypatch.setattr(processes, "_spawn", Child)
+    faults = (
+        Fault(number=1, at_s=0.2, kind=Kind.KILL_PEER, target="peer-0", lasts_s=0.2),
+        Fault(number=2, at_s=0.6, kind=Kind.KILL_COORDINATOR, target=processes.COORDINATOR, lasts_s=0.2),
+    )
+    options = ChaosOptions(exact=True, peers=2, seconds=10.0, faults=faults, throttle=1.5, out=tmp_path / "chaos")
+    report = run_exact_chaos(options, True, Console(file=io.StringIO()))
+    values = json.loads(capsys.readouterr().out)
+    assert values == json.loads((options.out / "chaos.json").read_text())
+    assert values["violation"] is None and values["faults"] == {"kill_coordinator": 1, "kill_peer": 1}
+    assert values["digests_compared"] == values["outer_steps"] == 20
+    assert set(report.disturbed.peers) == {"peer-0", "peer-1"} and values["tensors_compared"] > 50
