@@ -97,7 +97,7 @@ class ExactChaos:
         testbed = Testbed(replace(self._options, out=self._options.out / name))
         with ExitStack() as stack:
             stack.enter_context(testbed)
-            self._say(f"{name}: a run of {self._options.peers} peers to outer step {self._options.outer_steps}")
+            self._say(f"{name}: a run of {self._options.peers} peers of about {self._options.outer_steps} outer steps")
             testbed.found()
             began = self._unix()
             for peer in self._options.peer_ids:
@@ -250,7 +250,7 @@ def as_json(report: ExactReport) -> dict[str, Any]:
         "seconds": round(report.seconds, 1),
         "peers": report.options.peers,
         "settings": {name: settings[name] for name in ("sync", "codec", "outer", "inner", "penalty")},
-        "outer_steps": report.options.outer_steps,
+        "outer_steps": max(report.alone.digests, default=0),
         "alone_s": round(report.alone.seconds, 1),
         "disturbed_s": round(report.disturbed.seconds, 1),
         "faults": {kind: kinds.count(kind) for kind in sorted({*kinds})},

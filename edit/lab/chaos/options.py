@@ -118,7 +118,7 @@ class ChaosOptions:
     @property
     def peer_arguments(self) -> tuple[str, ...]:
         """Further arguments of each peer's command."""
-        return ("--checkpoint-every", str(random.Random(self.seed).choice((1, 2, 4)))) if self.exact else ()
+        return ("--checkpoint-every", str(random.Random(f"checkpoints {self.seed}").choice((1, 2, 4)))) if self.exact else ()
 
     def ends_within_s(self, alone_s: float) -> float:
         """Return how long a run with --exact may take; far more than one on a busy machine does. alone_s: what it took before,
@@ -200,7 +200,11 @@ class ChaosOptions:
             return settings
         # Each peer is in each outer step, or it is not made: then it does not matter how long something took.
         rounds |= {"quorum": self.peers}
-        strict = {"every": 4, "outer_steps": self.outer_steps, "strict": True}
+        every, last = 4, self.outer_steps
+        ends: dict[str, Any] = {"outer_steps": last}
+        if random.Random(f"tokens {self.seed}").random() < 0.4:  # when all tokens are merged, which no peer knows beforehand
+            ends = {"outer_steps": 4 * last, "tokens": last * every * self.step_tokens * self.peers}
+        strict = {"every": every, "strict": True, **ends}
         return next(filter(_is_valid, (_over(settings, drawn, strict) for drawn in _drawn(self.seed))))
 
 

@@ -23,16 +23,18 @@ from tests.support import fork_server
 
 
 def test_each_seed_draws_one_strict_run_that_needs_every_peer_and_together_they_have_every_mode() -> None:
-    modes = set()
+    modes, residuals = set(), set()
     for seed in range(40):
         options = ChaosOptions(exact=True, seed=seed, peers=3)
         config = RunConfig.from_mapping(options.run())
         assert config.sync.strict and config.rounds.quorum == config.rounds.start_peers == 3
-        assert config.sync.outer_steps == options.outer_steps == 120
+        tokens = 120 * config.sync.every * options.step_tokens * 3
+        assert (config.sync.outer_steps, config.sync.tokens) in ((120, 0), (480, tokens))
         assert options.run() == ChaosOptions(exact=True, seed=seed, peers=3).run()
-        modes.add((config.sync.mode, config.codec.up_residual))
-    assert {mode for mode, _ in modes} == {"blocking", "forward", "delayed", "eager"}
-    assert {residual for _, residual in modes} == {"fp32", "bf16", "int8", "local"}
+        modes.add((config.sync.mode, config.sync.tokens > 0))
+        residuals.add(config.codec.up_residual)
+    assert len(modes) == 8 and {mode for mode, _ in modes} == {"blocking", "forward", "delayed", "eager"}
+    assert residuals == {"fp32", "bf16", "int8", "local"}
 
 
 @pytest.mark.parametrize("other", [{"swarm": True, "peers": 5}, {"masked": True, "peers": 5}, {"hostile": 1}, {"kills": 3}])
