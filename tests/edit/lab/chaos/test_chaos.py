@@ -521,6 +521,12 @@ def test_a_chaos_does_not_take_the_folder_of_another_that_runs(tmp_path, kind):
         kind(options, lambda _: None).run()
 
 
+def test_the_number_of_kills_has_two_bounds() -> None:
+    for kills in (-3, 10_001):
+        with pytest.raises(ConfigError, match=f"--kills {kills}: must be between 0 and 10000"):
+            ChaosOptions(kills=kills)
+
+
 def test_what_cannot_begin_mounts_nothing_and_wipes_nothing(tmp_path):
     out = tmp_path / "chaos"
     with pytest.raises(ConfigError, match="at least one kind"):
