@@ -61,7 +61,7 @@ def verify(
     if hashes and sample is not None:
         raise ConfigError("--sample: has no effect with --hashes, which leaves out all signatures")
     notes = _cosigned(state)  # first: the log may grow meanwhile
-    log, signed = _verified(state, key, 0 if hashes else sample)
+    log, signed, _ = _verified(state, key, 0 if hashes else sample)
     cosigned = {size: members for size, members in (_checked(log, path, note) for path, note in notes) if members}
     if as_json:
         typer.echo(json.dumps({**_said(log, signed), "cosigned": cosigned}))
@@ -97,7 +97,7 @@ def usage(state: _Log = Path("edit-run"), key: _Key = "", as_json: _Json = False
 
     Example: edit-coordinator audit usage --state my-run
     """
-    log, _ = _verified(state, key)
+    log, _, _ = _verified(state, key)
     if as_json:
         typer.echo(json.dumps(usage_values(log)))
         return
@@ -119,7 +119,7 @@ def replay(
 
     Example: edit-coordinator audit replay --step 12 --state my-run
     """
-    log, signed = _verified(state, key, 0)
+    log, signed, _ = _verified(state, key, 0)
     assert log.key is not None
     with loading():
         from aggregator.audit_replay import replay_step
@@ -164,10 +164,8 @@ def export(
     if of and not provenance:
         raise ConfigError("--of: has no effect without --provenance")
     notes = _cosigned(state)
-    log, _ = _verified(state, key)
+    log, signed, head = _verified(state, key)
     assert log.key is not None
-    head = (state / AUDIT_HEAD).read_bytes()
-    signed = log.check_head(head)
     for path, note in notes:
         _checked(log, path, note)
     lines = b"".join(line + b"\n" for line in itertools.islice(entries_of(state / AUDIT_LOG), signed))
@@ -206,10 +204,9 @@ def card(
 
     if out.exists():
         raise ConfigError(f"{out}: exists; name a new file")
-    log, _ = _verified(state, key)
+    log, signed, head = _verified(state, key)
     assert log.key is not None
-    head = (state / AUDIT_HEAD).read_bytes()
-    text = model_card(itertools.islice(entries_of(state / AUDIT_LOG), log.check_head(head)), log.key, head.decode())
+    text = model_card(itertools.islice(entries_of(state / AUDIT_LOG), signed), log.key, head.decode())
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -304,8 +301,8 @@ def _words_of(data: DataStatement) -> str:
     return "; ".join(filter(None, (data.statement, licence, manifest)))
 
 
-def _verified(state: Path, key: str, sample: int | None = None) -> tuple[LogVerifier, int]:
-    """Return the verifier after all entries, and for how many of them the head is signed.
+def _verified(state: Path, key: str, sample: int | None = None) -> tuple[LogVerifier, int, bytes]:
+    """Return the verifier after all entries, for how many of them the head is signed, and that head.
 
     Raises ConfigError for files that are not there, LogFault.
     """
@@ -324,7 +321,7 @@ def _verified(state: Path, key: str, sample: int | None = None) -> tuple[LogVeri
         raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
     except LogFault as error:
         raise LogFault(f"{path}: {printable(str(error))}") from error
-    return log, signed
+    return log, signed, head
 
 
 def _cosigned(state: Path) -> list[tuple[Path, bytes]]:

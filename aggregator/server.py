@@ -174,7 +174,7 @@ class Coordinator:
             keep_settings=folder.keep_settings,
             clock=clock,
         )
-        first_round_id = folder.first_round_id()
+        first_round_id = folder.first_round_id(clock.unix())
         run = Run(
             folder.run_id,
             config,

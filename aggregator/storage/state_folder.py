@@ -1,4 +1,4 @@
-"""The folder of one run: where each file lies, the exclusive lock, the bound addresses, and how often the run was started.
+"""The folder of one run: where each file lies, the exclusive lock, the bound addresses, and the number of each start.
 
 A run that is spread over several aggregators has a folder for each; aggregator 0's is the coordinator's.
 """
@@ -37,7 +37,7 @@ AUDIT_KEY = "audit-log.key"  # the log's public key, where it was exported
 AUTHORITY = "ca.pem"  # the certificate of the run's authority
 
 FORMAT = 1  # of run.json
-ROUNDS_PER_START = 10**10  # round ids of one start; a year of aborted rounds does not use them up
+ROUNDS_PER_START = 10**9  # round ids of one start; many more than rounds can be opened in a second
 MAX_STARTS = (1 << 63) // ROUNDS_PER_START - 1  # round ids have 63 bits
 _SERVE_WRITES = "remove it; `edit-coordinator serve` writes it anew"
 
@@ -98,7 +98,7 @@ class StateFolder:
         self.deadlines = path / "deadlines.json"  # the peers' measured times, so that a restart need not measure them again
         self.orders = path / "orders.json"  # whether the operator paused or drained the run
         self.high_water = path / "high-water.json"  # the last committed outer step, beside the journal
-        self.incarnation = path / "incarnation"  # how often `serve` was started: no two starts use the same round ids
+        self.incarnation = path / "incarnation"  # the number of the last start of `serve`: no two starts use the same round ids
         self.metrics = path / "metrics.jsonl"
         self.privacy_ledger = path / "privacy-ledger.jsonl"  # attempts at outer steps with noise
         self.outer = path / "outer"  # checkpoints and journals of the outer state
@@ -260,8 +260,14 @@ class StateFolder:
         """Lock the folder for this process: see `lock_folder`."""
         return lock_folder(self.path, "another coordinator is serving this folder")
 
-    def first_round_id(self) -> int:
-        """Count this start, durably, and return a round id larger than any of an earlier start. Raises StorageError."""
+    def first_round_id(self, now: float) -> int:
+        """Number this start, durably, and return a round id larger than any of an earlier start. Raises StorageError.
+
+        The number follows the clock, so that it is larger also where an older copy of the folder was restored: a peer that runs
+        contributes only to rounds newer than those that it knows. Where the clock is behind, it follows the last number.
+
+        now: seconds since 1970.
+        """
         mend = f"write a number larger than any before into it: the ids of rounds in {self.metrics.name} begin with it"
         try:
             last = int(self.incarnation.read_bytes())
@@ -272,9 +278,10 @@ class StateFolder:
         except (OSError, ValueError) as error:
             raise StorageError(f"{self.incarnation}: is damaged; {mend}") from error
         if not 0 <= last < MAX_STARTS:
-            raise StorageError(f"{self.incarnation}: {last} is not a number of starts; {mend}")
-        write_atomic(self.incarnation, str(last + 1).encode())
-        return (last + 1) * ROUNDS_PER_START + 1
+            raise StorageError(f"{self.incarnation}: {last} is not a number of a start; {mend}")
+        start = max(last + 1, int(now))
+        write_atomic(self.incarnation, str(start).encode())
+        return start * ROUNDS_PER_START + 1
 
     @property
     def founded(self) -> bool:

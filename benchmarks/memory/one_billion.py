@@ -49,7 +49,7 @@ FRAGMENTS = 40
 def found(folder: StateFolder, schema: Schema) -> None:
     """Write a run of zeros."""
     config = folder.config()
-    folder.first_round_id()  # as a coordinator that founds it would have done
+    folder.first_round_id(0.0)  # as a coordinator that founds it would have done
     store = Store(folder.outer, config, folder.run_id)
     store.found(OuterState(schema, config, [torch.zeros(fragment.numel) for fragment in schema.fragments]))
     store.close()

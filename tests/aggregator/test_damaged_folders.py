@@ -82,8 +82,8 @@ def write(name: str, text: str) -> Callable[[Path], object]:
         (write("orders.json", DEEP), r"orders\.json: is damaged .*nested too deeply"),
         (write("high-water.json", DEEP), r"high-water\.json: is damaged .*nested too deeply"),
         (write("incarnation", "two"), r"incarnation: is damaged; write a number larger than any before into it"),
-        (write("incarnation", "-3"), r"incarnation: -3 is not a number of starts"),
-        (write("incarnation", str(MAX_STARTS)), r"incarnation: \d+ is not a number of starts"),
+        (write("incarnation", "-3"), r"incarnation: -3 is not a number of a start"),
+        (write("incarnation", str(MAX_STARTS)), r"incarnation: \d+ is not a number of a start"),
         (lambda path: (path / "ca.key").chmod(0o644), r"ca\.key: others can read this key \(mode 0644\); run: chmod 600 /"),
         (lambda path: (path / "ca.key").chmod(0o640), r"ca\.key: others can read this key \(mode 0640\); run: chmod 600 /"),
     ],
@@ -192,16 +192,28 @@ def test_a_founded_run_without_its_number_of_starts_is_not_served(folder: StateF
             assert run.coordinator.run.rounds.machine.phase.name == "GATHERING"
 
     asyncio.run(scenario())
-    assert folder.first_round_id() == 9 * ROUNDS_PER_START + 1
+    assert int(folder.incarnation.read_text()) > 7
 
 
 def test_the_ids_of_two_starts_never_meet(tmp_path: Path) -> None:
-    folder = new_folder(tmp_path / "run")
-    first, second = folder.first_round_id(), folder.first_round_id()
-    in_a_year_of_aborts = 365 * 86_400 * 250  # 2,015 of them were seen in 8 seconds
+    folder, now, year = new_folder(tmp_path / "run"), 1_800_000_000.0, 365 * 86_400
+    first, second = folder.first_round_id(now), folder.first_round_id(now + year)
+    in_a_year_of_aborts = year * 250  # 2,015 of them were seen in 8 seconds
     assert second > first + in_a_year_of_aborts
+    assert folder.first_round_id(now) == second + ROUNDS_PER_START  # the clock was set back
     folder.incarnation.write_text(str(MAX_STARTS - 1))
-    assert folder.first_round_id() + ROUNDS_PER_START <= MAX_COUNT
+    assert folder.first_round_id(now) + ROUNDS_PER_START <= MAX_COUNT
+
+
+def test_the_ids_of_a_start_from_an_older_copy_are_newer_than_any(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run")
+    folder.incarnation.write_text("3")  # as an earlier version counted them, ten times as many ids to each
+    starts = [folder.first_round_id(1_800_000_000.0)]
+    copy = folder.incarnation.read_bytes()
+    starts += [folder.first_round_id(1_800_000_000.0 + each) for each in (10, 20)]
+    folder.incarnation.write_bytes(copy)
+    starts.append(folder.first_round_id(1_800_000_030.0))
+    assert starts == sorted(set(starts)) and starts[0] > 3 * 10**10 + 10**10
 
 
 def test_a_missing_key_of_the_server_is_made_anew_with_one_line(folder: StateFolder, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from aggregator.audit_verification import verified_log
 from aggregator.cli import app
 from aggregator.control.status import run_status
 from aggregator.storage.store import load_outer
@@ -209,6 +211,36 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
         command("verify", "--state", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="keeps no audit log"):
         command("verify", "--state", str(new_folder(tmp_path / "plain").path))
+
+
+@pytest.mark.parametrize(("command", "out"), [("export", "copy"), ("card", "card.md")])
+def test_a_log_that_grows_while_it_is_verified_is_copied_as_it_was_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, out: str
+) -> None:
+    folder, then = new_folder(tmp_path / "run", toml=AUDITED), tmp_path / "then"
+
+    async def scenario() -> None:
+        async with served(folder) as run, run.signing_peer("a") as a:
+            await found_run(a[0])
+            await commit_one([a], 0)
+            shutil.copytree(folder.path, then, ignore=shutil.ignore_patterns(".*.tmp"))
+            await commit_one([a], 1)
+
+    def grows(*args: Any, **options: Any) -> LogVerifier:
+        log = verified_log(*args, **options)
+        for name in ("audit-log.jsonl", "audit-log.head"):
+            shutil.copy(folder.path / name, then / name)
+        return log
+
+    asyncio.run(scenario())
+    head = (then / "audit-log.head").read_text()
+    monkeypatch.setattr("aggregator.audit_commands.verified_log", grows)
+    app(["audit", command, str(tmp_path / out), "--state", str(then)], standalone_mode=False)
+    if command == "card":
+        assert head.splitlines()[2] in (tmp_path / out).read_text()  # the root
+    else:
+        assert (tmp_path / out / "audit-log.head").read_text() == head
+        assert verified(tmp_path / out).commits == 1
 
 
 def test_provenance_says_what_the_log_says_and_is_signed_with_its_key(tmp_path: Path) -> None:

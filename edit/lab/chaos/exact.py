@@ -28,6 +28,7 @@ from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.invariants import Violation
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.testbed import Testbed
+from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.processes import COORDINATOR
 from edit.lab.tail import JsonLines
 from peers.training.checkpoint_files import last_checkpoint
@@ -78,6 +79,11 @@ class ExactChaos:
 
     def run(self) -> ExactReport:
         """Make both runs, compare them, and return the report. Raises ChildDied when one cannot begin."""
+        with DemoFolder(self._options.out, "chaos").claim():
+            self._run()
+        return self.report
+
+    def _run(self) -> None:
         began = self._unix()
         try:
             self._make(ALONE, (), self.report.alone)
@@ -90,7 +96,6 @@ class ExactChaos:
             pass
         finally:
             self.report.seconds = self._unix() - began
-        return self.report
 
     def _make(self, name: str, schedule: tuple[Fault, ...], ending: Ending) -> None:
         """Make one run in a folder of its own, and read what it ends with."""

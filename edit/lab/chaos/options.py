@@ -87,7 +87,7 @@ class ChaosOptions:
         if not 1 <= self.peers <= 64:
             raise ConfigError(f"--peers {self.peers}: must be between 1 and 64")
         if not 0 <= self.kills <= 10_000:
-            raise ConfigError(f"--kills {self.kills}: must be at most 10000")
+            raise ConfigError(f"--kills {self.kills}: must be between 0 and 10000")
         if not 0 <= self.hostile < self.peers:
             raise ConfigError(f"--hostile {self.hostile}: must be fewer than the {self.peers} honest peers, or 0")
 

@@ -94,8 +94,7 @@ class SwarmChaos:
             raise ConfigError("edit-lab chaos needs /proc, which this system does not have")
         self._history = SwarmHistory(options.peer_ids, options.parts)
         self.report = SwarmReport(options, options.schedule(), self._history)
-        self._folder = DemoFolder(options.out)
-        self._folder.claim()
+        self._folder = DemoFolder(options.out, "chaos")
         self._supervisor = Supervisor(self._folder.logs, patience_s=_PATIENCE_S)
         self._network = Network(options.peer_ids, _MBIT)
         self._members = {slot: _Member(slot, slot) for slot in options.peer_ids}
@@ -108,6 +107,7 @@ class SwarmChaos:
     def run(self) -> SwarmReport:
         """Run to the end, or to the first broken rule, and return the report. Raises ChildDied, ConfigError."""
         with ExitStack() as stack:
+            stack.enter_context(self._folder.claim())
             left = stack.enter_context(marked_processes())
             stack.enter_context(self._network)
             stack.enter_context(self._supervisor)

@@ -52,8 +52,7 @@ class Testbed:
         if not procfs.available():
             raise ConfigError("edit-lab chaos needs /proc, which this system does not have")
         self._options, self._programs = options, programs or Programs()
-        self.folder = DemoFolder(options.out)
-        self.folder.claim()
+        self.folder = DemoFolder(options.out, "chaos")
         self._supervisor = Supervisor(self.folder.logs, patience_s=_PATIENCE_S)
         self._links: dict[str, Link] = {}
         self._open = contextlib.ExitStack()
@@ -62,6 +61,7 @@ class Testbed:
         self.left_behind: list[str] = []
 
     def __enter__(self) -> Self:
+        self._open.enter_context(self.folder.claim())
         self.disk = open_disk(self.folder.state, self._options.disk_bytes)
         self._open.callback(self.disk.close)
         self.left_behind = self._open.enter_context(marked_processes())

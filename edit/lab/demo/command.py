@@ -98,8 +98,12 @@ def run_demo(options: DemoOptions, console: Console, dependencies: Dependencies 
     """
     torch.set_num_threads(1)
     folder = DemoFolder(options.out)
-    folder.claim()
-    demo = Demo(options, folder, dependencies or Dependencies(), console)
+    with folder.claim():
+        return _run(Demo(options, folder, dependencies or Dependencies(), console), folder, console)
+
+
+def _run(demo: Demo, folder: DemoFolder, console: Console) -> Results:
+    """See `run_demo`."""
     with terminated_as_interrupt():
         try:
             with demo:

@@ -75,9 +75,13 @@ class Comparison:
 
 def run_hostile_demo(options: DemoOptions, console: Console, dependencies: Dependencies | None = None) -> Comparison:
     """Run all three, compare them, verify the logs; print and write the results. Raises as `run_demo` does."""
-    dependencies = dependencies or Dependencies()
     folder = DemoFolder(options.out)
-    folder.claim()
+    with folder.claim():
+        return _run(options, folder, console, dependencies or Dependencies())
+
+
+def _run(options: DemoOptions, folder: DemoFolder, console: Console, dependencies: Dependencies) -> Comparison:
+    """See `run_hostile_demo`."""
     runs = {
         "penalty": replace(options, out=folder.path / "penalty"),
         "robust": replace(options, out=folder.path / "robust", robust=True, alone=False),

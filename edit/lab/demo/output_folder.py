@@ -1,35 +1,69 @@
-"""The output folder of the demo and of chaos: the names of its files. Only a folder that a demo created is ever wiped."""
+"""The output folder of the demo and of chaos: the names of its files. Only what such a command made is ever removed."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from edit.durable_files import lock_file
 from edit.errors import ConfigError
+from edit.plain_text import reason_of
 
 __all__ = ["DemoFolder"]
 
-_MARKER = ".edit-lab-demo"
+_MADE = {  # what each command makes in its folder
+    "demo": (
+        *("run.toml", "coordinator", "data", "logs", "lone", "peers"),
+        *("metrics.jsonl", "results.json", "report.html", "sample.txt", "outer.safetensors"),
+        *("penalty", "robust", "masked"),  # with --hostile
+    ),
+    "chaos": (
+        *("run.toml", "coordinator", "coordinator.kept", "copy", "data", "logs", "peers", "metrics", "chaos.json"),
+        *("alone", "disturbed"),  # with --exact
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class DemoFolder:
-    """The files of one demo. Call `claim` first."""
+    """The files of one demo, or of one chaos. Use it only inside `claim`."""
 
     path: Path
+    command: str = "demo"  # or "chaos"
 
-    def claim(self) -> None:
-        """Create or empty the folder and mark it as a demo's. Raises ConfigError when it holds something else."""
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Create and mark the folder, or remove what the same command has made in it before; hold it for this process.
+
+        Raises ConfigError when it holds something else, or the command is at work in it; StorageError where there are no locks.
+        """
+        folder, command = Path(os.path.realpath(self.path)), f"`edit-lab {self.command}`"
+        marker = folder / f".edit-lab-{self.command}"
         try:
-            if self.path.exists():
-                if not self.path.is_dir() or (any(self.path.iterdir()) and not (self.path / _MARKER).exists()):
-                    raise ConfigError(f"--out {self.path}: exists and is no demo's folder; choose another, nothing was changed")
-                shutil.rmtree(self.path)
-            self.path.mkdir(parents=True)
-            (self.path / _MARKER).write_text("edit-lab demo may wipe this folder\n")
+            if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not marker.exists())):
+                raise ConfigError(
+                    f"--out {self.path}: exists and is no folder of {command}; choose another, nothing was changed"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            file = marker.open("a", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--out {self.path}: cannot be written ({error.strerror})") from error
+            raise ConfigError(f"--out {self.path}: cannot be written ({reason_of(error)})") from error
+        with file:
+            if not lock_file(file.fileno(), marker):
+                raise ConfigError(f"--out {self.path}: another {command} is at work there; choose another folder")
+            try:
+                if file.tell() == 0:
+                    file.write(f"{command} may remove what it has made here\n")
+                    file.flush()
+                for name in _MADE[self.command]:
+                    _remove(folder / name)
+            except OSError as error:
+                raise ConfigError(f"--out {self.path}: cannot be written ({reason_of(error)})") from error
+            yield
 
     @property
     def run_toml(self) -> Path:
@@ -77,3 +111,11 @@ class DemoFolder:
     @property
     def checkpoint(self) -> Path:
         return self.path / "outer.safetensors"
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder that need not be there. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -65,7 +65,7 @@ def test_a_model_that_is_not_the_parameters_is_refused_before_anything_is_writte
     toml = SERVED_TOML.replace('name = "entry:mine"', 'name = "builtin:gpt"\nlayers = 2\nheads = 2\nwidth = 4')
     folder = new_folder(tmp_path / "run", toml=toml + "[audit]\nenabled = true\n")
     schema = gpt_schema(layers=2, width=4, vocabulary=256)
-    folder.first_round_id()
+    folder.first_round_id(0.0)
     opened(folder, schema=schema).close()
     before = folder.run_toml.read_bytes(), (folder.path / "audit-log.jsonl").read_bytes()
     with pytest.raises(ConfigError) as refused:
@@ -87,7 +87,7 @@ def test_a_level_of_privacy_that_is_refused_leaves_no_ledger_and_one_without_att
     toml = SERVED_TOML.replace('name = "entry:mine"', 'name = "builtin:gpt"\nlayers = 2\nheads = 2\nwidth = 4')
     folder = new_folder(tmp_path / "run", toml=toml + "[audit]\nenabled = true\n")
     if founded:
-        folder.first_round_id()
+        folder.first_round_id(0.0)
         opened(folder, schema=gpt_schema(layers=2, width=4, vocabulary=256)).close()
     before = folder.run_toml.read_bytes()
     with pytest.raises(ConfigError, match="the noise of an outer step is"):
@@ -109,7 +109,7 @@ def test_where_the_port_is_in_use_run_toml_has_the_setting_as_the_log_has(tmp_pa
         toml = SERVED_TOML.replace('\nlisten = "127.0.0.1:0"', f'\nlisten = "127.0.0.1:{port}"')
         folder = new_folder(tmp_path / "run", toml=toml + '[audit]\nenabled = true\n[average]\nkind = "ema"\n')
         if founded:
-            folder.first_round_id()
+            folder.first_round_id(0.0)
             opened(folder).close()
         with pytest.raises(ConfigError, match="is the port in use"):
             asyncio.run(start(folder, "sync.every=7", "average.kind=none"))
@@ -122,7 +122,7 @@ def test_where_the_port_is_in_use_run_toml_has_the_setting_as_the_log_has(tmp_pa
 
 def test_settings_that_were_refused_below_the_high_water_mark_are_not_kept(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run", toml=SERVED_TOML + "[audit]\nenabled = true\n")
-    folder.first_round_id()
+    folder.first_round_id(0.0)
     opened(folder).close()
     write_json(folder.high_water, {"outer_step": 3, "digest": "0" * 64}, version=1)
     before = folder.run_toml.read_bytes(), (folder.path / "audit-log.jsonl").read_bytes()
@@ -260,7 +260,7 @@ def test_a_run_without_a_log_is_served_as_run_toml_says(tmp_path: Path) -> None:
 
 def test_commands_go_by_the_configuration_in_force(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run", toml=TOML)
-    folder.first_round_id()
+    folder.first_round_id(0.0)
     opened(folder).close()
     governance = TOML[TOML.index("[governance]") :]
     unapproved = TOML.replace(governance, '[aggregators]\naddresses = ["127.0.0.1:1"]\n').replace(

@@ -16,12 +16,15 @@ from edit.errors import ConfigError
 from edit.lab import procfs
 from edit.lab.chaos.command import _show
 from edit.lab.chaos.disk import BoundedFiles
+from edit.lab.chaos.exact import ExactChaos
 from edit.lab.chaos.faults import Fault, Kind, draw_schedule, kinds_for
 from edit.lab.chaos.harness import Chaos, Report, RuleBroken
 from edit.lab.chaos.history import Files, History, Incident, Memory, Recovered
 from edit.lab.chaos.invariants import Bounds, Violation, broken, broken_at_end, journal_differs, may_not_start
 from edit.lab.chaos.options import ChaosOptions
 from edit.lab.chaos.outcome import as_json, tables
+from edit.lab.chaos.swarm import SwarmChaos
+from edit.lab.demo.output_folder import DemoFolder
 from edit.lab.processes import COORDINATOR
 
 PEERS = ("a", "b", "c")
@@ -509,6 +512,19 @@ def test_bounded_files_are_bounded_and_freed_again(sleeper: subprocess.Popen[byt
     assert resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE)[0] == 1000
     disk.free(sleeper.pid)
     assert resource.prlimit(sleeper.pid, resource.RLIMIT_FSIZE)[0] == before[1]
+
+
+@pytest.mark.parametrize("kind", [Chaos, SwarmChaos, ExactChaos])
+def test_a_chaos_does_not_take_the_folder_of_another_that_runs(tmp_path, kind):
+    options = ChaosOptions(out=tmp_path / "chaos", swarm=kind is SwarmChaos, exact=kind is ExactChaos)
+    with DemoFolder(options.out, "chaos").claim(), pytest.raises(ConfigError, match="another `edit-lab chaos` is at work"):
+        kind(options, lambda _: None).run()
+
+
+def test_the_number_of_kills_has_two_bounds() -> None:
+    for kills in (-3, 10_001):
+        with pytest.raises(ConfigError, match=f"--kills {kills}: must be between 0 and 10000"):
+            ChaosOptions(kills=kills)
 
 
 def test_what_cannot_begin_mounts_nothing_and_wipes_nothing(tmp_path):

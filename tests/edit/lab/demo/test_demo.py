@@ -222,24 +222,75 @@ def test_a_peer_that_dies_unasked_is_named_with_its_last_words(tmp_path):
     assert no_process_left(tmp_path / "demo")
 
 
-def test_only_a_demos_own_folder_is_wiped(tmp_path):
-    folder = DemoFolder(tmp_path / "out")
-    folder.claim()
-    (folder.path / "old").touch()
-    folder.claim()
-    assert not (folder.path / "old").exists()
-    precious = DemoFolder(tmp_path / "thesis")
+def left_by(command: str, path: Path) -> DemoFolder:
+    """The folder of an earlier call, with a file that the user has put there."""
+    folder = DemoFolder(path, command)
+    with folder.claim():
+        folder.run_toml.touch()
+        folder.home("peer-0").mkdir(parents=True)
+    (path / "notes.txt").write_text("mine")
+    return folder
+
+
+def names(path: Path) -> set[str]:
+    return {each.name for each in path.iterdir()}
+
+
+@pytest.mark.parametrize("command", ["demo", "chaos"])
+def test_only_what_the_command_made_is_removed(tmp_path, command):
+    folder = left_by(command, tmp_path / "out")
+    with folder.claim():
+        assert names(folder.path) == {f".edit-lab-{command}", "notes.txt"}
+    precious = DemoFolder(tmp_path / "thesis", command)
     precious.path.mkdir()
-    (precious.path / "chapter-1").touch()
-    with pytest.raises(ConfigError, match="nothing was changed"):
-        precious.claim()
-    assert (precious.path / "chapter-1").exists()
+    (precious.path / "logs").touch()
+    with pytest.raises(ConfigError, match="nothing was changed"), precious.claim():
+        pass
+    assert names(precious.path) == {"logs"}
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ConfigError, match="no demo's folder"):
-        DemoFolder(file).claim()
+    with pytest.raises(ConfigError, match=f"no folder of `edit-lab {command}`"), DemoFolder(file, command).claim():
+        pass
     (tmp_path / "empty").mkdir()
-    DemoFolder(tmp_path / "empty").claim()
+    with DemoFolder(tmp_path / "empty", command).claim():
+        pass
+
+
+@pytest.mark.parametrize(("command", "other"), [("demo", "chaos"), ("chaos", "demo")])
+def test_neither_command_takes_the_folder_of_the_other(tmp_path, command, other):
+    folder = left_by(other, tmp_path / "out")
+    before = names(folder.path)
+    with pytest.raises(ConfigError, match="nothing was changed"), DemoFolder(folder.path, command).claim():
+        pass
+    assert names(folder.path) == before
+
+
+def test_the_folder_of_a_demo_that_runs_is_left_alone(tmp_path):
+    first = DemoFolder(tmp_path / "out")
+    with first.claim():
+        first.run_toml.touch()
+        with pytest.raises(ConfigError, match="another `edit-lab demo` is at work there; choose another folder"):
+            run_demo(DemoOptions(steps=600, out=first.path), console()[0], dependencies())
+        with pytest.raises(ConfigError, match="is at work there"):
+            run_hostile_demo(DemoOptions(peers=7, hostile=True, out=first.path), console()[0], dependencies())
+        assert first.run_toml.exists()
+    with first.claim():
+        assert not first.run_toml.exists()
+
+
+def test_the_present_folder_and_a_link_to_one_are_taken(tmp_path, monkeypatch):
+    folder = left_by("demo", tmp_path / "out")
+    (tmp_path / "link").symlink_to("out")
+    (tmp_path / "dangling").symlink_to("new")
+    for link in ("link", "dangling"):
+        with DemoFolder(tmp_path / link).claim():
+            (tmp_path / link / "run.toml").touch()
+    assert (tmp_path / "new/run.toml").exists()
+    folder.home("peer-0").parent.symlink_to(tmp_path / "new")  # what a link in it leads to is not the command's
+    monkeypatch.chdir(folder.path)
+    with DemoFolder(Path()).claim():
+        assert names(folder.path) == {".edit-lab-demo", "notes.txt"}
+    assert (tmp_path / "new/run.toml").exists()
 
 
 @pytest.fixture
