@@ -17,6 +17,7 @@ from edit.config.run import RunConfig, ServerConfig
 from edit.durable_files import lock_file, read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json, quoted, reason_of
+from edit.records import ROUNDS_PER_START
 from editpb.folder_kinds import kind_of_folder
 
 __all__ = [
@@ -37,8 +38,10 @@ AUDIT_KEY = "audit-log.key"  # the log's public key, where it was exported
 AUTHORITY = "ca.pem"  # the certificate of the run's authority
 
 FORMAT = 1  # of run.json
-ROUNDS_PER_START = 10**9  # round ids of one start; many more than rounds can be opened in a second
-MAX_STARTS = (1 << 63) // ROUNDS_PER_START - 1  # round ids have 63 bits
+_NOT_MET = (
+    86_400  # from one start's number to the next where the clock does not tell them apart: ids for years of aborted rounds
+)
+MAX_STARTS = (1 << 63) // ROUNDS_PER_START - _NOT_MET  # round ids have 63 bits; for two centuries they are below 2^53
 _SERVE_WRITES = "remove it; `edit-coordinator serve` writes it anew"
 
 
@@ -264,7 +267,7 @@ class StateFolder:
         """Number this start, durably, and return a round id larger than any of an earlier start. Raises StorageError.
 
         The number follows the clock, so that it is larger also where an older copy of the folder was restored: a peer that runs
-        contributes only to rounds newer than those that it knows. Where the clock is behind, it follows the last number.
+        contributes only to rounds newer than those that it knows. Where the clock is behind, it is far above the last number.
 
         now: seconds since 1970.
         """
@@ -277,9 +280,9 @@ class StateFolder:
             last = 0
         except (OSError, ValueError) as error:
             raise StorageError(f"{self.incarnation}: is damaged; {mend}") from error
-        if not 0 <= last < MAX_STARTS:
+        if not 0 <= last < MAX_STARTS - _NOT_MET:
             raise StorageError(f"{self.incarnation}: {last} is not a number of a start; {mend}")
-        start = max(last + 1, int(now))
+        start = int(now) if now >= last + 1 else last + _NOT_MET
         write_atomic(self.incarnation, str(start).encode())
         return start * ROUNDS_PER_START + 1
 
