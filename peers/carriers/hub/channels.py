@@ -119,6 +119,12 @@ class Channels:
         self._turn, self.failures, self.rtt_s = 0, 0, 0.0
         self._wake()
 
+    def move(self, endpoint: str) -> None:
+        """The aggregator is served there from now on, and nowhere else. What goes on with another address ends."""
+        self._endpoints = (endpoint,)
+        self._turn, self.failures, self.rtt_s = 0, 0, 0.0
+        self._moved()
+
     @contextlib.asynccontextmanager
     async def while_here(self) -> AsyncIterator[None]:
         """Raise TransportError in what this surrounds as soon as the aggregator is known to be elsewhere."""

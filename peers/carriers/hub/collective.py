@@ -100,7 +100,7 @@ _HIDDEN: Mapping[str, Any] = MappingProxyType(
 
 
 class Siblings:
-    """What the connections of one peer share: one parsed configuration, one snapshot server, one start.
+    """What the connections of one peer share: one parsed configuration, one snapshot server, one start, and where they go.
 
     They begin to train together: no aggregator waits for this peer while it still reads the snapshots of the others.
 
@@ -108,6 +108,7 @@ class Siblings:
         connections: how many there are.
         parser: of the configuration.
         server: of this peer's snapshots; heartbeats tell of it.
+        further: to the further aggregators, in their order.
     """
 
     def __init__(
@@ -115,9 +116,12 @@ class Siblings:
         connections: int = 1,
         parser: ConfigParser | None = None,
         server: SnapshotServer | None = None,
+        further: Sequence[Channels] = (),
     ) -> None:
         self.parser = parser or ConfigParser()
         self.server = server
+        self._further = further
+        self._addresses: tuple[str, ...] | None = None  # of them, by the coordinator's last configuration
         self._connections = connections
         self._joined: list[HubCollective] = []
 
@@ -125,6 +129,23 @@ class Siblings:
         """Note that `connection` has joined; return all of them once the last has, else none."""
         self._joined.append(connection)
         return tuple(self._joined) if len(self._joined) == self._connections else ()
+
+    def configured(self, config: RunConfig) -> None:
+        """Go to the further aggregators where the coordinator's configuration says that they are. On the loop's thread."""
+        before, self._addresses = self._addresses, config.aggregators.addresses
+        if self._addresses == before:
+            return
+        if len(self._addresses) != len(self._further):
+            _log.warning(
+                "the run has %d aggregators now, this peer goes on with %d; start it again to take part with all",
+                config.aggregators.count,
+                1 + len(self._further),
+            )
+            return
+        for number, (channels, address) in enumerate(zip(self._further, self._addresses, strict=True), start=1):
+            if channels.endpoints != (address,):
+                _log.info("aggregator %d is at %s now, not at %s", number, address, channels.endpoint)
+                channels.move(address)
 
 
 class Follower(Protocol):
@@ -237,6 +258,7 @@ class HubCollective:
             report=self._report,
             parser=self._siblings.parser,
             changed=self._advance,
+            configured=self._siblings.configured if self._aggregator == 0 else lambda config: None,
         )
         self._io.spawn(attendance.run())
         self._found_or_wait(schema, found)

@@ -152,6 +152,7 @@ class Attendance:
         report: what heartbeats say.
         parser: of the configuration in a Welcome.
         changed: called after every message and every loss of the connection.
+        configured: called with the configuration of each Welcome under which this peer takes part.
         clock: monotonic seconds.
     """
 
@@ -166,6 +167,7 @@ class Attendance:
         report: Report,
         parser: ConfigParser,
         changed: Callable[[], None],
+        configured: Callable[[RunConfig], None] = lambda config: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channels = channels
@@ -176,6 +178,7 @@ class Attendance:
         self._report = report
         self._parser = parser
         self._changed = changed
+        self._configured = configured
         self._clock = clock
         self._config: RunConfig | ConfigError | RefusedError | None = None  # of the last Welcome
         self._nudge = asyncio.Event()  # set: a heartbeat is due now
@@ -310,6 +313,8 @@ class Attendance:
             return None
         if (wrong := self._session.welcomed(welcome)) is None:
             self._channels.welcomed(welcome.first_round_id)
+            if isinstance(self._config, RunConfig):
+                self._configured(self._config)
         return wrong
 
     def _refused(self, error: grpc.aio.AioRpcError) -> str:
