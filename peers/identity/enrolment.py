@@ -26,7 +26,7 @@ from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, VERSION, Invitation, guest_key, is_endpoint
 from editpb.transport.channel_options import attempts, connect_ms
 from editpb.transport.status import from_rpc, handshake_refusal
-from editpb.validity import Notice, Validity
+from editpb.validity import Validity
 from peers.carriers.hub.channels import enrolment_channel
 from peers.carriers.hub.kept_receipts import pinned_key
 from peers.identity.peer_folder import PeerFolder, key_pem
@@ -107,7 +107,8 @@ def join(
         request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
         reply = _first_answer(invited, lambda door, within_ms: _call(door, authority, request, timeout_s, within_ms))
         _check_reply(reply, invited, authority, key)
-        _check_clock(reply.certificate_der, now)
+        signer = "the coordinator's clock" if invited.swarm is None else "the clock of the member that signed it"
+        _check_clock(reply.certificate_der, now, signer)
         endpoints = tuple(reply.endpoints) if invited.swarm is None else ()
         folder.store(invited.identity, endpoints, reply.certificate_der, invited.ca)
     return invited.identity
@@ -209,11 +210,11 @@ def _call(
         return reply
 
 
-def _check_clock(certificate_der: bytes, now: float) -> None:
-    """Raise ConfigError when the certificate, which was issued just now, is not valid yet: then the clocks differ."""
+def _check_clock(certificate_der: bytes, now: float, signer: str) -> None:
+    """Raise ConfigError when the certificate, which was issued just now by that clock, is not valid yet: the clocks differ."""
     validity = Validity.of(x509.load_der_x509_certificate(certificate_der))
-    if validity.notice(now) is Notice.NOT_YET:
-        raise ConfigError(f"the new certificate {validity.text(now)}; set the clock, and run the same command again")
+    if (early := validity.not_yet(now, signer)) is not None:
+        raise ConfigError(f"{early}; set it, and run the same command again")
 
 
 def _check_reply(
