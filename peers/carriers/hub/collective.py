@@ -19,6 +19,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import grpc
 from torch import Tensor
 
 from edit.config.run import RunConfig
@@ -62,8 +63,8 @@ from editpb.identity import Identity
 from editpb.messages import ContributionHeader, Expel, Heartbeat, Hello, PeerState, RunPhase, View
 from editpb.receipts import Mine, SeenMasks
 from editpb.signed_contributions import ContributionSigner, config_digest, signs
-from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report, configuration_of
+from peers.carriers.hub.channels import Channels, first_answer
+from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report, ask_welcome, configuration_of
 from peers.carriers.hub.data_calls import DataCalls, once
 from peers.carriers.hub.downlink import Downlink
 from peers.carriers.hub.masking import MaskingCalls, MaskingSession, ReadyRound, masked
@@ -76,7 +77,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
 from peers.carriers.run_connection import Origin, Traffic
 
-__all__ = ["HubCollective", "Siblings", "read_configuration"]
+__all__ = ["HubCollective", "Siblings", "ask_configuration", "read_configuration"]
 
 SOFTWARE = "edit-localsgd 0.1.0"
 _log = logging.getLogger(__name__)
@@ -851,6 +852,23 @@ def read_configuration(
     finally:
         io.resume()
         io.call(channels.close())
+
+
+def ask_configuration(
+    endpoints: Sequence[str], credentials: grpc.ChannelCredentials, identity: Identity
+) -> tuple[RunConfig, str]:
+    """Return the run's configuration, and its text; ask each endpoint, and wait for none. For a command, which runs no loop.
+
+    Raises TransportError, RefusedError, EvictedError, RemoteProtocolError, and ConfigError as `read_configuration`.
+    """
+    hello = _hello(identity, ALONE, "")
+    welcome = first_answer(
+        endpoints, credentials, lambda channel: ask_welcome(channel, hello), lambda endpoint: f"the coordinator at {endpoint}"
+    )
+    config = ConfigParser().parse(welcome)
+    if not isinstance(config, RunConfig):
+        raise config
+    return config, welcome.config_json
 
 
 def _hello(identity: Identity, ranks: Ranks, schema_hash: str) -> Hello:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -42,7 +42,7 @@ from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Traffic
 
-__all__ = ["Attendance", "Check", "ConfigParser", "Report", "configuration_of"]
+__all__ = ["Attendance", "Check", "ConfigParser", "Report", "ask_welcome", "configuration_of"]
 
 _CLOSED = " (in the handshake this means: the coordinator is full, or by its clock this peer's certificate is not valid)"
 ANSWER_S = 15.0  # for the Welcome, once connected
@@ -97,10 +97,32 @@ class ConfigParser:
         """The number of the configuration that this peer takes part under; 0: it keeps none."""
         return self._kept.number if self._kept is not None else 0
 
-    @property
-    def text(self) -> str:
-        """What was parsed last."""
-        return self._text
+
+async def ask_welcome(channel: grpc.aio.Channel, hello: Hello) -> Welcome:
+    """Return the Welcome to a Hello without a schema_hash, with which the stream ends. For a command, which waits for nobody.
+
+    Raises TransportError, RefusedError, EvictedError, RemoteProtocolError.
+    """
+
+    async def said() -> AsyncIterator[control_pb2.PeerMessage]:
+        yield peer_message_to_pb(hello)
+
+    call = control_pb2_grpc.ControlStub(channel).Attend(said())
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            answer = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc(error) from error
+    except TimeoutError:
+        raise TransportError(f"no answer within {ANSWER_S:g} s") from None
+    finally:
+        call.cancel()
+    heard = _heard(answer)
+    if isinstance(heard, Expel):
+        raise (EvictedError if heard.evicted else RefusedError)(heard.reason)
+    if not isinstance(heard, Welcome):
+        raise RemoteProtocolError("the coordinator answers a Hello with something else than a Welcome")
+    return heard
 
 
 def configuration_of(welcome: Welcome) -> Configuration:
@@ -288,9 +310,7 @@ class Attendance:
             call.cancel()
 
     def _hear(self, message: object) -> None:
-        if not isinstance(message, control_pb2.CoordinatorMessage):
-            raise TransportError("the coordinator closed the stream")  # grpc.aio.EOF
-        heard = coordinator_message_from_pb(message)
+        heard = _heard(message)
         if isinstance(heard, SchemaRequest):
             raise RemoteProtocolError("the coordinator asks for a schema that it has, or that nobody announced")
         if isinstance(heard, Welcome):
@@ -352,6 +372,12 @@ class Attendance:
         if line not in self._said:
             self._said.add(line)
             _log.info("%s", line)
+
+
+def _heard(message: object) -> Welcome | View | Expel | SchemaRequest:
+    if not isinstance(message, control_pb2.CoordinatorMessage):
+        raise TransportError("the coordinator closed the stream")  # grpc.aio.EOF
+    return coordinator_message_from_pb(message)
 
 
 def _asks_for_schema(message: object) -> bool:
