@@ -25,6 +25,7 @@ from editpb.folder_kinds import refuse_coordinators
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, VERSION, Invitation, guest_key, is_endpoint
 from editpb.transport.channel_options import attempts, connect_ms
+from editpb.transport.http_proxy import through
 from editpb.transport.status import from_rpc, handshake_refusal
 from editpb.validity import Validity
 from peers.carriers.hub.channels import enrolment_channel
@@ -182,7 +183,7 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door, int], pb.EnrolR
             if (stranger := handshake_refusal(str(error))) is not None:
                 strangers.append(f"{door.endpoint}: {stranger}")
             else:
-                silent[door] = f"{door.endpoint}: {error}"
+                silent[door] = f"{door.endpoint}{through(door.endpoint)}: {error}"
         except RefusedError as error:
             if invitation.swarm is None:
                 raise

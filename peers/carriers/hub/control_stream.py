@@ -34,6 +34,7 @@ from editpb.messages import (
     View,
     Welcome,
 )
+from editpb.transport.http_proxy import through
 from editpb.transport.status import from_rpc, handshake_refusal
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.kept_configuration import KeptConfiguration
@@ -233,7 +234,7 @@ class Attendance:
                 answered = not self._hello.schema_hash and self._session.welcome is not None
                 if delay is None or answered or self._leaving.is_set():
                     return
-                self._say_once(f"{endpoint}: {reason}; trying again")
+                self._say_once(f"{endpoint}{through(endpoint)}: {reason}; trying again")
                 if self._channels.endpoint == endpoint:
                     self._channels.rotate()
                     await _first(self._leaving.wait(), self._channels.pause(delay), within_s=delay)
