@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError
+from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, RemoteStorageError, TransportError
 from edit.plain_text import reason_of
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
@@ -87,7 +87,8 @@ def join(
         timeout_s: of each address that is tried.
 
     Raises ConfigError (text, folder, another join there), RefusedError (expired, used, unknown, wrong authority),
-    TransportError (no answer), RemoteProtocolError (the reply does not fit), StorageError.
+    TransportError (no answer), RemoteStorageError (the other side's disk), RemoteProtocolError (the reply does not fit),
+    StorageError.
     """
     invited = Invitation.decode(invitation, now)
     if swarm != (invited.swarm is not None):
@@ -166,11 +167,11 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door, int], pb.EnrolR
 
     call: at a door, with how many milliseconds connecting may take. Who was silent is tried again, with more of them.
 
-    In a swarm, another host may know the invitation that one refuses.
+    In a swarm, another host may know the invitation that one refuses, or have a disk with room.
     """
     strangers: list[str] = []
     silent: dict[_Door, str] = {}
-    refused: RefusedError | None = None
+    refused: RefusedError | RemoteStorageError | None = None
     doors = _doors(invitation)
     for turn in attempts(len(doors)):
         door = doors[turn % len(doors)]
@@ -179,6 +180,10 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door, int], pb.EnrolR
         silent.pop(door, None)
         try:
             return call(door, connect_ms(turn, len(doors)))
+        except RemoteStorageError as error:
+            refused = refused or RemoteStorageError(f"{door.endpoint}: {error}")
+            if invitation.swarm is None:
+                raise refused from None
         except (TransportError, OutdatedError) as error:
             if (stranger := handshake_refusal(str(error))) is not None:
                 strangers.append(f"{door.endpoint}: {stranger}")
