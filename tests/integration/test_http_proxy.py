@@ -109,7 +109,7 @@ def test_a_proxy_that_does_not_answer_is_named_with_the_coordinator_behind_it(
         home = PeerFolder(tmp_path / "me")
     with held_port() as port:
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
-        way = f":[0-9]+ through the HTTP proxy 127.0.0.1:{port}, which the environment's https_proxy names"
+        way = f":[0-9]+ .through the HTTP proxy 127.0.0.1:{port}, which the environment's https_proxy names."
         with pytest.raises(TransportError, match=f"no answer from {NAME}{way}: cannot be reached"):
             join(invitation, tmp_path / "me", time.time())
         with pytest.raises(TransportError, match=f"the coordinator at {NAME}{way}: cannot be reached"):

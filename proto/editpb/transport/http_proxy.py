@@ -38,7 +38,7 @@ def proxy_for(address: str, environment: Mapping[str, str] = os.environ) -> str:
 def through(address: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return what an error says of the way to HOST:PORT, after that: '' where it is reached directly. Raises as `proxy_for`."""
     url, place, name = _found(address, environment)
-    return f" through the HTTP proxy {place}, which the environment's {name} names" if url else ""
+    return f" (through the HTTP proxy {place}, which the environment's {name} names)" if url else ""
 
 
 def _found(address: str, environment: Mapping[str, str]) -> tuple[str, str, str]:

@@ -26,7 +26,7 @@ def test_the_first_that_is_set_counts_and_an_empty_one_is_not_set() -> None:
 
 
 def test_the_way_is_told_with_the_variable_and_without_the_password() -> None:
-    said = " through the HTTP proxy proxy.example:3128, which the environment's HTTPS_PROXY names"
+    said = " (through the HTTP proxy proxy.example:3128, which the environment's HTTPS_PROXY names)"
     assert through("a.example:1", {"HTTPS_PROXY": "http://me:secret@proxy.example:3128"}) == said
     assert through("a.example:1", {"HTTPS_PROXY": PROXY, "no_proxy": "a.example"}) == through("a.example:1", {}) == ""
 
