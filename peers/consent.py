@@ -12,11 +12,7 @@ from pathlib import Path
 
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
-from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.collective import read_configuration
-from peers.carriers.hub.control_stream import ConfigParser
-from peers.carriers.io_thread import IoThread
-from peers.daemon import stopping
+from peers.carriers.hub.collective import ask_configuration
 from peers.identity.peer_folder import Enrolment, PeerFolder
 from peers.identity.policy import Consent, SitePolicy, changes, digest_of
 
@@ -73,24 +69,23 @@ def _all(config: RunConfig) -> str:
 
 
 def ask_terms(home: Path, now: float) -> Terms:
-    """Ask the run's coordinator for the configuration; wait for one that is not there. In a swarm, read it from the folder.
+    """Ask the run's coordinator for the configuration. In a swarm, read it from the folder.
 
     now: unix seconds.
 
-    Raises ConfigError, RefusedError, EvictedError, Interrupted.
+    Raises ConfigError, RefusedError, EvictedError, TransportError.
     """
     folder = PeerFolder(home)
     swarm = folder.of_swarm()
     enrolled = folder.load(now, swarm=swarm)
     if enrolled.identity.role != "peer":
         raise ConfigError(f"{home}: enrolled as {enrolled.identity.role}; only who trains consents")
-    policy, parser = SitePolicy.load(home, enrolled.identity, folder.key), ConfigParser()
+    policy = SitePolicy.load(home, enrolled.identity, folder.key)
     if swarm:
         config = RunConfig.from_toml(folder.swarm_settings())
         return Terms(enrolled, config.to_json(), policy, next(policy.faults(config), ""))
-    with IoThread() as io, stopping(io):
-        config, _ = read_configuration(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity, parser=parser)
-    return Terms(enrolled, parser.text, policy, next(policy.faults(config), ""))
+    config, text = ask_configuration(enrolled.endpoints, enrolled.credentials, enrolled.identity)
+    return Terms(enrolled, text, policy, next(policy.faults(config), ""))
 
 
 def consent_to(terms: Terms) -> None:

@@ -177,7 +177,10 @@ def _trackers(options: PeerOptions, config: RunConfig, identity: Identity) -> Tr
 
 @contextlib.contextmanager
 def stopping(io: IoThread) -> Iterator[None]:
-    """End waits, and with them the loop, at the first SIGINT or SIGTERM; a second one ends the process at once."""
+    """End waits, and with them the loop, at the first SIGINT or SIGTERM; a second one ends the process at once.
+
+    An Interrupted that nobody has caught becomes KeyboardInterrupt: the command ends as by Ctrl-C.
+    """
 
     def stop(*_: object) -> None:
         for each in before:
@@ -187,6 +190,8 @@ def stopping(io: IoThread) -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except Interrupted:
+        raise KeyboardInterrupt from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -271,7 +271,7 @@ def score_run(
 ) -> None:
     """Score the run that this folder's member is a scorer of, until it has finished.
 
-    Raises ConfigError, RefusedError, EvictedError, Interrupted.
+    Raises ConfigError, RefusedError, EvictedError, KeyboardInterrupt.
     """
     peer = PeerFolder(home)
     enrolled = peer.load(time.time())

@@ -17,6 +17,7 @@ from edit.errors import TransportError
 from editpb import control_pb2_grpc
 from editpb.run_status import RunStatus
 from editpb.transport.channel_options import CONNECT_MS, attempts, channel_options, connect_ms
+from editpb.transport.http_proxy import through
 from editpb.transport.status import StrangerError, none_answered
 from editpb.transport.watch import watch
 from editpb.transport.whole_hub import HubWatch, Statuses, further_aggregators
@@ -40,11 +41,11 @@ async def statuses(folder: PeerFolder, turn: Iterator[int], every_s: float = 1.0
 
     def further(coordinator: RunStatus) -> list[Statuses]:
         return [
-            partial(_of_one, folder, address, f"aggregator {number} ({address})", every_s, CONNECT_MS)
+            partial(_of_one, folder, address, f"aggregator {number} ({address}){through(address)}", every_s, CONNECT_MS)
             for number, address in enumerate(further_aggregators(coordinator), start=1)
         ]
 
-    coordinator = partial(_of_one, folder, endpoint, f"the coordinator at {endpoint}", every_s, within_ms)
+    coordinator = partial(_of_one, folder, endpoint, f"the coordinator at {endpoint}{through(endpoint)}", every_s, within_ms)
     watching = HubWatch(coordinator, further)
     async with _renewed(folder, enrolled), aclosing(watching.statuses()) as told:
         async for status in told:

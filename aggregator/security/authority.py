@@ -237,7 +237,7 @@ class Authority:
         token, expires = secrets.token_urlsafe(32), math.ceil(now + lifetime_s)
         made = max(now, made_at(after) + 1e-3) if after else now
         certificate = self.issuer.issue_guest(
-            identity, guest_key(token).public_key(), lifetime_s=max(expires - made, 1.0), now=made
+            identity, guest_key(token).public_key(), lifetime_s=max(expires - now, 1.0), now=now, made=made
         )
         swarm = SwarmAccess(hosts, certificate.public_bytes(serialization.Encoding.DER))
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires, swarm=swarm)
@@ -245,9 +245,9 @@ class Authority:
     def redeem(self, token: str, csr_der: bytes, *, now: float) -> tuple[bytes, Identity]:
         """Return (certificate in DER, identity) for the machine that holds the key of the request.
 
-        The same key may ask again until the invitation expires, and gets the same certificate. Raises RefusedError (unknown,
-        used, a later one used, expired, evicted), RemoteProtocolError (request damaged), StorageError. Nothing is used up by an
-        error.
+        The same key may ask again until the invitation expires, and gets the same certificate, unless that is not valid yet
+        (the clock was ahead). Raises RefusedError (unknown, used, a later one used, expired, evicted), RemoteProtocolError
+        (request damaged), StorageError. Nothing is used up by an error.
         """
         if not TOKEN.fullmatch(token):
             raise RefusedError(_UNKNOWN)
@@ -263,6 +263,8 @@ class Authority:
         self._check_invitable(identity)
         if now >= float(record["expires"]):
             raise RefusedError("this invitation has expired; ask the run's operator for a new one")
+        if "certificate" in record and _begins(used, record["certificate"]) > now:
+            del record["certificate"]
         if "certificate" not in record and self._last_redeemed(identity.peer_id) > record["number"]:
             raise RefusedError(f"a later invitation for {identity.peer_id} was used; ask the run's operator for a new one")
         if not used.exists():
@@ -382,6 +384,14 @@ def check_equipped(path: Path, run_id: str, aggregator: int, name: str, *, now: 
             f"{path / 'server.pem'}: does not name aggregator {aggregator} at {name}, does not fit server.key, has expired, or "
             f"is not valid yet by this machine's clock; {_EQUIP}"
         )
+
+
+def _begins(path: Path, certificate: str) -> float:
+    """Return from when on a certificate in a used invitation is valid, in unix seconds. Raises StorageError."""
+    try:
+        return Validity.of(x509.load_der_x509_certificate(base64.b64decode(certificate))).begins
+    except (ValueError, TypeError) as error:
+        raise StorageError(f"{path}: is damaged; delete it and invite again ({error})") from error
 
 
 def _aggregator(run_id: str, number: int) -> Identity:

@@ -160,18 +160,20 @@ class Issuer:
         )
 
     def issue_guest(
-        self, invited: Identity, public_key: ec.EllipticCurvePublicKey, *, lifetime_s: float, now: float
+        self, invited: Identity, public_key: ec.EllipticCurvePublicKey, *, lifetime_s: float, now: float, made: float
     ) -> x509.Certificate:
         """Return a certificate of an invitation: whoever shows it can connect, and become the member that it is for.
 
         It names nobody who may call anything else. Its serial number is that of the invitation: a later one has a greater.
+
+        made: orders invitations, in unix seconds; later than `now` where the clock was ahead when the one before was made.
         """
         return (
             _dated(x509.CertificateBuilder(), now, lifetime_s)
             .subject_name(_name("guest"))
             .issuer_name(self.certificate.subject)
             .public_key(public_key)
-            .serial_number(_serial(now))
+            .serial_number(_serial(made))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(sign_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=True)

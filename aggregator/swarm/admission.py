@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from aggregator.security.authority import Authority, load_key, made_at
+from aggregator.security.authority import Authority, load_key
 from aggregator.security.certificates import public_der, public_key_of
 from aggregator.security.members import Members
 from aggregator.services.enrolment import Refusals, source_of
@@ -321,7 +321,7 @@ class SwarmEnrolment:
         key, number = public_key_of(request.csr_der), f"{guest.serial_number:032x}"
         enrolled = Enrolled(number, hashlib.sha256(public_der(key)).hexdigest(), identity.role == "observer")
         await gate.claim(Claim(identity.peer_id, enrolled))
-        certificate = gate.authority.enrol(identity, key, now=max(now, made_at(number)))
+        certificate = gate.authority.enrol(identity, key, now=now)
         _log.info("%s is enrolled as %s", identity.peer_id, identity.role)
         return epb.EnrolReply(
             certificate_der=certificate.public_bytes(serialization.Encoding.DER),

@@ -35,7 +35,7 @@ from aggregator.swarm.relay import relay_identity
 from aggregator.swarm.standing import Report, Standing, report
 from edit.config.run import RunConfig
 from edit.council.record import Record, Root, Saved
-from edit.durable_files import read_json, read_private, rename, write_atomic, write_json
+from edit.durable_files import make_folder, read_json, read_private, rename, write_atomic, write_json
 from edit.errors import BusyError, ConfigError, EditError, OutdatedError, RefusedError, StaleError, StorageError, TransportError
 from edit.plain_text import quoted
 from edit.trust.sealed import seal_for
@@ -480,7 +480,7 @@ def _next_authority(folder: _Folder) -> tuple[Path, Root]:
     if present.certificate != trust.present:
         raise RefusedError("the authority was replaced, and this copy of its key makes no other")
     _remove_next(kept)
-    kept.mkdir(mode=0o700, exist_ok=True)
+    make_folder(kept, 0o700)
     key, certificate = make_ca(folder.identity.run_id, time.time(), f"CA {secrets.token_hex(4)}")
     root = root_of(certificate, present.key)
     write_atomic(kept / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
@@ -490,10 +490,13 @@ def _next_authority(folder: _Folder) -> tuple[Path, Root]:
 
 
 def _remove_next(kept: Path) -> None:
-    """Remove the key of the next authority. root.json goes first: without it nothing is gone on with."""
-    (kept / "root.json").unlink(missing_ok=True)
-    if kept.exists():
-        shutil.rmtree(kept)
+    """Remove the key of the next authority. root.json goes first: without it nothing is gone on with. Raises StorageError."""
+    try:
+        (kept / "root.json").unlink(missing_ok=True)
+        if kept.exists():
+            shutil.rmtree(kept)
+    except OSError as error:
+        raise StorageError(f"{kept}: cannot be removed ({error.strerror})") from error
 
 
 async def _replace_authority(folder: _Folder) -> str:
@@ -530,6 +533,8 @@ async def _replace_authority(folder: _Folder) -> str:
 def make_relay(path: Path, made: Path) -> str:
     """Make the folder of a relay in `made`: with what is in it nobody can be a member, or give orders.
 
+    Nothing is left of it where that fails.
+
     Raises ConfigError (no authority's key in `path`; the folder exists), RefusedError (a key that was replaced), StorageError.
     """
     authority, identity = authority_folder(path), relay_identity(identity_of(path).run_id)
@@ -538,16 +543,20 @@ def make_relay(path: Path, made: Path) -> str:
     issuer, key, trust = load_issuer(authority), new_key(), Trust(path)
     if issuer.certificate != trust.present:
         raise RefusedError("the authority was replaced, and this copy of its key makes no relays any more")
+    names = (identity.server_name,)
+    certificate = issuer.issue(identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=time.time(), server_names=names)
     try:
         made.mkdir(mode=0o700, parents=True)
     except OSError as error:
         raise ConfigError(f"{made}: cannot be made ({error.strerror}); name a new folder") from error
-    names = (identity.server_name,)
-    certificate = issuer.issue(identity, key.public_key(), lifetime_s=CA_LIFETIME_S, now=time.time(), server_names=names)
     pem = serialization.Encoding.PEM
-    write_atomic(made / "ca.pem", issuer.certificate.public_bytes(pem))
-    write_atomic(made / "relay.key", key_pem(key), mode=0o600)
-    write_atomic(made / "relay.pem", certificate.public_bytes(pem))
+    try:
+        write_atomic(made / "ca.pem", issuer.certificate.public_bytes(pem))
+        write_atomic(made / "relay.key", key_pem(key), mode=0o600)
+        write_atomic(made / "relay.pem", certificate.public_bytes(pem))
+    except StorageError:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
     command = f"edit-peer swarm relay {quoted(made.name)}"
     return f"{made} is a relay's folder: copy it to a machine that all members reach; there: {command}"
 

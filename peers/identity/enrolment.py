@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, TransportError
+from edit.errors import ConfigError, OutdatedError, RefusedError, RemoteProtocolError, RemoteStorageError, TransportError
 from edit.plain_text import reason_of
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
@@ -25,8 +25,9 @@ from editpb.folder_kinds import refuse_coordinators
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, MAX_TEXT_CHARS, VERSION, Invitation, guest_key, is_endpoint
 from editpb.transport.channel_options import attempts, connect_ms
+from editpb.transport.http_proxy import through
 from editpb.transport.status import from_rpc, handshake_refusal
-from editpb.validity import Notice, Validity
+from editpb.validity import Validity
 from peers.carriers.hub.channels import enrolment_channel
 from peers.carriers.hub.kept_receipts import pinned_key
 from peers.identity.peer_folder import PeerFolder, key_pem
@@ -86,7 +87,8 @@ def join(
         timeout_s: of each address that is tried.
 
     Raises ConfigError (text, folder, another join there), RefusedError (expired, used, unknown, wrong authority),
-    TransportError (no answer), RemoteProtocolError (the reply does not fit), StorageError.
+    TransportError (no answer), RemoteStorageError (the other side's disk), RemoteProtocolError (the reply does not fit),
+    StorageError.
     """
     invited = Invitation.decode(invitation, now)
     if swarm != (invited.swarm is not None):
@@ -107,7 +109,8 @@ def join(
         request = pb.EnrolRequest(token=invited.token, csr_der=_request(key, invited.identity))
         reply = _first_answer(invited, lambda door, within_ms: _call(door, authority, request, timeout_s, within_ms))
         _check_reply(reply, invited, authority, key)
-        _check_clock(reply.certificate_der, now)
+        signer = "the coordinator's clock" if invited.swarm is None else "the clock of the member that signed it"
+        _check_clock(reply.certificate_der, now, signer)
         endpoints = tuple(reply.endpoints) if invited.swarm is None else ()
         folder.store(invited.identity, endpoints, reply.certificate_der, invited.ca)
     return invited.identity
@@ -164,11 +167,11 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door, int], pb.EnrolR
 
     call: at a door, with how many milliseconds connecting may take. Who was silent is tried again, with more of them.
 
-    In a swarm, another host may know the invitation that one refuses.
+    In a swarm, another host may know the invitation that one refuses, or have a disk with room.
     """
     strangers: list[str] = []
     silent: dict[_Door, str] = {}
-    refused: RefusedError | None = None
+    refused: RefusedError | RemoteStorageError | None = None
     doors = _doors(invitation)
     for turn in attempts(len(doors)):
         door = doors[turn % len(doors)]
@@ -177,11 +180,15 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door, int], pb.EnrolR
         silent.pop(door, None)
         try:
             return call(door, connect_ms(turn, len(doors)))
+        except RemoteStorageError as error:
+            refused = refused or RemoteStorageError(f"{door.endpoint}: {error}")
+            if invitation.swarm is None:
+                raise refused from None
         except (TransportError, OutdatedError) as error:
             if (stranger := handshake_refusal(str(error))) is not None:
                 strangers.append(f"{door.endpoint}: {stranger}")
             else:
-                silent[door] = f"{door.endpoint}: {error}"
+                silent[door] = f"{door.endpoint}{through(door.endpoint)}: {error}"
         except RefusedError as error:
             if invitation.swarm is None:
                 raise
@@ -209,11 +216,11 @@ def _call(
         return reply
 
 
-def _check_clock(certificate_der: bytes, now: float) -> None:
-    """Raise ConfigError when the certificate, which was issued just now, is not valid yet: then the clocks differ."""
+def _check_clock(certificate_der: bytes, now: float, signer: str) -> None:
+    """Raise ConfigError when the certificate, which was issued just now by that clock, is not valid yet: the clocks differ."""
     validity = Validity.of(x509.load_der_x509_certificate(certificate_der))
-    if validity.notice(now) is Notice.NOT_YET:
-        raise ConfigError(f"the new certificate {validity.text(now)}; set the clock, and run the same command again")
+    if (early := validity.not_yet(now, signer)) is not None:
+        raise ConfigError(f"{early}; set it, and run the same command again")
 
 
 def _check_reply(

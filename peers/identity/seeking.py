@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from edit.errors import ConfigError, EditError, TransportError
+from edit.errors import ConfigError, EditError, RemoteStorageError, TransportError
 from editpb.identity import Identity
 from editpb.invitation import MAX_ENDPOINTS, Invitation, check_dht_peers, is_endpoint
 from peers.carriers.hub.channels import Channels
@@ -97,6 +97,8 @@ def redeem(invitation: str, home: Path, dht_peers: Sequence[str] = ()) -> Identi
     check_dht_peers(dht_peers)
     try:
         return join(invitation, home, time.time())
+    except RemoteStorageError:
+        raise  # it did answer
     except (TransportError, UntrustedServerError) as silence:
         if not dht_peers:
             raise

@@ -70,7 +70,11 @@ class Validity:
 
         One that is not valid yet would shut its owner out, while the present one is valid. clock: by which it was dated.
         """
-        if self.notice(now) is not Notice.NOT_YET or present.notice(now) in (Notice.EXPIRED, Notice.NOT_YET):
+        return None if present.notice(now) in (Notice.EXPIRED, Notice.NOT_YET) else self.not_yet(now, clock)
+
+    def not_yet(self, now: float, clock: str) -> str | None:
+        """Return that a new certificate, of which this is, is not valid yet; None: it is. clock: by which it was dated."""
+        if self.notice(now) is not Notice.NOT_YET:
             return None
         return f"the new certificate is valid from {_day(self.begins)} on: {clock}, or this machine's, is wrong"
 

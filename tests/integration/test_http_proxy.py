@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,15 +19,19 @@ import torch
 from edit.errors import TransportError
 from edit.records import Committed, Contribution
 from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.collective import HubCollective
+from peers.carriers.hub.collective import HubCollective, read_configuration
 from peers.carriers.io_thread import IoThread
+from peers.carriers.run_connection import Interrupted
+from peers.consent import ask_terms
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
+from peers.watching import read_status
 from tests.support.connect_proxy import ConnectProxy, connect_proxy, proxy_in_a_thread
 from tests.support.council.hosts import SIZES, hosts
 from tests.support.encoded import encode
 from tests.support.fork_server import REPOSITORY
 from tests.support.loops import run_held
+from tests.support.ports import held_port
 from tests.support.running import Running, running
 from tests.support.served import SCHEMA, TOML, new_folder, theta
 
@@ -87,6 +96,49 @@ def test_a_proxy_that_refuses_is_one_line(
         with pytest.raises(TransportError, match=words) as caught:
             join(invited(here, NAME), tmp_path / "me", time.time())
         assert "\n" not in str(caught.value)
+
+
+def test_a_proxy_that_does_not_answer_is_named_with_the_coordinator_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new_folder(tmp_path / "run", toml=f'{TOML}advertise = ["{NAME}"]\n')
+    with running(folder) as here, proxy_in_a_thread(leads={NAME: "127.0.0.1"}) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
+        invitation = invited(here, NAME)
+        join(invitation, tmp_path / "me", time.time())
+        home = PeerFolder(tmp_path / "me")
+    with held_port() as port:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
+        way = f":[0-9]+ .through the HTTP proxy 127.0.0.1:{port}, which the environment's https_proxy names."
+        with pytest.raises(TransportError, match=f"no answer from {NAME}{way}: cannot be reached"):
+            join(invitation, tmp_path / "me", time.time())
+        with pytest.raises(TransportError, match=f"the coordinator at {NAME}{way}: cannot be reached"):
+            ask_terms(tmp_path / "me", time.time())
+        with pytest.raises(TransportError, match=f"the coordinator at {NAME}{way} does not answer"):
+            asyncio.run(read_status(home))
+        enrolled = home.load(time.time())
+        with IoThread() as io, stopped_at(f"{NAME}{way}: cannot be reached.*; trying again", io), pytest.raises(Interrupted):
+            read_configuration(io, Channels(enrolled.endpoints, enrolled.credentials), enrolled.identity)
+
+
+@contextmanager
+def stopped_at(words: str, io: IoThread) -> Iterator[None]:
+    """Stop the main thread's waits once this is logged."""
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if re.search(words, record.getMessage()):
+                io.interrupt()
+
+    log, handler = logging.getLogger("peers"), Heard()
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def test_a_command_that_a_proxy_refuses_says_so_in_one_line(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from aggregator.control.status import run_status
 from aggregator.storage.state_folder import StateFolder
 from edit import EditWorker, WorkerConfig
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, EditError, RefusedError
+from edit.errors import ConfigError, EditError, EvictedError, RefusedError, TransportError
 from edit.trust.signatures import Signer
 from editpb.audit_log import LogVerifier
 from editpb.consents import signed_consent
@@ -126,6 +126,18 @@ def test_a_peer_ends_when_a_coordinator_comes_back_with_what_its_site_does_not_a
     assert "not the one that this site consented to: sync.every = 3 (was 2); look at it with: edit-peer consent" in str(
         error.value
     )
+
+
+def test_consent_does_not_wait_for_a_coordinator_that_does_not_answer_and_says_what_it_is_refused_with(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML)
+    with running(folder):
+        home, there = joined(folder, tmp_path / "a"), address(folder)
+        run(["edit-coordinator", "evict", "a", "--state", str(folder.path), "--reason", "key lost"])
+        with pytest.raises(EvictedError, match="key lost"):
+            consent(home)
+    with pytest.raises(TransportError, match=f"the coordinator at {there}: cannot be reached") as error:
+        consent(home)
+    assert error.value.exit_code == 69
 
 
 def test_what_a_policy_asks_for_a_run_without_it_does_not_get(tmp_path: Path) -> None:

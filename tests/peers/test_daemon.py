@@ -419,3 +419,9 @@ def test_a_second_signal_of_either_kind_ends_the_process_at_once(first: signal.S
         with pytest.raises(Interrupted):
             io.wait(lambda: None)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_command_that_catches_no_interruption_ends_as_by_ctrl_c() -> None:
+    with pytest.raises(KeyboardInterrupt), IoThread() as io, stopping(io):
+        signal.raise_signal(signal.SIGINT)
+        io.wait(lambda: None, timeout=20)

@@ -151,7 +151,7 @@ class AllAggregators(CompositeCollective):
         self._io = io
         self._server = server
         self._shown: Outer | None = None
-        siblings = Siblings(len(channels), parser, server)
+        siblings = Siblings(len(channels), parser, server, channels[1:])
         following: Sequence[Follower | None] = followers or [None] * len(channels)
         self._connections = tuple(
             HubCollective(io, each, identity, ranks=ranks, siblings=siblings, site=site, follower=follower, aggregator=number)

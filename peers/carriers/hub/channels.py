@@ -18,7 +18,7 @@ import grpc
 from edit.errors import TransportError
 from editpb.invitation import MAX_ENDPOINTS
 from editpb.transport.channel_options import CONNECT_MS, attempts, channel_options, connect_ms
-from editpb.transport.http_proxy import proxy_for
+from editpb.transport.http_proxy import proxy_for, through
 from editpb.transport.send_limit import UNLIMITED, SendLimit
 from editpb.transport.status import handshake_refusal, none_answered
 
@@ -118,6 +118,12 @@ class Channels:
         self._endpoints = tuple(dict.fromkeys((*endpoints, *self._endpoints)))[:MAX_ENDPOINTS]
         self._turn, self.failures, self.rtt_s = 0, 0, 0.0
         self._wake()
+
+    def move(self, endpoint: str) -> None:
+        """The aggregator is served there from now on, and nowhere else. What goes on with another address ends."""
+        self._endpoints = (endpoint,)
+        self._turn, self.failures, self.rtt_s = 0, 0, 0.0
+        self._moved()
 
     @contextlib.asynccontextmanager
     async def while_here(self) -> AsyncIterator[None]:
@@ -263,5 +269,5 @@ def first_answer(
             return asyncio.run(at(endpoint, connect_ms(turn, len(endpoints))))
         except TransportError as error:
             stranger = handshake_refusal(str(error))
-            failures[endpoint] = f"{who(endpoint)}: {stranger or error}", stranger is not None
+            failures[endpoint] = f"{who(endpoint)}{through(endpoint)}: {stranger or error}", stranger is not None
     raise none_answered(failures.values())

@@ -19,6 +19,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import grpc
 from torch import Tensor
 
 from edit.config.run import RunConfig
@@ -62,8 +63,8 @@ from editpb.identity import Identity
 from editpb.messages import ContributionHeader, Expel, Heartbeat, Hello, PeerState, RunPhase, View
 from editpb.receipts import Mine, SeenMasks
 from editpb.signed_contributions import ContributionSigner, config_digest, signs
-from peers.carriers.hub.channels import Channels
-from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report, configuration_of
+from peers.carriers.hub.channels import Channels, first_answer
+from peers.carriers.hub.control_stream import Attendance, ConfigParser, Report, ask_welcome, configuration_of
 from peers.carriers.hub.data_calls import DataCalls, once
 from peers.carriers.hub.downlink import Downlink
 from peers.carriers.hub.masking import MaskingCalls, MaskingSession, ReadyRound, masked
@@ -76,7 +77,7 @@ from peers.carriers.io_thread import IoThread
 from peers.carriers.rank_agreement import RankAgreement
 from peers.carriers.run_connection import Origin, Traffic
 
-__all__ = ["HubCollective", "Siblings", "read_configuration"]
+__all__ = ["HubCollective", "Siblings", "ask_configuration", "read_configuration"]
 
 SOFTWARE = "edit-localsgd 0.1.0"
 _log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ _HIDDEN: Mapping[str, Any] = MappingProxyType(
 
 
 class Siblings:
-    """What the connections of one peer share: one parsed configuration, one snapshot server, one start.
+    """What the connections of one peer share: one parsed configuration, one snapshot server, one start, and where they go.
 
     They begin to train together: no aggregator waits for this peer while it still reads the snapshots of the others.
 
@@ -108,6 +109,7 @@ class Siblings:
         connections: how many there are.
         parser: of the configuration.
         server: of this peer's snapshots; heartbeats tell of it.
+        further: to the further aggregators, in their order.
     """
 
     def __init__(
@@ -115,9 +117,12 @@ class Siblings:
         connections: int = 1,
         parser: ConfigParser | None = None,
         server: SnapshotServer | None = None,
+        further: Sequence[Channels] = (),
     ) -> None:
         self.parser = parser or ConfigParser()
         self.server = server
+        self._further = further
+        self._addresses: tuple[str, ...] | None = None  # of them, by the coordinator's last configuration
         self._connections = connections
         self._joined: list[HubCollective] = []
 
@@ -125,6 +130,23 @@ class Siblings:
         """Note that `connection` has joined; return all of them once the last has, else none."""
         self._joined.append(connection)
         return tuple(self._joined) if len(self._joined) == self._connections else ()
+
+    def configured(self, config: RunConfig) -> None:
+        """Go to the further aggregators where the coordinator's configuration says that they are. On the loop's thread."""
+        before, self._addresses = self._addresses, config.aggregators.addresses
+        if self._addresses == before:
+            return
+        if len(self._addresses) != len(self._further):
+            _log.warning(
+                "the run has %d aggregators now, this peer goes on with %d; start it again to take part with all",
+                config.aggregators.count,
+                1 + len(self._further),
+            )
+            return
+        for number, (channels, address) in enumerate(zip(self._further, self._addresses, strict=True), start=1):
+            if channels.endpoints != (address,):
+                _log.info("aggregator %d is at %s now, not at %s", number, address, channels.endpoint)
+                channels.move(address)
 
 
 class Follower(Protocol):
@@ -237,6 +259,7 @@ class HubCollective:
             report=self._report,
             parser=self._siblings.parser,
             changed=self._advance,
+            configured=self._siblings.configured if self._aggregator == 0 else lambda config: None,
         )
         self._io.spawn(attendance.run())
         self._found_or_wait(schema, found)
@@ -829,6 +852,23 @@ def read_configuration(
     finally:
         io.resume()
         io.call(channels.close())
+
+
+def ask_configuration(
+    endpoints: Sequence[str], credentials: grpc.ChannelCredentials, identity: Identity
+) -> tuple[RunConfig, str]:
+    """Return the run's configuration, and its text; ask each endpoint, and wait for none. For a command, which runs no loop.
+
+    Raises TransportError, RefusedError, EvictedError, RemoteProtocolError, and ConfigError as `read_configuration`.
+    """
+    hello = _hello(identity, ALONE, "")
+    welcome = first_answer(
+        endpoints, credentials, lambda channel: ask_welcome(channel, hello), lambda endpoint: f"the coordinator at {endpoint}"
+    )
+    config = ConfigParser().parse(welcome)
+    if not isinstance(config, RunConfig):
+        raise config
+    return config, welcome.config_json
 
 
 def _hello(identity: Identity, ranks: Ranks, schema_hash: str) -> Hello:

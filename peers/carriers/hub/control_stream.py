@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -34,6 +34,7 @@ from editpb.messages import (
     View,
     Welcome,
 )
+from editpb.transport.http_proxy import through
 from editpb.transport.status import from_rpc, handshake_refusal
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.kept_configuration import KeptConfiguration
@@ -42,7 +43,7 @@ from peers.carriers.hub.snapshot_server import SnapshotServer
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Traffic
 
-__all__ = ["Attendance", "Check", "ConfigParser", "Report", "configuration_of"]
+__all__ = ["Attendance", "Check", "ConfigParser", "Report", "ask_welcome", "configuration_of"]
 
 _CLOSED = " (in the handshake this means: the coordinator is full, or by its clock this peer's certificate is not valid)"
 ANSWER_S = 15.0  # for the Welcome, once connected
@@ -97,10 +98,32 @@ class ConfigParser:
         """The number of the configuration that this peer takes part under; 0: it keeps none."""
         return self._kept.number if self._kept is not None else 0
 
-    @property
-    def text(self) -> str:
-        """What was parsed last."""
-        return self._text
+
+async def ask_welcome(channel: grpc.aio.Channel, hello: Hello) -> Welcome:
+    """Return the Welcome to a Hello without a schema_hash, with which the stream ends. For a command, which waits for nobody.
+
+    Raises TransportError, RefusedError, EvictedError, RemoteProtocolError.
+    """
+
+    async def said() -> AsyncIterator[control_pb2.PeerMessage]:
+        yield peer_message_to_pb(hello)
+
+    call = control_pb2_grpc.ControlStub(channel).Attend(said())
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            answer = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc(error) from error
+    except TimeoutError:
+        raise TransportError(f"no answer within {ANSWER_S:g} s") from None
+    finally:
+        call.cancel()
+    heard = _heard(answer)
+    if isinstance(heard, Expel):
+        raise (EvictedError if heard.evicted else RefusedError)(heard.reason)
+    if not isinstance(heard, Welcome):
+        raise RemoteProtocolError("the coordinator answers a Hello with something else than a Welcome")
+    return heard
 
 
 def configuration_of(welcome: Welcome) -> Configuration:
@@ -152,6 +175,7 @@ class Attendance:
         report: what heartbeats say.
         parser: of the configuration in a Welcome.
         changed: called after every message and every loss of the connection.
+        configured: called with the configuration of each Welcome under which this peer takes part.
         clock: monotonic seconds.
     """
 
@@ -166,6 +190,7 @@ class Attendance:
         report: Report,
         parser: ConfigParser,
         changed: Callable[[], None],
+        configured: Callable[[RunConfig], None] = lambda config: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channels = channels
@@ -176,6 +201,7 @@ class Attendance:
         self._report = report
         self._parser = parser
         self._changed = changed
+        self._configured = configured
         self._clock = clock
         self._config: RunConfig | ConfigError | RefusedError | None = None  # of the last Welcome
         self._nudge = asyncio.Event()  # set: a heartbeat is due now
@@ -208,7 +234,7 @@ class Attendance:
                 answered = not self._hello.schema_hash and self._session.welcome is not None
                 if delay is None or answered or self._leaving.is_set():
                     return
-                self._say_once(f"{endpoint}: {reason}; trying again")
+                self._say_once(f"{endpoint}{through(endpoint)}: {reason}; trying again")
                 if self._channels.endpoint == endpoint:
                     self._channels.rotate()
                     await _first(self._leaving.wait(), self._channels.pause(delay), within_s=delay)
@@ -285,9 +311,7 @@ class Attendance:
             call.cancel()
 
     def _hear(self, message: object) -> None:
-        if not isinstance(message, control_pb2.CoordinatorMessage):
-            raise TransportError("the coordinator closed the stream")  # grpc.aio.EOF
-        heard = coordinator_message_from_pb(message)
+        heard = _heard(message)
         if isinstance(heard, SchemaRequest):
             raise RemoteProtocolError("the coordinator asks for a schema that it has, or that nobody announced")
         if isinstance(heard, Welcome):
@@ -310,6 +334,8 @@ class Attendance:
             return None
         if (wrong := self._session.welcomed(welcome)) is None:
             self._channels.welcomed(welcome.first_round_id)
+            if isinstance(self._config, RunConfig):
+                self._configured(self._config)
         return wrong
 
     def _refused(self, error: grpc.aio.AioRpcError) -> str:
@@ -347,6 +373,12 @@ class Attendance:
         if line not in self._said:
             self._said.add(line)
             _log.info("%s", line)
+
+
+def _heard(message: object) -> Welcome | View | Expel | SchemaRequest:
+    if not isinstance(message, control_pb2.CoordinatorMessage):
+        raise TransportError("the coordinator closed the stream")  # grpc.aio.EOF
+    return coordinator_message_from_pb(message)
 
 
 def _asks_for_schema(message: object) -> bool:

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote, urlsplit
 from edit.errors import ConfigError
 from editpb.invitation import is_loopback
 
-__all__ = ["proxy_for"]
+__all__ = ["proxy_for", "through"]
 
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _DIRECT = ("no_grpc_proxy", "no_proxy")
@@ -29,13 +29,25 @@ _log = logging.getLogger(__name__)
 
 def proxy_for(address: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return the proxy's URL, or '' when HOST:PORT is reached directly. Raises ConfigError for a proxy that is none."""
+    url, place, name = _found(address, environment)
+    if url:
+        _tell(name, place)
+    return url
+
+
+def through(address: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return what an error says of the way to HOST:PORT, after that: '' where it is reached directly. Raises as `proxy_for`."""
+    url, place, name = _found(address, environment)
+    return f" (through the HTTP proxy {place}, which the environment's {name} names)" if url else ""
+
+
+def _found(address: str, environment: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return the proxy's URL, its HOST:PORT and the variable that names it; '' each when HOST:PORT is reached directly."""
     name, given = _first(_PROXIES, environment)
     host = address.rpartition(":")[0].strip("[]").lower().rstrip(".")
     if not given or _is_here(host) or _is_direct(host, _first(_DIRECT, environment)[1]):
-        return ""
-    url, place = _checked(name, given)
-    _tell(name, place)
-    return url
+        return "", "", ""
+    return *_checked(name, given), name
 
 
 def _first(names: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, str]:

@@ -94,6 +94,10 @@ _UNREACHED = re.compile(  # likewise; older ones name the call and the number
     r"failed to connect to all addresses; .*\bFailed to connect to remote host: (?:connect: )?(.+?)(?: \(\d+\))?"
 )
 
+_UNRESOLVED = re.compile(  # likewise, by the system's resolver and by gRPC's own
+    r"errors resolving (\S+):\d+: .*?(?:\bos_error: (.+?) syscall|lookup failed for \S+: ([^\]]+)).*"
+)
+
 HANDSHAKE_WORDS = {  # the first that fits
     "certificate has expired": "its certificate has expired, or this machine's clock is ahead",
     "certificate is not yet valid": "its certificate is not valid yet by this machine's clock, which is behind: set it",
@@ -129,6 +133,8 @@ def from_status(code: grpc.StatusCode, details: str | None) -> EditError:
         return TransportError(f"the HTTP proxy {place} answers {answer}: {_PROXY_WORDS.get(answer, 'it does not connect')}")
     if code is grpc.StatusCode.UNAVAILABLE and (unreached := _UNREACHED.fullmatch(text)) is not None:
         return TransportError(f"cannot be reached ({unreached[1].lower()})")
+    if code is grpc.StatusCode.UNAVAILABLE and (unresolved := _UNRESOLVED.fullmatch(text)) is not None:
+        return TransportError(f"the name {unresolved[1]} cannot be looked up ({(unresolved[2] or unresolved[3]).lower()})")
     return ERRORS[code](text)
 
 

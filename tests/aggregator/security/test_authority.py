@@ -193,6 +193,42 @@ def test_the_same_key_gets_the_same_certificate_again_until_the_invitation_expir
         redeem(authority, token, key, NOW + 60)
 
 
+def test_who_asks_again_after_the_clock_was_set_right_gets_a_certificate_that_is_valid(authority: Authority) -> None:
+    token, key, ahead = invite(authority, lifetime_s=86_400.0).token, new_key(), NOW + 5 * 3600
+    early = redeem(authority, token, key, ahead)
+    assert redeem(authority, token, key, ahead) == early
+    right = redeem(authority, token, key)
+    assert right.not_valid_before_utc.timestamp() < NOW < early.not_valid_before_utc.timestamp()
+    assert redeem(authority, token, key, NOW + 1) == right
+
+
+def test_after_the_clock_was_set_right_an_earlier_invitation_does_not_take_the_name_from_a_later_one(
+    authority: Authority,
+) -> None:
+    earlier, later = (invite(authority, lifetime_s=86_400.0).token for _ in range(2))
+    key = new_key()
+    redeem(authority, earlier, key, NOW + 5 * 3600)
+    last = redeem(authority, later, new_key())
+    with pytest.raises(RefusedError, match="a later invitation for alice was used"):
+        redeem(authority, earlier, key)
+    assert authority.members.why_refused(Identity(RUN, "peer", "alice"), last) is None
+
+
+def test_a_later_invitation_to_a_swarm_is_valid_and_the_later_one_also_after_the_clock_was_set_back(
+    authority: Authority,
+) -> None:
+    def guest(now: float, after: str = "") -> x509.Certificate:
+        access = {"a": ("127.0.0.1:1",)}
+        invitation = authority.invite_to_swarm("b", hosts=access, lifetime_s=60.0, now=now, after=after)
+        assert invitation.swarm is not None
+        return x509.load_der_x509_certificate(invitation.swarm.certificate)
+
+    ahead = guest(NOW + 50 * 3600)
+    right = guest(NOW, f"{ahead.serial_number:032x}")
+    assert right.serial_number > ahead.serial_number
+    assert right.not_valid_before_utc.timestamp() < NOW < right.not_valid_after_utc.timestamp() <= NOW + 61
+
+
 @pytest.mark.parametrize("module", [members_module, authority_module], ids=["members.json", "the certificate"])
 def test_a_crash_between_claim_and_certificate_burns_nothing_for_that_key(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType

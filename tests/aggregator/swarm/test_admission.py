@@ -19,6 +19,7 @@ from aggregator.security.certificates import key_pem, make_ca, public_hash
 from aggregator.swarm import operate
 from aggregator.swarm.admission import authority_context, invite, keep_authority, open_authority
 from edit import durable_files
+from edit.council.events import Claim
 from edit.council.record import Enrolled
 from edit.errors import EditError, RefusedError, StaleError
 from edit.trust.sealed import seal_for
@@ -166,6 +167,19 @@ def test_of_a_name_that_was_enrolled_again_the_earlier_machine_is_shut_out_every
                 async with channel(swarm, peer_id, credentials) as to:
                     describe = council_pb2_grpc.CouncilStub(to).Describe(pb.DescribeRequest())
                     assert await describe.code() is code, f"{folder} at {peer_id}: {await describe.details()}"
+
+    scenario(tmp_path, body)
+
+
+def test_a_name_that_was_enrolled_while_a_clock_was_ahead_is_enrolled_again_once_it_is_right(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        home = let_in(swarm, "a")
+        ahead = invite(home, "new", hours=1, now=time.time() + 50 * 3600)
+        assert ahead.swarm is not None
+        number = f"{x509.load_der_x509_certificate(ahead.swarm.certificate).serial_number:032x}"
+        await swarm.running["a"].claim(Claim("new", Enrolled(number, "0" * 64)))
+        assert isinstance(await redeemed(at(swarm, made(home), "a"), tmp_path / "new"), Identity)
+        assert swarm.record.enrolled["new"].invitation > number
 
     scenario(tmp_path, body)
 

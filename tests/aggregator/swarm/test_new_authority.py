@@ -21,7 +21,7 @@ from aggregator.swarm.admission import Trust, keep_authority, root_of
 from aggregator.swarm.host import REPLACED_S
 from aggregator.swarm.host_folder import AUTHORITY_FORMAT, HostFolder, authority_folder
 from edit.durable_files import write_atomic, write_json
-from edit.errors import RefusedError, StaleError, TransportError
+from edit.errors import RefusedError, StaleError, StorageError, TransportError
 from editpb import control_pb2, control_pb2_grpc, council_pb2_grpc
 from editpb import council_pb2 as pb
 from editpb.identity import Identity, is_signed_by
@@ -350,3 +350,19 @@ def test_who_joined_between_two_replacements_trusts_the_second(tmp_path: Path) -
     with pytest.raises(RefusedError, match="has not endorsed"):
         trust.follow([*record, record[1]])  # back to one before the present one
     assert trust.follow(record[-1:]) and Trust(tmp_path).pem == fourth[1].public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.mark.parametrize("taken", ["file", "link"])
+def test_where_the_next_key_cannot_be_kept_is_told_in_one_line(tmp_path: Path, taken: str) -> None:
+    async def body(swarm: Hosts) -> None:
+        kept = authority_folder(swarm.path / "a") / "next"
+        if taken == "file":
+            kept.write_bytes(b"")
+        else:
+            kept.symlink_to(tmp_path / "nowhere")
+        with pytest.raises(StorageError, match=f"{kept}: cannot be (removed|created)"):
+            await in_thread(operate.new_authority, swarm.path / "a")
+        kept.unlink()
+        await in_thread(operate.new_authority, swarm.path / "a")
+
+    scenario(tmp_path, body)

@@ -37,7 +37,7 @@ from aggregator.swarm.relay import (
 from aggregator.swarm.relayed import RelayedPort
 from aggregator.swarm.watching import SwarmWatch, begin_to_observe, whole_status
 from edit.durable_files import write_atomic
-from edit.errors import ConfigError, RefusedError, TransportError
+from edit.errors import ConfigError, RefusedError, StorageError, TransportError
 from editpb.identity import Identity
 from peers.identity.enrolment import join
 from tests.aggregator.swarm.test_host import step
@@ -45,6 +45,7 @@ from tests.aggregator.swarm.test_operating import equip, in_thread
 from tests.aggregator.swarm.test_renewal import store
 from tests.aggregator.swarm.test_watching import first_that
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
+from tests.support.full_disk import FullDisk
 from tests.support.loops import pass_time, run_held
 
 NAME = "0123456789abcdef0123456789abcdef01234567.invalid"
@@ -527,6 +528,22 @@ def test_a_relays_folder_is_made_by_who_has_the_authority_and_never_over_another
             operate.make_relay(equip(swarm, "b"), swarm.path / "relay-2")
         with pytest.raises(ConfigError, match="is no relay's folder"):
             relay_context(swarm.path / "b")
+
+    scenario(tmp_path, body)
+
+
+@pytest.mark.parametrize("room", [0, 1000])
+def test_of_a_relays_folder_that_a_full_disk_has_no_room_for_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    async def body(swarm: Hosts, one: Relay) -> None:
+        made, full = tmp_path / "another", FullDisk(monkeypatch)
+        full.room = room
+        with pytest.raises(StorageError, match="No space left on device"):
+            operate.make_relay(swarm.path / "a", made)
+        assert not made.exists()
+        full.room = None
+        operate.make_relay(swarm.path / "a", made)
 
     scenario(tmp_path, body)
 

@@ -9,7 +9,7 @@ import pytest
 
 from edit.errors import ConfigError, TransportError
 from editpb.transport.channel_options import channel_options
-from editpb.transport.http_proxy import proxy_for
+from editpb.transport.http_proxy import proxy_for, through
 from editpb.transport.status import from_status
 
 PROXY = "http://proxy.example:3128"
@@ -23,6 +23,12 @@ def test_each_of_the_usual_names_counts(name: str) -> None:
 
 def test_the_first_that_is_set_counts_and_an_empty_one_is_not_set() -> None:
     assert proxy_for("a.example:1", {"http_proxy": "http://other:1", "HTTPS_PROXY": PROXY, "https_proxy": " "}) == PROXY
+
+
+def test_the_way_is_told_with_the_variable_and_without_the_password() -> None:
+    said = " (through the HTTP proxy proxy.example:3128, which the environment's HTTPS_PROXY names)"
+    assert through("a.example:1", {"HTTPS_PROXY": "http://me:secret@proxy.example:3128"}) == said
+    assert through("a.example:1", {"HTTPS_PROXY": PROXY, "no_proxy": "a.example"}) == through("a.example:1", {}) == ""
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,16 @@ def test_who_does_not_listen_is_told_without_the_words_of_grpc() -> None:
     assert str(from_status(grpc.StatusCode.UNAVAILABLE, of_tls)) == of_tls, "others look for what it says"
 
 
+def test_a_name_that_does_not_resolve_is_told_without_the_words_of_grpc() -> None:
+    said = "errors resolving a.b:31: [field:hostname lookup error:address lookup failed for a.b:31"
+    for words, reason in (
+        (" os_error: Name or service not known syscall: getaddrinfo]", "name or service not known"),
+        (": Domain name not found]", "domain name not found"),  # by gRPC's own resolver
+    ):
+        error = from_status(grpc.StatusCode.UNAVAILABLE, said + words)
+        assert type(error) is TransportError and str(error) == f"the name a.b cannot be looked up ({reason})"
+
+
 def test_at_a_swarm_a_stranger_may_be_one_that_has_another_authority_now() -> None:
     of_tls = "Ssl handshake failed: SSL_ERROR_SSL: ...:CERTIFICATE_VERIFY_FAILED"
     said = "its certificate is not from this run's authority (is another run served there?)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -65,3 +66,50 @@ def test_an_eviction_by_one_aggregator_ends_the_peer(two: tuple[FakeCoordinator,
         with pytest.raises(EvictedError, match="key lost"):
             io.wait(collectives.check, timeout=20)
         collectives.close()
+
+
+def begin_anew(first: FakeCoordinator, addresses: list[str]) -> None:
+    """Start the coordinator again, with these further aggregators."""
+    first.stop()
+    first.config = RunConfig.from_mapping({**VALUES, "aggregators": {"addresses": addresses}})
+    first.start()
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_further_aggregator_is_followed_to_where_the_coordinator_says_that_it_is(
+    two: tuple[FakeCoordinator, FakeCoordinator], away: bool
+) -> None:
+    first, second = two
+    with FakeCoordinator(RunConfig.from_mapping(VALUES), SCHEMA, theta()) as moved, IoThread() as io:
+        collectives = AllAggregators(io, [Channels((f"127.0.0.1:{fake.port}",)) for fake in two], ME, ALONE)
+        for collective in collectives.shares:
+            collective.join(SCHEMA, theta)
+        if away:
+            second.stop()
+        begin_anew(first, [f"127.0.0.1:{moved.port}"])
+        moved.config = first.config
+        moved.await_(lambda fake: PeerState.TRAINING in states(fake))
+        assert io.wait(lambda: collectives.connected or None, timeout=20)
+        collectives.close("the test is over")
+        for fake in (first, moved):
+            fake.await_(lambda fake: fake.goodbyes == ["the test is over"])
+        assert not second.goodbyes, "nothing goes on with the address that it had before"
+
+
+def test_another_number_of_aggregators_is_told_once(
+    two: tuple[FakeCoordinator, FakeCoordinator], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = two
+    with caplog.at_level(logging.WARNING), IoThread() as io:
+        collectives = AllAggregators(io, [Channels((f"127.0.0.1:{fake.port}",)) for fake in two], ME, ALONE)
+        for collective in collectives.shares:
+            collective.join(SCHEMA, theta)
+        for _ in range(2):
+            welcomes = len(first.hellos)
+            begin_anew(first, [f"127.0.0.1:{second.port}", "127.0.0.1:9"])
+            first.await_(lambda fake: len(fake.hellos) > welcomes and fake.heartbeats)  # noqa: B023
+            assert io.wait(lambda: collectives.shares[0].connected or None, timeout=20)
+        assert collectives.shares[1].connected
+        collectives.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["the run has 3 aggregators now, this peer goes on with 2; start it again to take part with all"]
