@@ -118,7 +118,10 @@ class EditWorker:
             the system's.
         leave: what the model holds after leaving, and as soon as `finished` is True after an optimizer step: "outer", the outer
             parameters, which all peers share; or "local", this peer's own. An exception that leaves the `with` leaves the
-            local ones.
+            local ones, and gives up a contribution that waits for its outcome.
+
+    Once left, it still says what it was, by its properties, `outer_of`, `outer_parameters` and `outer_state_dict`; what trains
+    on or saves is a LocalProtocolError. Save `state_dict()` before the `with` ends, also after an exception.
 
     Raises ConfigError for a wrapper that hides the parameters and an optimizer without step hooks, on entering also when the
     ranks do not fit together or the model is on several GPUs in one process; RefusedError on entering when the model does not
@@ -375,7 +378,7 @@ class EditWorker:
             self._refuse_merged("take_awaited()")
         with _outside_autograd(), self._stopwatch.paused():
             over = self._nothing_to_train
-            for each in self._entered:
+            for each in self._inside:
                 if over and each.exchange.pending is not None:
                     each.synchronize()
                 else:
@@ -387,7 +390,7 @@ class EditWorker:
             self._refuse_merged("another batch of until_finished()")
         with _outside_autograd(), self._stopwatch.paused():
             over = self._nothing_to_train
-            for each in self._entered:
+            for each in self._inside:
                 if over and each.exchange.pending is not None:
                     each.synchronize()
                 elif self._config.sync.mode == "blocking":
@@ -459,8 +462,9 @@ class EditWorker:
 
         They are the whole replica's, so every rank adds the same.
         """
+        inside = self._inside
         self._speed.count_tokens(tokens)
-        for each in self._entered:
+        for each in inside:
             each.exchange.schedule.count_tokens(tokens)
 
     def count_steps(self, steps: int) -> None:
@@ -468,7 +472,7 @@ class EditWorker:
 
         Nothing is exchanged before the next optimizer step. Every rank adds the same.
         """
-        for each in self._entered:
+        for each in self._inside:
             each.exchange.schedule.count_steps(steps)
 
     def synchronize(self, *, block: bool = True) -> bool:
@@ -482,7 +486,7 @@ class EditWorker:
         self._require_local("synchronize()")
         self._refuse_merged("synchronize()")
         with _outside_autograd(), self._stopwatch.paused():
-            known = [each.synchronize(block=block) for each in self._entered]
+            known = [each.synchronize(block=block) for each in self._inside]
         return all(known)
 
     @property
@@ -546,13 +550,14 @@ class EditWorker:
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker needs to go on, for torch.distributed.checkpoint (see `edit.worker.checkpoint`).
 
-        Changes nothing (T8).
+        Changes nothing (T8). Before the `with` ends: leaving by an exception gives up a contribution that waits for its outcome,
+        and what was left of it could not be told from work that was never sent.
 
         The model's and the optimizer's own state are the caller's. The tensors are shared, not copied: do not write into them.
         All ranks call it together.
         """
         with _outside_autograd():
-            return joint_state(self._entered)
+            return joint_state(self._inside)
 
     def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         """Tensors laid out as the model is, for torch.distributed.checkpoint to load into. Before entering.
@@ -773,6 +778,13 @@ class EditWorker:
         if not self._exchanges:
             raise LocalProtocolError("enter the EditWorker first: with EditWorker(...) as worker:")
         return self._exchanges
+
+    @property
+    def _inside(self) -> tuple[ShareExchange, ...]:
+        """As `_entered`, of a worker that was not left. Raises LocalProtocolError."""
+        if self._exchanges and not self._hooks:
+            raise LocalProtocolError("this EditWorker was left: train, and save its state_dict(), before its `with` ends")
+        return self._entered
 
     @property
     def _one_share(self) -> ShareExchange:
