@@ -502,7 +502,7 @@ class EditWorker:
     def outer_parameters(self) -> Iterator[nn.Module]:
         """The model with theta in it, for evaluating or saving; afterwards the local parameters are back to the bit.
 
-        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError. Of an outer step of which only a
+        No exchange and no waiting inside; an optimizer step or `state_dict()` inside is a LocalProtocolError. Of an outer step of which only a
         part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it, nor at its end
         (ConfigError): merge and unmerge them inside. Do not call `eval()` or `train()` of a schedule-free optimizer inside
         (ConfigError where its mode differs at the end).
@@ -551,11 +551,13 @@ class EditWorker:
         """Return what this worker needs to go on, for torch.distributed.checkpoint (see `edit.worker.checkpoint`).
 
         Changes nothing (T8). Before the `with` ends: leaving by an exception gives up a contribution that waits for its outcome,
-        and what was left of it could not be told from work that was never sent.
+        and what was left of it could not be told from work that was never sent. Not inside `outer_parameters()`, where the
+        model does not hold the local parameters that belong to it.
 
         The model's and the optimizer's own state are the caller's. The tensors are shared, not copied: do not write into them.
         All ranks call it together.
         """
+        self._require_local("state_dict()")
         with _outside_autograd():
             return joint_state(self._inside)
 

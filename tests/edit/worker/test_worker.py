@@ -428,6 +428,8 @@ def test_outer_parameters_are_lent_and_the_local_ones_come_back_to_the_bit(
             p.optimizer.step()
         with pytest.raises(LocalProtocolError, match="synchronize"):
             p.worker.synchronize()
+        with pytest.raises(LocalProtocolError, match=r"state_dict\(\) inside outer_parameters"):
+            p.worker.state_dict()
         with pytest.raises(LocalProtocolError, match="inside outer_parameters"), p.worker.outer_parameters():
             pass
     assert same([parameter.detach() for parameter in p.model.parameters()], local) and p.collective.waited == 0
