@@ -174,6 +174,17 @@ class EditWorker:
     def __enter__(self) -> Self:
         if self._hooks:
             raise LocalProtocolError("this EditWorker is already entered")
+        before = self._exchanges
+        try:
+            self._enter()
+        except BaseException:
+            self._remove_hooks()
+            self._exchanges = before
+            raise
+        self._checkpoints = ()  # not before: whoever enters again after a failure goes on from them
+        return self
+
+    def _enter(self) -> None:
         self._ranks.together(self._check_ranks)
         self._check_private()
         kernels.load()
@@ -198,19 +209,13 @@ class EditWorker:
                 )
                 for replica, collective in zip(replicas, self._collectives, strict=True)
             )
-            checkpoints, self._checkpoints = self._checkpoints, ()
-            join_all(self._exchanges, self._collectives, checkpoints, self._reached)
+            join_all(self._exchanges, self._collectives, self._checkpoints, self._reached)
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
-        try:
-            for hook in self._registered(modules):
-                self._hooks.append(hook)
-            self._tell()  # a peer that is where the run is, is waited for
-        except BaseException:
-            self._remove_hooks()
-            raise
-        return self
+        for hook in self._registered(modules):
+            self._hooks.append(hook)
+        self._tell()  # a peer that is where the run is, is waited for
 
     def _registered(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
         """Register one hook after the other."""
@@ -502,10 +507,10 @@ class EditWorker:
     def outer_parameters(self) -> Iterator[nn.Module]:
         """The model with theta in it, for evaluating or saving; afterwards the local parameters are back to the bit.
 
-        No exchange and no waiting inside; an optimizer step or `state_dict()` inside is a LocalProtocolError. Of an outer step of which only a
-        part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it, nor at its end
-        (ConfigError): merge and unmerge them inside. Do not call `eval()` or `train()` of a schedule-free optimizer inside
-        (ConfigError where its mode differs at the end).
+        No exchange and no waiting inside; an optimizer step or `state_dict()` inside is a LocalProtocolError. Of an outer step of
+        which only a part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it,
+        nor at its end (ConfigError): merge and unmerge them inside. Do not call `eval()` or `train()` of a schedule-free
+        optimizer inside (ConfigError where its mode differs at the end).
         """
         self._require_local("outer_parameters()")
         _refuse_merged(self._entered[0].replica, "outer_parameters()")
@@ -550,9 +555,9 @@ class EditWorker:
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker needs to go on, for torch.distributed.checkpoint (see `edit.worker.checkpoint`).
 
-        Changes nothing (T8). Before the `with` ends: leaving by an exception gives up a contribution that waits for its outcome,
-        and what was left of it could not be told from work that was never sent. Not inside `outer_parameters()`, where the
-        model does not hold the local parameters that belong to it.
+        Changes nothing (T8). Before the `with` ends: leaving by an exception gives up a contribution that waits for its
+        outcome, and what was left of it could not be told from work that was never sent. Not inside `outer_parameters()`,
+        where the model does not hold the local parameters that belong to it.
 
         The model's and the optimizer's own state are the caller's. The tensors are shared, not copied: do not write into them.
         All ranks call it together.
