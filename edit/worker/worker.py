@@ -55,6 +55,7 @@ from edit.worker.config import WorkerConfig
 from edit.worker.hooks import Hook, after_backward, in_backward
 from edit.worker.local_buffers import LocalBuffers
 from edit.worker.speed import Speed, Stopwatch
+from edit.worker.trained import refuse_foreign
 from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated, wrapped
 
 __all__ = ["EditWorker", "WorkerConfig"]
@@ -124,8 +125,9 @@ class EditWorker:
     on or saves is a LocalProtocolError. Save `state_dict()` before the `with` ends, also after an exception.
 
     Raises ConfigError for a wrapper that hides the parameters and an optimizer without step hooks, on entering also when the
-    ranks do not fit together or the model is on several GPUs in one process; RefusedError on entering when the model does not
-    fit the run; EvictedError out of the loop's own forward or step when the operator evicted this peer.
+    ranks do not fit together, the model is on several GPUs in one process, or the optimizer trains no parameter of it;
+    RefusedError on entering when the model does not fit the run; EvictedError out of the loop's own forward or step when the
+    operator evicted this peer.
     """
 
     def __init__(
@@ -195,6 +197,7 @@ class EditWorker:
                 self._refuse_bad_buffers(replicas)
             tensors = (tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment)
             self._exchanged = frozenset(map(id, tensors))
+            refuse_foreign(self._optimizers, self._exchanged, self._ranks)
             self._buffers = LocalBuffers(self._model, self._exchanged)
             self._exchanges = tuple(
                 ShareExchange(
@@ -507,8 +510,8 @@ class EditWorker:
     def outer_parameters(self) -> Iterator[nn.Module]:
         """The model with theta in it, for evaluating or saving; afterwards the local parameters are back to the bit.
 
-        No exchange and no waiting inside; an optimizer step or `state_dict()` inside is a LocalProtocolError. Of an outer step of
-        which only a part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it,
+        No exchange and no waiting inside; an optimizer step or `state_dict()` inside is a LocalProtocolError. Of an outer step
+        of which only a part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it,
         nor at its end (ConfigError): merge and unmerge them inside. Do not call `eval()` or `train()` of a schedule-free
         optimizer inside (ConfigError where its mode differs at the end).
         """

@@ -139,6 +139,42 @@ class TestParametersThatCannotBeExchanged:
         worker.__enter__()
 
 
+class OwnStep(torch.optim.SGD):
+    """An optimizer of another package, which may have its own copies of the parameters."""
+
+
+class TestAnOptimizerOfAnotherModel:
+    @pytest.mark.parametrize("kinds", [[torch.optim.SGD], [torch.optim.Adafactor, torch.optim.AdamW]])
+    def test_torchs_own_is_refused_before_anything_is_sent(self, kinds: list[Callable[..., torch.optim.Optimizer]]) -> None:
+        model, collective = small_mlp(), ScriptedCollective()
+        optimizer = [kind(model.parameters(), lr=0.1) for kind in kinds]
+        worker = EditWorker(copy.deepcopy(model), optimizer, collective, WorkerConfig())
+        words = rf"^optimizer: {'.*'.join(kind.__name__ for kind in kinds)} trains no parameter that is exchanged: "  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match=words) as caught:
+            worker.__enter__()
+        assert "\n" not in str(caught.value) and collective.schema is None
+
+    def test_of_one_that_holds_only_frozen_parameters_too(self) -> None:
+        model = small_mlp()
+        model[0].requires_grad_(False)
+        worker = EditWorker(model, torch.optim.SGD(model[0].parameters()), ScriptedCollective(), WorkerConfig())
+        with pytest.raises(ConfigError, match="SGD trains no parameter that is exchanged"):
+            worker.__enter__()
+
+    def test_of_another_one_it_is_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = small_mlp()
+        with EditWorker(copy.deepcopy(model), OwnStep(model.parameters()), ScriptedCollective(), WorkerConfig()):
+            assert [line for line in caplog.messages if line.startswith("OwnStep holds no parameter that is exchanged")]
+
+    def test_whose_groups_are_filled_later_or_that_trains_a_part_nothing_is_said(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for of in (lambda model: [{"params": []}], lambda model: [*model[2].parameters()]):
+            model = small_mlp()
+            with EditWorker(model, torch.optim.SGD(of(model), lr=0.1), ScriptedCollective(), WorkerConfig()):
+                assert not caplog.messages
+
+
 class TestUnfreezing:
     def test_a_parameter_unfrozen_after_entering_is_an_error_at_the_next_contribution(self) -> None:
         model = small_mlp()
