@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from edit import kernels
-from edit.collective import Collective, CompositeCollective, ranks_of, shares_of
+from edit.collective import Collective, CompositeCollective, config_of, ranks_of, shares_of
 from edit.config.run import RunConfig
 from edit.config.validation import one_of
 from edit.errors import ConfigError, LocalProtocolError
@@ -151,6 +151,7 @@ class EditWorker:
         if isinstance(collective, CompositeCollective):
             self._clip, self._reached = collective.clip, collective.reached
         self._config = config
+        self._run_config = config_of(collective)
         self._leaves_outer = leave == "outer"
         together = is_sharded(self._model) or is_replicated(model)
         self._ranks = ranks if ranks is not None else Ranks.world() if together else ALONE
@@ -188,6 +189,7 @@ class EditWorker:
 
     def _enter(self) -> None:
         self._ranks.together(self._check_ranks)
+        self._ranks.together(self._check_run)
         self._check_private()
         kernels.load()
         with _outside_autograd():
@@ -434,6 +436,11 @@ class EditWorker:
                     f"ranks: the connection to the run was made for {connected} ranks of one peer, this EditWorker for {size}: "
                     + (_GIVE_ALL if connected > size else _CONNECT_ALL)
                 )
+
+    def _check_run(self) -> None:
+        """Raise ConfigError where the settings are not those of the run, as far as the connection knows them."""
+        if self._run_config is not None:
+            self._config.refuse_other(self._run_config)
 
     def _check_private(self) -> None:
         """Raise ConfigError where the run asks for gradients with noise and this loop has none."""
