@@ -12,7 +12,7 @@ from edit.errors import ConfigError
 from edit.replica.ranks import Ranks
 from edit.worker.unwrap import wrapped
 
-__all__ = ["refuse_foreign"]
+__all__ = ["ForeignParameters", "refuse_foreign"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +40,33 @@ def refuse_foreign(optimizers: Sequence[Optimizer], exchanged: Set[int], ranks: 
             )
 
     ranks.together(look)
+
+
+class ForeignParameters:
+    """What the optimizers train beside what is exchanged, and whether that was said.
+
+    exchanged: ids.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], exchanged: Set[int]) -> None:
+        self._optimizers, self._exchanged = optimizers, exchanged
+        self._said: set[int] = set()  # ids
+
+    def warn(self) -> None:
+        """Warn once of each; of none where nothing that is exchanged is held, as then they may be copies."""
+        held = {id(each): each for each in _held(self._optimizers)}
+        if held.keys().isdisjoint(self._exchanged):
+            return
+        beside = {key: each for key, each in held.items() if key not in self._exchanged and each.requires_grad}
+        new = [each for key, each in beside.items() if key not in self._said]
+        self._said = set(beside)
+        if new:
+            _log.warning(
+                "the optimizer also trains what is not of the model that the EditWorker was given (%d tensors, the first of "
+                "shape %s): that is not exchanged, and each peer ends with its own; give it a module that has them all",
+                len(new),
+                list(new[0].shape),
+            )
 
 
 def _held(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:

@@ -55,7 +55,7 @@ from edit.worker.config import WorkerConfig
 from edit.worker.hooks import Hook, after_backward, in_backward
 from edit.worker.local_buffers import LocalBuffers
 from edit.worker.speed import Speed, Stopwatch
-from edit.worker.trained import refuse_foreign
+from edit.worker.trained import ForeignParameters, refuse_foreign
 from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated, wrapped
 
 __all__ = ["EditWorker", "WorkerConfig"]
@@ -81,7 +81,8 @@ class EditWorker:
     before entering are not exchanged, and must be equal at all peers; buffers are exchanged as the configuration says. To
     unfreeze or replace a parameter after entering (a new head, `load_state_dict(assign=True)`) is a ConfigError at the next
     contribution, a replaced one also on leaving. One that is frozen after entering is still exchanged, and moved by merges and
-    by the outer momentum: a warning says so once. A compiled `optimizer.step` breaks its graph at the exchange.
+    by the outer momentum: a warning says so once. So does one of what the optimizer trains that is not of the model. A compiled
+    `optimizer.step` breaks its graph at the exchange.
 
     A loop that calls parts of the model, never the model that it gave here (or only a compiled copy), takes the outcome as late
     as at `optimizer.step()`, with a gradient of the parameters before it: use `until_finished`, or call `take_awaited()` before
@@ -165,6 +166,7 @@ class EditWorker:
         self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
         self._ended = False  # whether the run had finished and the model was given what `leave` says
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
+        self._foreign = ForeignParameters(self._optimizers, self._exchanged)
         self._buffers = LocalBuffers(nn.Module())  # of the model, from entering on
         self._stepped = False  # whether the optimizer whose step ends an inner step ever was
         self._backward = -1  # the last one in which an inner step ended
@@ -200,6 +202,7 @@ class EditWorker:
             tensors = (tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment)
             self._exchanged = frozenset(map(id, tensors))
             refuse_foreign(self._optimizers, self._exchanged, self._ranks)
+            self._foreign = ForeignParameters(self._optimizers, self._exchanged)
             self._buffers = LocalBuffers(self._model, self._exchanged)
             self._exchanges = tuple(
                 ShareExchange(
@@ -220,6 +223,7 @@ class EditWorker:
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
         for hook in self._registered(modules):
             self._hooks.append(hook)
+        self._warn_foreign()
         self._tell()  # a peer that is where the run is, is waited for
 
     def _registered(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
@@ -763,7 +767,12 @@ class EditWorker:
         if any(contributed):
             self._buffers.keep()
             self._exchanges[0].replica.warn_frozen()
+            self._warn_foreign()
             self._reset_finished()
+
+    def _warn_foreign(self) -> None:
+        if self._ranks.leads:
+            self._foreign.warn()
 
     def _end(self) -> None:
         """Training in this run is over: the model holds what `leave` says, whatever follows until `with` is left."""

@@ -175,6 +175,34 @@ class TestAnOptimizerOfAnotherModel:
                 assert not caplog.messages
 
 
+class TestWhatTheOptimizerTrainsBesideTheModel:
+    def test_a_warning_says_so_on_entering_and_after_a_group_was_added(self, caplog: pytest.LogCaptureFixture) -> None:
+        def said() -> list[str]:
+            return [line.split("(")[1].split(")")[0] for line in caplog.messages if "not of the model" in line]
+
+        model, head, late = small_mlp(), nn.Linear(2, 3), nn.Linear(5, 4, bias=False)
+        frozen = nn.Linear(2, 2).requires_grad_(False)
+        given = [*model.parameters(), *head.parameters(), *frozen.parameters()]
+        optimizer = torch.optim.SGD(given, lr=0.1)
+        with pytest.raises(KeyboardInterrupt), EditWorker(model, optimizer, ScriptedCollective(), worker_config(every=2)):
+            assert said() == ["2 tensors, the first of shape [3, 2]"]
+            batches = regression_batches(0)
+            optimizer.add_param_group({"params": late.parameters()})
+            train_step(model, optimizer, next(batches))
+            assert len(said()) == 1
+            train_step(model, optimizer, next(batches))
+            assert said()[1:] == ["1 tensors, the first of shape [4, 5]"]
+            raise KeyboardInterrupt
+
+    def test_it_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        model, head = small_mlp(), nn.Linear(2, 3)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        with pytest.raises(KeyboardInterrupt), EditWorker(model, optimizer, ScriptedCollective(), worker_config(every=1)):
+            train_step(model, optimizer, next(regression_batches(0)))
+            assert sum("not of the model" in line for line in caplog.messages) == 1
+            raise KeyboardInterrupt
+
+
 class TestUnfreezing:
     def test_a_parameter_unfrozen_after_entering_is_an_error_at_the_next_contribution(self) -> None:
         model = small_mlp()
