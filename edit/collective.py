@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from edit.config.run import RunConfig
 from edit.errors import ConfigError, LocalProtocolError
 from edit.fragments.schema import Schema
 from edit.fragments.shards import Shard
@@ -18,14 +19,14 @@ from edit.records import Contribution, Lacks, Outcome, Progress, Snapshot
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Collective", "CompositeCollective", "ranks_of", "shares_of"]
+__all__ = ["Collective", "CompositeCollective", "config_of", "ranks_of", "shares_of"]
 
 
 class Collective(Protocol):
     """One peer's connection to the run.
 
     A connection that was made for a number of ranks of one replica has it as `ranks`; an `EditWorker` of another number
-    refuses it.
+    refuses it. One that knows the run's configuration has it as `config`; an `EditWorker` refuses settings of another run.
     """
 
     @property
@@ -105,6 +106,12 @@ class CompositeCollective:
     def shares(self) -> tuple[Collective, ...]:
         """A collective for each aggregator, in their order."""
         return self._shares
+
+
+def config_of(collective: Collective | CompositeCollective) -> RunConfig | None:
+    """Return the configuration of the run that this is a connection to; None: it does not say."""
+    config: RunConfig | None = getattr(collective, "config", None)
+    return config
 
 
 def ranks_of(collective: Collective) -> int | None:

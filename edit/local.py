@@ -181,6 +181,11 @@ class LocalRun:
         return self._machine.round_id if self._machine is not None else 0
 
     @property
+    def config(self) -> RunConfig:
+        """The settings that it was made with."""
+        return self._config
+
+    @property
     def losses(self) -> int:
         """How often contributions were lost or refused so far."""
         return self._losses
@@ -527,6 +532,11 @@ class LocalGossip:
         return dict(self._states)
 
     @property
+    def config(self) -> RunConfig:
+        """The settings that it was made with."""
+        return self._config
+
+    @property
     def losses(self) -> int:
         """0: a contribution is never lost, for a peer without a partner goes alone."""
         return 0
@@ -739,6 +749,8 @@ class _Run(Protocol):
     """What `LocalCollective` uses of a run."""
 
     @property
+    def config(self) -> RunConfig: ...
+    @property
     def losses(self) -> int: ...
     def join(self, peer_id: str, schema: Schema, found: Callable[[], Sequence[Tensor]]) -> Snapshot: ...
     def contribute(self, peer_id: str, contribution: Contribution) -> bool: ...
@@ -760,6 +772,11 @@ class LocalCollective:
     def peer_id(self) -> str:
         """This peer's identity in verdicts."""
         return self._peer_id
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration."""
+        return self._run.config
 
     def join(
         self,

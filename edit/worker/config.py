@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from edit.config.algorithm import OuterConfig, RoundsConfig, SyncConfig, check_together
-from edit.config.codec import CodecConfig
+from edit.config.codec import CodecChoice, CodecConfig
 from edit.config.run import PenaltyConfig, RunConfig
 from edit.config.validation import one_of, require
 
@@ -57,6 +57,25 @@ class WorkerConfig:
             rule = 'must be "local" with rounds.merging = "arrivals": one peer\'s buffers alone are no mean'
             require(self.rounds.merging == "rounds", "buffers", self.buffers, rule)
 
+    def refuse_other(self, run: RunConfig) -> None:
+        """Raise ConfigError, naming the setting, where these are not the sections of that run in what contributions depend on.
+
+        What a peer may have of its own, such as `sync.every`, is not compared.
+        """
+        pairs: list[tuple[str, object, object]] = [
+            ("sync.groups", self.sync.groups, run.sync.groups),
+            ("secagg.enabled", self.masked, run.secagg.enabled),
+        ]
+        if run.privacy.of_examples and not self.private:
+            pairs.append(("privacy.level", "none", run.privacy.level))
+        if run.sync.groups > 1:
+            pairs.append(("sync.pattern", self.sync.pattern, run.sync.pattern))
+        if not run.secagg.enabled:  # else a grid takes the codec's place
+            own, theirs = self.codec.uplink, run.codec.uplink
+            pairs += [("codec.up", str(own.default), str(theirs.default)), ("codec.fragments", _texts(own), _texts(theirs))]
+        for name, mine, value in pairs:
+            require(mine == value, name, mine, f"the run has {value!r}; give the EditWorker WorkerConfig.of(run)")
+
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """Return the sections of a run's configuration, with local buffers."""
@@ -72,3 +91,7 @@ class WorkerConfig:
             penalty=config.penalty if masked else PenaltyConfig(),
             kept_updates=config.kept_updates,
         )
+
+
+def _texts(choice: CodecChoice) -> dict[str, str]:
+    return {pattern: str(spec) for pattern, spec in choice.fragments}

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from edit import kernels
-from edit.collective import Collective, CompositeCollective, ranks_of, shares_of
+from edit.collective import Collective, CompositeCollective, config_of, ranks_of, shares_of
 from edit.config.run import RunConfig
 from edit.config.validation import one_of
 from edit.errors import ConfigError, LocalProtocolError
@@ -55,6 +55,7 @@ from edit.worker.config import WorkerConfig
 from edit.worker.hooks import Hook, after_backward, in_backward
 from edit.worker.local_buffers import LocalBuffers
 from edit.worker.speed import Speed, Stopwatch
+from edit.worker.trained import ForeignParameters, refuse_foreign
 from edit.worker.unwrap import innermost_model, innermost_optimizers, is_replicated, wrapped
 
 __all__ = ["EditWorker", "WorkerConfig"]
@@ -80,7 +81,8 @@ class EditWorker:
     before entering are not exchanged, and must be equal at all peers; buffers are exchanged as the configuration says. To
     unfreeze or replace a parameter after entering (a new head, `load_state_dict(assign=True)`) is a ConfigError at the next
     contribution, a replaced one also on leaving. One that is frozen after entering is still exchanged, and moved by merges and
-    by the outer momentum: a warning says so once. A compiled `optimizer.step` breaks its graph at the exchange.
+    by the outer momentum: a warning says so once. So does one of what the optimizer trains that is not of the model. A compiled
+    `optimizer.step` breaks its graph at the exchange.
 
     A loop that calls parts of the model, never the model that it gave here (or only a compiled copy), takes the outcome as late
     as at `optimizer.step()`, with a gradient of the parameters before it: use `until_finished`, or call `take_awaited()` before
@@ -118,11 +120,15 @@ class EditWorker:
             the system's.
         leave: what the model holds after leaving, and as soon as `finished` is True after an optimizer step: "outer", the outer
             parameters, which all peers share; or "local", this peer's own. An exception that leaves the `with` leaves the
-            local ones.
+            local ones, and gives up a contribution that waits for its outcome.
+
+    Once left, it still says what it was, by its properties, `outer_of`, `outer_parameters` and `outer_state_dict`; what trains
+    on or saves is a LocalProtocolError. Save `state_dict()` before the `with` ends, also after an exception.
 
     Raises ConfigError for a wrapper that hides the parameters and an optimizer without step hooks, on entering also when the
-    ranks do not fit together or the model is on several GPUs in one process; RefusedError on entering when the model does not
-    fit the run; EvictedError out of the loop's own forward or step when the operator evicted this peer.
+    ranks do not fit together, the model is on several GPUs in one process, or the optimizer trains no parameter of it;
+    RefusedError on entering when the model does not fit the run; EvictedError out of the loop's own forward or step when the
+    operator evicted this peer.
     """
 
     def __init__(
@@ -146,6 +152,7 @@ class EditWorker:
         if isinstance(collective, CompositeCollective):
             self._clip, self._reached = collective.clip, collective.reached
         self._config = config
+        self._run_config = config_of(collective)
         self._leaves_outer = leave == "outer"
         together = is_sharded(self._model) or is_replicated(model)
         self._ranks = ranks if ranks is not None else Ranks.world() if together else ALONE
@@ -159,6 +166,7 @@ class EditWorker:
         self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
         self._ended = False  # whether the run had finished and the model was given what `leave` says
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
+        self._foreign = ForeignParameters(self._optimizers, self._exchanged)
         self._buffers = LocalBuffers(nn.Module())  # of the model, from entering on
         self._stepped = False  # whether the optimizer whose step ends an inner step ever was
         self._backward = -1  # the last one in which an inner step ended
@@ -171,7 +179,19 @@ class EditWorker:
     def __enter__(self) -> Self:
         if self._hooks:
             raise LocalProtocolError("this EditWorker is already entered")
+        before = self._exchanges
+        try:
+            self._enter()
+        except BaseException:
+            self._remove_hooks()
+            self._exchanges = before
+            raise
+        self._checkpoints = ()  # not before: whoever enters again after a failure goes on from them
+        return self
+
+    def _enter(self) -> None:
         self._ranks.together(self._check_ranks)
+        self._ranks.together(self._check_run)
         self._check_private()
         kernels.load()
         with _outside_autograd():
@@ -181,6 +201,8 @@ class EditWorker:
                 self._refuse_bad_buffers(replicas)
             tensors = (tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment)
             self._exchanged = frozenset(map(id, tensors))
+            refuse_foreign(self._optimizers, self._exchanged, self._ranks)
+            self._foreign = ForeignParameters(self._optimizers, self._exchanged)
             self._buffers = LocalBuffers(self._model, self._exchanged)
             self._exchanges = tuple(
                 ShareExchange(
@@ -195,19 +217,14 @@ class EditWorker:
                 )
                 for replica, collective in zip(replicas, self._collectives, strict=True)
             )
-            checkpoints, self._checkpoints = self._checkpoints, ()
-            join_all(self._exchanges, self._collectives, checkpoints, self._reached)
+            join_all(self._exchanges, self._collectives, self._checkpoints, self._reached)
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])
-        try:
-            for hook in self._registered(modules):
-                self._hooks.append(hook)
-            self._tell()  # a peer that is where the run is, is waited for
-        except BaseException:
-            self._remove_hooks()
-            raise
-        return self
+        for hook in self._registered(modules):
+            self._hooks.append(hook)
+        self._warn_foreign()
+        self._tell()  # a peer that is where the run is, is waited for
 
     def _registered(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
         """Register one hook after the other."""
@@ -375,7 +392,7 @@ class EditWorker:
             self._refuse_merged("take_awaited()")
         with _outside_autograd(), self._stopwatch.paused():
             over = self._nothing_to_train
-            for each in self._entered:
+            for each in self._inside:
                 if over and each.exchange.pending is not None:
                     each.synchronize()
                 else:
@@ -387,7 +404,7 @@ class EditWorker:
             self._refuse_merged("another batch of until_finished()")
         with _outside_autograd(), self._stopwatch.paused():
             over = self._nothing_to_train
-            for each in self._entered:
+            for each in self._inside:
                 if over and each.exchange.pending is not None:
                     each.synchronize()
                 elif self._config.sync.mode == "blocking":
@@ -424,6 +441,11 @@ class EditWorker:
                     + (_GIVE_ALL if connected > size else _CONNECT_ALL)
                 )
 
+    def _check_run(self) -> None:
+        """Raise ConfigError where the settings are not those of the run, as far as the connection knows them."""
+        if self._run_config is not None:
+            self._config.refuse_other(self._run_config)
+
     def _check_private(self) -> None:
         """Raise ConfigError where the run asks for gradients with noise and this loop has none."""
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
@@ -459,8 +481,9 @@ class EditWorker:
 
         They are the whole replica's, so every rank adds the same.
         """
+        inside = self._inside
         self._speed.count_tokens(tokens)
-        for each in self._entered:
+        for each in inside:
             each.exchange.schedule.count_tokens(tokens)
 
     def count_steps(self, steps: int) -> None:
@@ -468,7 +491,7 @@ class EditWorker:
 
         Nothing is exchanged before the next optimizer step. Every rank adds the same.
         """
-        for each in self._entered:
+        for each in self._inside:
             each.exchange.schedule.count_steps(steps)
 
     def synchronize(self, *, block: bool = True) -> bool:
@@ -482,7 +505,7 @@ class EditWorker:
         self._require_local("synchronize()")
         self._refuse_merged("synchronize()")
         with _outside_autograd(), self._stopwatch.paused():
-            known = [each.synchronize(block=block) for each in self._entered]
+            known = [each.synchronize(block=block) for each in self._inside]
         return all(known)
 
     @property
@@ -498,10 +521,10 @@ class EditWorker:
     def outer_parameters(self) -> Iterator[nn.Module]:
         """The model with theta in it, for evaluating or saving; afterwards the local parameters are back to the bit.
 
-        No exchange and no waiting inside; an optimizer step inside is a LocalProtocolError. Of an outer step of which only a
-        part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it, nor at its end
-        (ConfigError): merge and unmerge them inside. Do not call `eval()` or `train()` of a schedule-free optimizer inside
-        (ConfigError where its mode differs at the end).
+        No exchange and no waiting inside; an optimizer step or `state_dict()` inside is a LocalProtocolError. Of an outer step
+        of which only a part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it,
+        nor at its end (ConfigError): merge and unmerge them inside. Do not call `eval()` or `train()` of a schedule-free
+        optimizer inside (ConfigError where its mode differs at the end).
         """
         self._require_local("outer_parameters()")
         _refuse_merged(self._entered[0].replica, "outer_parameters()")
@@ -546,13 +569,16 @@ class EditWorker:
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker needs to go on, for torch.distributed.checkpoint (see `edit.worker.checkpoint`).
 
-        Changes nothing (T8).
+        Changes nothing (T8). Before the `with` ends: leaving by an exception gives up a contribution that waits for its
+        outcome, and what was left of it could not be told from work that was never sent. Not inside `outer_parameters()`,
+        where the model does not hold the local parameters that belong to it.
 
         The model's and the optimizer's own state are the caller's. The tensors are shared, not copied: do not write into them.
         All ranks call it together.
         """
+        self._require_local("state_dict()")
         with _outside_autograd():
-            return joint_state(self._entered)
+            return joint_state(self._inside)
 
     def empty_state(self, kinds: Collection[str], scalars: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
         """Tensors laid out as the model is, for torch.distributed.checkpoint to load into. Before entering.
@@ -741,7 +767,12 @@ class EditWorker:
         if any(contributed):
             self._buffers.keep()
             self._exchanges[0].replica.warn_frozen()
+            self._warn_foreign()
             self._reset_finished()
+
+    def _warn_foreign(self) -> None:
+        if self._ranks.leads:
+            self._foreign.warn()
 
     def _end(self) -> None:
         """Training in this run is over: the model holds what `leave` says, whatever follows until `with` is left."""
@@ -773,6 +804,13 @@ class EditWorker:
         if not self._exchanges:
             raise LocalProtocolError("enter the EditWorker first: with EditWorker(...) as worker:")
         return self._exchanges
+
+    @property
+    def _inside(self) -> tuple[ShareExchange, ...]:
+        """As `_entered`, of a worker that was not left. Raises LocalProtocolError."""
+        if self._exchanges and not self._hooks:
+            raise LocalProtocolError("this EditWorker was left: train, and save its state_dict(), before its `with` ends")
+        return self._entered
 
     @property
     def _one_share(self) -> ShareExchange:

@@ -39,7 +39,7 @@ class IoThread:
 
     def __init__(self, name: str = "peer-io") -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = 0  # of the process in which the loop runs
+        self._pid = 0  # of the process in which the loop runs, or ran
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._changed = threading.Condition()  # its lock guards the shared state; notified after each change
         self._interrupted = False  # set by a signal handler, so without the lock
@@ -169,7 +169,8 @@ class IoThread:
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            raise LocalProtocolError("the I/O thread does not run")
+            left = "the connection to the run was left: connect again, and train before that `with` ends"
+            raise LocalProtocolError(left if self._pid else "the I/O thread does not run")
         self._refuse_fork()
         return self._loop
 

@@ -124,7 +124,7 @@ class Training:
             self._tracked = worker.outer_step
             self._show(worker)
             self._loop(trainer, worker, saving)
-        saving.save_last()
+            saving.save_last()
         if trainer.private is not None:
             _log.info("%s", trainer.private.statement())
             if not self._over(worker):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from aggregator.control.status import run_status
-from edit import EditWorker, WorkerConfig
+from edit import EditWorker, SyncConfig, WorkerConfig
 from edit.errors import ConfigError
 from edit.replica.ranks import Ranks
 from peers.connection import connect
@@ -50,6 +50,9 @@ def averages_itself(home: Path) -> tuple[str, list[float]]:
     with connect(home) as (collective, config):
         with pytest.raises(ConfigError) as error:
             EditWorker(model, optimizer, collective, WorkerConfig.of(config)).__enter__()
+        other = WorkerConfig(sync=SyncConfig(groups=2))
+        with pytest.raises(ConfigError, match=r"^sync\.groups = 2: the run has 1; give the EditWorker WorkerConfig\.of"):
+            EditWorker(model, optimizer, collective, other, Ranks.world()).__enter__()
         with EditWorker(model, optimizer, collective, WorkerConfig.of(config), Ranks.world()) as worker:
             while not worker.finished:
                 model(torch.full((1, 3), float(torch.distributed.get_rank()))).sum().backward()

@@ -62,7 +62,7 @@ def connect_hub(
             count = config.aggregators.count
             raise ConfigError(f"--serve-snapshots: not in a run of {count} aggregators, with a part each; leave it out")
         each = (channels, *(channels.to((address,)) for address in config.aggregators.addresses))
-        hub = AllAggregators(io, each, identity, ranks, parser, server, site, reached=max(steps))
+        hub = AllAggregators(io, each, identity, ranks, parser, server, site, reached=max(steps), config=config)
         with leaving(hub, ended, failed) as connection:
             yield connection, config, min(steps)
 
@@ -134,6 +134,7 @@ class AllAggregators(CompositeCollective):
         site: this peer's.
         followers: of the connection to each aggregator, at rank 0; none: nobody follows.
         reached: see `CompositeCollective`.
+        config: of the run; None: nobody asks for it.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class AllAggregators(CompositeCollective):
         site: Site = NOWHERE,
         followers: Sequence[Follower] = (),
         reached: int = 0,
+        config: RunConfig | None = None,
     ) -> None:
         self._io = io
         self._server = server
@@ -158,6 +160,7 @@ class AllAggregators(CompositeCollective):
             for number, (each, follower) in enumerate(zip(channels, following, strict=True))
         )
         super().__init__(self._connections, site.clip, reached)
+        self.config = config
 
     @property
     def shares(self) -> tuple[HubCollective, ...]:

@@ -19,7 +19,7 @@ from edit.codecs import decode
 from edit.codecs.residuals import Residual
 from edit.collective import CompositeCollective
 from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PenaltyConfig, RunConfig, StorageConfig, SyncConfig
-from edit.errors import ConfigError, LocalProtocolError, StorageError
+from edit.errors import ConfigError, LocalProtocolError, StorageError, TransportError
 from edit.fragments.schema import plan_fragments
 from edit.local import LocalRun
 from edit.records import Committed, Contribution, Outcome, Snapshot
@@ -438,6 +438,38 @@ def test_loading_comes_before_entering() -> None:
     with pytest.raises(LocalProtocolError, match="load before"):
         life.worker.load_state_dict(saved["worker"])
     life.worker.__exit__(KeyboardInterrupt, None, None)
+
+
+@dataclasses.dataclass
+class CutOffAtFirst(SparingCollective):
+    """Joining fails once."""
+
+    failed: bool = False
+
+    def join(self, *arguments: Any) -> Snapshot:
+        if not self.failed:
+            self.failed = True
+            raise TransportError("cut off")
+        return super().join(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["blocking", "delayed"])
+def test_entering_again_after_a_failure_goes_on_from_the_state_that_was_loaded(kind: str) -> None:
+    run, run_config, saved = a_saved_one(kind, steps=EVERY + 3)
+    theta, model = theta_of(run), TinyTransformer(seed=3)
+    carrier = CutOffAtFirst(run.collective("a"))
+    worker = EditWorker(model, torch.optim.AdamW(model.parameters()), carrier, WorkerConfig.of(run_config))
+    model.load_state_dict(saved["model"])
+    worker.load_state_dict(saved["worker"])
+    with pytest.raises(TransportError, match="cut off"):
+        worker.__enter__()
+    with pytest.raises(LocalProtocolError, match="enter the EditWorker first"):
+        worker.state_dict()
+    with pytest.raises(KeyboardInterrupt), worker:
+        assert worker.inner_steps == EVERY + 3 and worker.state_dict()["scalars"] == saved["worker"]["scalars"]
+        assert all(torch.equal(tensor, saved["model"][name]) for name, tensor in model.state_dict().items())
+        assert theta_of(run) == theta
+        raise KeyboardInterrupt
 
 
 def only(*kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from edit import reference
-from edit.config.run import OuterConfig, PrivacyConfig, RunConfig, SyncConfig
+from edit.config.run import CodecConfig, FragmentCodec, OuterConfig, PrivacyConfig, RunConfig, SyncConfig
 from edit.errors import ConfigError
 from edit.local import LocalRun
 from edit.replica.replica import Replica
@@ -162,6 +163,44 @@ def test_a_loop_without_private_gradients_does_not_join_a_run_that_asks_for_them
         worker.__enter__()
     with pytest.raises(ConfigError, match=r'^buffers = \'average\': must be "local" with privacy\.level'):
         WorkerConfig(private=True, buffers="average")
+
+
+OF_ANOTHER_RUN: dict[str, tuple[RunConfig, WorkerConfig]] = {
+    "sync.groups = 1: the run has 2": (RunConfig(sync=SyncConfig(every=6, groups=2)), WorkerConfig(sync=SyncConfig(every=6))),
+    "sync.groups = 2: the run has 1": (RunConfig(), WorkerConfig(sync=SyncConfig(groups=2))),
+    "sync.pattern = 'sequential': the run has 'strided'": (
+        RunConfig(sync=SyncConfig(groups=2)),
+        WorkerConfig(sync=SyncConfig(groups=2, pattern="sequential")),
+    ),
+    "codec.up = 'fp32': the run has 'int8'": (RunConfig(), WorkerConfig(codec=CodecConfig(up="fp32"))),
+    "codec.fragments = {}: the run has {'w*': 'fp32'}": (
+        RunConfig(codec=CodecConfig(fragments={"w*": FragmentCodec(up="fp32")})),
+        WorkerConfig(),
+    ),
+    "secagg.enabled = True: the run has False": (RunConfig(), WorkerConfig(masked=True)),
+    "privacy.level = 'none': the run has 'example'": (
+        RunConfig(privacy=PrivacyConfig(level="example", delta=1e-6, epsilon_max=8, noise_multiplier=1.0)),
+        WorkerConfig(),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", OF_ANOTHER_RUN)
+def test_settings_of_another_run_are_named_on_entering(message: str) -> None:
+    of_run, own = OF_ANOTHER_RUN[message]
+    model, run = torch.nn.Linear(2, 2), LocalRun(of_run, ["a"])
+    worker = EditWorker(model, torch.optim.SGD(model.parameters()), run.collective("a"), own)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}; give the EditWorker WorkerConfig.of\\(run\\)$"):
+        worker.__enter__()
+    assert run.round_id == 0  # it has not joined
+
+
+def test_what_a_peer_may_have_of_its_own_is_not_compared() -> None:
+    run = RunConfig(sync=SyncConfig(every=6, pattern="sequential"), codec=CodecConfig(down="fp32", up_residual="bf16"))
+    own = WorkerConfig(sync=SyncConfig(every=7, mode="delayed", delay=2), only_steps_write=True)
+    model = torch.nn.Linear(2, 2)
+    with EditWorker(model, torch.optim.SGD(model.parameters()), LocalRun(run, ["a"]).collective("a"), own) as worker:
+        assert worker.outer_step == 0
 
 
 def test_a_worker_takes_its_settings_from_the_runs() -> None:

@@ -139,6 +139,70 @@ class TestParametersThatCannotBeExchanged:
         worker.__enter__()
 
 
+class OwnStep(torch.optim.SGD):
+    """An optimizer of another package, which may have its own copies of the parameters."""
+
+
+class TestAnOptimizerOfAnotherModel:
+    @pytest.mark.parametrize("kinds", [[torch.optim.SGD], [torch.optim.Adafactor, torch.optim.AdamW]])
+    def test_torchs_own_is_refused_before_anything_is_sent(self, kinds: list[Callable[..., torch.optim.Optimizer]]) -> None:
+        model, collective = small_mlp(), ScriptedCollective()
+        optimizer = [kind(model.parameters(), lr=0.1) for kind in kinds]
+        worker = EditWorker(copy.deepcopy(model), optimizer, collective, WorkerConfig())
+        words = rf"^optimizer: {'.*'.join(kind.__name__ for kind in kinds)} trains no parameter that is exchanged: "  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match=words) as caught:
+            worker.__enter__()
+        assert "\n" not in str(caught.value) and collective.schema is None
+
+    def test_of_one_that_holds_only_frozen_parameters_too(self) -> None:
+        model = small_mlp()
+        model[0].requires_grad_(False)
+        worker = EditWorker(model, torch.optim.SGD(model[0].parameters()), ScriptedCollective(), WorkerConfig())
+        with pytest.raises(ConfigError, match="SGD trains no parameter that is exchanged"):
+            worker.__enter__()
+
+    def test_of_another_one_it_is_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = small_mlp()
+        with EditWorker(copy.deepcopy(model), OwnStep(model.parameters()), ScriptedCollective(), WorkerConfig()):
+            assert [line for line in caplog.messages if line.startswith("OwnStep holds no parameter that is exchanged")]
+
+    def test_whose_groups_are_filled_later_or_that_trains_a_part_nothing_is_said(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for of in (lambda model: [{"params": []}], lambda model: [*model[2].parameters()]):
+            model = small_mlp()
+            with EditWorker(model, torch.optim.SGD(of(model), lr=0.1), ScriptedCollective(), WorkerConfig()):
+                assert not caplog.messages
+
+
+class TestWhatTheOptimizerTrainsBesideTheModel:
+    def test_a_warning_says_so_on_entering_and_after_a_group_was_added(self, caplog: pytest.LogCaptureFixture) -> None:
+        def said() -> list[str]:
+            return [line.split("(")[1].split(")")[0] for line in caplog.messages if "not of the model" in line]
+
+        model, head, late = small_mlp(), nn.Linear(2, 3), nn.Linear(5, 4, bias=False)
+        frozen = nn.Linear(2, 2).requires_grad_(False)
+        given = [*model.parameters(), *head.parameters(), *frozen.parameters()]
+        optimizer = torch.optim.SGD(given, lr=0.1)
+        with pytest.raises(KeyboardInterrupt), EditWorker(model, optimizer, ScriptedCollective(), worker_config(every=2)):
+            assert said() == ["2 tensors, the first of shape [3, 2]"]
+            batches = regression_batches(0)
+            optimizer.add_param_group({"params": late.parameters()})
+            train_step(model, optimizer, next(batches))
+            assert len(said()) == 1
+            train_step(model, optimizer, next(batches))
+            assert said()[1:] == ["1 tensors, the first of shape [4, 5]"]
+            raise KeyboardInterrupt
+
+    def test_it_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        model, head = small_mlp(), nn.Linear(2, 3)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        with pytest.raises(KeyboardInterrupt), EditWorker(model, optimizer, ScriptedCollective(), worker_config(every=1)):
+            train_step(model, optimizer, next(regression_batches(0)))
+            assert sum("not of the model" in line for line in caplog.messages) == 1
+            raise KeyboardInterrupt
+
+
 class TestUnfreezing:
     def test_a_parameter_unfrozen_after_entering_is_an_error_at_the_next_contribution(self) -> None:
         model = small_mlp()

@@ -91,6 +91,12 @@ def joined(
     return worker, model
 
 
+def saved_in(run: Sparing) -> dict[str, Any]:
+    model = TinyTransformer(seed=3)
+    with EditWorker(model, torch.optim.SGD(model.parameters(), lr=0.1), run, worker_config()) as worker:
+        return worker.state_dict()
+
+
 RUNS: dict[str, tuple[Callable[[], Sparing], list[int]]] = {
     "the same initial parameters": (lambda: Sparing(initial()), []),
     "all but one fragment": (lambda: Sparing(but_the_last(initial())), [LAST]),
@@ -135,7 +141,7 @@ def test_who_goes_on_exactly_from_its_checkpoint_fetches_nothing(
     outer_step: int, run_outer_step: int, strict: bool, lacking: list[int]
 ) -> None:
     theta = initial(seed=8)
-    saved = joined(Sparing(theta, 2))[0].state_dict()
+    saved = saved_in(Sparing(theta, 2))
     further = theta if outer_step == 2 else initial(seed=9)
     run = Sparing(further, outer_step, run_outer_step)
     worker, model = joined(run, saved, strict=strict)
@@ -147,7 +153,7 @@ def test_who_goes_on_exactly_from_its_checkpoint_fetches_nothing(
 
 
 def test_a_checkpoint_of_another_run_is_refused_before_anything_is_fetched() -> None:
-    saved = joined(Sparing(initial(seed=8), 2))[0].state_dict()
+    saved = saved_in(Sparing(initial(seed=8), 2))
     run = Sparing(initial(seed=9), 2)
     with pytest.raises(ConfigError, match="it is of another run"):
         joined(run, saved)

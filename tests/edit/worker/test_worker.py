@@ -142,6 +142,47 @@ def test_calls_out_of_order_are_our_bug(peer: Callable[..., Peer]) -> None:
         _ = fresh.outer_step
 
 
+TRAINS_OR_SAVES: dict[str, Callable[[EditWorker], object]] = {
+    "until_finished": lambda worker: next(worker.until_finished([0])),
+    "take_awaited": EditWorker.take_awaited,
+    "synchronize": EditWorker.synchronize,
+    "count_tokens": lambda worker: worker.count_tokens(1),
+    "report": lambda worker: worker.report(tokens=1),
+    "count_steps": lambda worker: worker.count_steps(1),
+    "state_dict": EditWorker.state_dict,
+}
+
+
+@pytest.mark.parametrize("call", TRAINS_OR_SAVES.values(), ids=TRAINS_OR_SAVES)
+@pytest.mark.parametrize("pending", [False, True])
+def test_what_trains_or_saves_is_refused_after_leaving(
+    call: Callable[[EditWorker], object], pending: bool, peer: Callable[..., Peer]
+) -> None:
+    p = peer(every=1)
+    if pending:
+        p.step()
+        assert p.worker.pending
+    p.worker.__exit__(KeyboardInterrupt, None, None)
+    with pytest.raises(LocalProtocolError, match=r"was left: train, and save its state_dict\(\), before its `with` ends"):
+        call(p.worker)
+
+
+def test_what_was_reached_can_be_read_after_leaving(peer: Callable[..., Peer]) -> None:
+    p = peer()
+    before, digest, theta = p.worker.outer_state_dict(), p.worker.digest, p.worker.outer_of()
+    p.step()
+    mine = flat(p.model)
+    p.worker.__exit__(KeyboardInterrupt, None, None)
+    assert (p.worker.outer_step, p.worker.digest, p.worker.inner_steps) == (0, digest, 1)
+    assert not p.worker.finished and p.worker.last_commit is None and p.worker.shares[0].digest == digest
+    assert p.worker.outer_of() == theta and p.worker.residuals == {}
+    after = p.worker.outer_state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    with p.worker.outer_parameters():
+        assert same(flat(p.model), outer_vectors(p.worker))
+    assert same(flat(p.model), mine)
+
+
 @pytest.mark.parametrize("theta", [snapshot_of(1, [torch.zeros(3)]), Snapshot(1, "not it", tuple(flat(small_mlp())))])
 def test_a_snapshot_that_does_not_fit_is_the_other_sides_fault(theta: Snapshot) -> None:
     model = small_mlp()
@@ -387,6 +428,8 @@ def test_outer_parameters_are_lent_and_the_local_ones_come_back_to_the_bit(
             p.optimizer.step()
         with pytest.raises(LocalProtocolError, match="synchronize"):
             p.worker.synchronize()
+        with pytest.raises(LocalProtocolError, match=r"state_dict\(\) inside outer_parameters"):
+            p.worker.state_dict()
         with pytest.raises(LocalProtocolError, match="inside outer_parameters"), p.worker.outer_parameters():
             pass
     assert same([parameter.detach() for parameter in p.model.parameters()], local) and p.collective.waited == 0

@@ -145,7 +145,7 @@ def test_an_io_thread_that_has_ended_refuses_calls() -> None:
     with io:
         pass
     io.post(lambda: pytest.fail("ran after the end"))
-    with pytest.raises(LocalProtocolError):
+    with pytest.raises(LocalProtocolError, match="the connection to the run was left: connect again"):
         io.wait(lambda: None, timeout=1)
 
 
@@ -198,3 +198,8 @@ def test_in_a_fork_every_call_says_so_and_closing_leaves_the_parents_alone() -> 
 def test_it_says_why_it_cannot_be_copied(copied: Callable[[object], object]) -> None:
     with IoThread() as io, pytest.raises(TypeError, match=r"^a connection to a run cannot be copied: connect in each rank"):
         copied(io)
+
+
+def test_one_that_was_never_entered_says_something_else() -> None:
+    with pytest.raises(LocalProtocolError, match="does not run"):
+        IoThread().call(answer(1), timeout=5)
