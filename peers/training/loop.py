@@ -124,10 +124,11 @@ class Training:
             self._tracked = worker.outer_step
             self._show(worker)
             self._loop(trainer, worker, saving)
+            over = self._over(worker)  # else the budget of privacy is spent
             saving.save_last()
         if trainer.private is not None:
             _log.info("%s", trainer.private.statement())
-            if not self._over(worker):
+            if not over:
                 raise trainer.private.spent()
         for number, share in enumerate(worker.shares):
             if len(worker.shares) > 1:
@@ -232,10 +233,10 @@ class Training:
             return True
         if not self._connection.ended:
             return False
-        if self._config.sync.strict and any(share.pending for share in worker.shares):
-            return False  # its outcome is taken after a set number of steps, no sooner where the news of the end came sooner
         cut_off = [share.cut_off for share in self._connection.shares]
         if not all(cut_off):
+            if self._config.sync.strict and any(share.pending for share in worker.shares):
+                return False  # its outcome is taken after a set number of steps, no sooner where the news of the end came sooner
             worker.synchronize()
             self._tell(worker)
         return all(share.finished or cut for share, cut in zip(worker.shares, cut_off, strict=True))
