@@ -236,7 +236,7 @@ class Training:
         cut_off = [share.cut_off for share in self._connection.shares]
         if not all(cut_off):
             if self._config.sync.strict and any(share.pending for share in worker.shares):
-                return False  # its outcome is taken after a set number of steps, no sooner where the news of the end came sooner
+                return False  # its outcome is taken after a set number of steps, no sooner where the news came sooner
             worker.synchronize()
             self._tell(worker)
         return all(share.finished or cut for share, cut in zip(worker.shares, cut_off, strict=True))
