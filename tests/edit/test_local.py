@@ -17,13 +17,14 @@ from edit.local import LocalCollective, LocalRun
 from edit.merging.merge import Measured
 from edit.merging.mergers import Admitted, Rejected
 from edit.records import Aborted, Committed, Contribution, Evicted, Finished, NeedsSnapshot, Verdict
-from edit.worker.worker import EditWorker, WorkerConfig
+from edit.worker.worker import EditWorker
 from editpb.data_messages import contribution_header_from_pb, contribution_header_to_pb
 from editpb.messages import ContributionHeader
 from tests.support.encoded import LOSSY, encode
 from tests.support.exhaustive import rarely
 from tests.support.models import regression_batches, small_mlp
 from tests.support.scripted_peer import flat
+from tests.support.settings import worker_config
 from tests.support.trainee import Trainee, config
 
 # Several peers.
@@ -417,7 +418,7 @@ def test_an_evicted_peer_is_told_and_cannot_come_back() -> None:
 def test_another_model_is_refused_by_the_name_of_its_first_differing_tensor() -> None:
     run, _ = founded(["a", "b"])
     other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    worker = EditWorker(other, torch.optim.SGD(other.parameters()), run.collective("b"), WorkerConfig())
+    worker = EditWorker(other, torch.optim.SGD(other.parameters()), run.collective("b"), worker_config(codec="fp32"))
     with pytest.raises(
         RefusedError, match=r"peer b has another model: tensor 2\.weight has shape \[3, 6\] in the run and \[2, 6\]"
     ):

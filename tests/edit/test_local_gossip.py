@@ -123,12 +123,13 @@ def test_the_oracles_parameters_and_the_one_model_at_the_end_to_the_bit(names: s
     run_config = config(codec=codec, settle_every=settle_every)
     run, peers = entered(run_config, names)
     train(list(peers.values()), 8 * 3)
+    for peer in peers.values():
+        assert peer.worker.finished or peer.worker.synchronize()
     ended(list(peers.values()))
     _, model = naive(run_config, names)
     assert run.finished and run.swapped > 0 and (run.refused, run.unpaired) == (0, 0)
     expected = digest(model)
     for name, peer in peers.items():
-        assert peer.worker.finished or peer.worker.synchronize()
         assert peer.worker.digest == run.states[name].digest == expected and peer.worker.outer_step == 8
 
 

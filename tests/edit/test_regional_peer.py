@@ -805,7 +805,7 @@ def test_another_model_above_is_refused() -> None:
     above = upper_config()
     upper = LocalRun(above, ["other", "east"])
     other = nn.Linear(2, 2)
-    EditWorker(other, torch.optim.SGD(other.parameters()), upper.collective("other"), WorkerConfig()).__enter__()
+    EditWorker(other, torch.optim.SGD(other.parameters()), upper.collective("other"), WorkerConfig.of(above)).__enter__()
     with pytest.raises(RefusedError, match=r"another model: tensor weight of the run stands where the peer has 0\.weight"):
         Site(upper, above, "east", [1])
 

@@ -80,7 +80,8 @@ def trained(up: str, down: str, mode: str, optimizer: str, default: torch.dtype 
                 model(x + i).pow(2).mean().backward()
                 inner.step()
                 inner.zero_grad()
-    state = workers[0].state_dict()
+        assert workers[0].synchronize() and workers[1].synchronize()
+        state = workers[0].state_dict()
     with workers[0].outer_parameters():
         outer = [parameter.detach().clone() for parameter in models[0].parameters()]
     resumed = EditWorker(models[0], optimizers[0], run.collective("ada"), WorkerConfig.of(run_config))

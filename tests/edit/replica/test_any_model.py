@@ -182,7 +182,7 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="no trainable parameter"):
-        EditWorker(model, optimizer, LocalRun(config(), ["a"]).collective("a"), WorkerConfig()).__enter__()
+        EditWorker(model, optimizer, LocalRun(config(), ["a"]).collective("a"), worker_config(codec="fp32")).__enter__()
 
 
 # Buffers (T16).
@@ -249,7 +249,7 @@ def test_averaged_buffers_and_arrivals_do_not_go_together() -> None:
 
 def test_averaging_the_buffers_of_a_model_without_any_is_refused() -> None:
     model = small_mlp()
-    settings = worker_config(buffers="average")
+    settings = worker_config(buffers="average", codec="fp32")
     worker = EditWorker(model, torch.optim.SGD(model.parameters()), LocalRun(config(), ["a"]).collective("a"), settings)
     with pytest.raises(ConfigError, match='buffers = "average", but the model has no floating-point buffer'):
         worker.__enter__()
@@ -259,7 +259,8 @@ def test_peers_that_disagree_on_buffers_do_not_train_together() -> None:
     run = LocalRun(config(), ["a", "b"])
     for name, buffers, refused in (("a", "average", False), ("b", "local", True)):
         model = normed()
-        worker = EditWorker(model, torch.optim.SGD(model.parameters()), run.collective(name), worker_config(buffers=buffers))
+        settings = worker_config(buffers=buffers, codec="fp32")
+        worker = EditWorker(model, torch.optim.SGD(model.parameters()), run.collective(name), settings)
         if refused:
             with pytest.raises(RefusedError, match=r"tensor 1\.running_mean of the run is missing at the peer"):
                 worker.__enter__()

@@ -121,9 +121,9 @@ def test_eager_is_the_oracles(delay: int, lr: float, mu: float) -> None:
 
 def test_more_groups_than_fragments_is_refused_on_entering() -> None:
     loop = Loop(0)
-    run = LocalRun(config(), ["a"])
+    of_run = config(sync=SyncConfig(every=6, groups=6))
     with pytest.raises(ConfigError, match="groups = 6: the model has 5 fragments"):
-        EditWorker(loop.model, loop.optimizer, run.collective("a"), worker_config(every=6, groups=6)).__enter__()
+        EditWorker(loop.model, loop.optimizer, LocalRun(of_run, ["a"]).collective("a"), WorkerConfig.of(of_run)).__enter__()
 
 
 @pytest.mark.parametrize(
