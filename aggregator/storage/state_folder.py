@@ -267,7 +267,8 @@ class StateFolder:
         """Number this start, durably, and return a round id larger than any of an earlier start. Raises StorageError.
 
         The number follows the clock, so that it is larger also where an older copy of the folder was restored: a peer that runs
-        contributes only to rounds newer than those that it knows. Where the clock is behind, it is far above the last number.
+        contributes only to rounds newer than those that it knows. Where the clock is behind, it is far above the last number; a
+        copy that is restored then may be behind what those peers know.
 
         now: seconds since 1970.
         """

@@ -19,7 +19,7 @@ from edit.replica.replica import Replica
 from edit.worker.apply import ShareExchange
 from edit.worker.checkpoint import Checkpoint, KnownParameters, go_on, start, state_of
 
-__all__ = ["AggregatorShare", "join_all", "joint_state", "refuse_small_shares", "separate_states"]
+__all__ = ["AggregatorShare", "Joined", "begin_all", "join_all", "joint_state", "refuse_small_shares", "separate_states"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,31 +52,44 @@ class AggregatorShare:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What an aggregator's run is at. by_updates: whether the checkpoint gets there by updates rather than by the snapshot."""
+
+    snapshot: Snapshot
+    by_updates: bool
+
+
 def join_all(
     exchanges: Sequence[ShareExchange],
     collectives: Sequence[Collective],
     checkpoints: Sequence[Checkpoint],
     reached: int = 0,
-) -> None:
-    """Enter the run at every aggregator, then begin from its parameters or, with checkpoints, go on from them.
+) -> list[Joined]:
+    """Enter the run at every aggregator. The model is not changed: that does `begin_all`.
 
     reached: the largest outer step that an aggregator has said.
     """
     replicas = [each.replica for each in exchanges]
     snapshots: list[Snapshot] = []
-    by_updates: list[bool] = []
+    joined: list[Joined] = []
     for number, (each, collective) in enumerate(zip(exchanges, collectives, strict=True)):
         replica, known = each.replica, KnownParameters(each, checkpoints[number] if checkpoints else None)
         shards = replica.layout.held if replica.layout.ranks.size > 1 else None
         snapshot = collective.join(replica.schema, _founding(replicas, snapshots, reached), shards, known.lacks)
         snapshots.append(known.complete(snapshot))
-        by_updates.append(known.by_updates)
-    for number, (each, snapshot) in enumerate(zip(exchanges, snapshots, strict=True)):
+        joined.append(Joined(snapshots[-1], known.by_updates))
+    return joined
+
+
+def begin_all(exchanges: Sequence[ShareExchange], checkpoints: Sequence[Checkpoint], joined: Sequence[Joined]) -> None:
+    """Begin from each aggregator's parameters or, with checkpoints, go on from them. joined: what `join_all` returned."""
+    for number, (each, at) in enumerate(zip(exchanges, joined, strict=True)):
         exactly = False
         if checkpoints:
-            exactly = go_on(each, checkpoints[number], snapshot, by_updates=by_updates[number])
+            exactly = go_on(each, checkpoints[number], at.snapshot, by_updates=at.by_updates)
         else:
-            start(each, snapshot)
+            start(each, at.snapshot)
         each.begin(anew=not exactly)
 
 

@@ -68,6 +68,8 @@ class WorkerConfig:
         ]
         if run.privacy.of_examples and not self.private:
             pairs.append(("privacy.level", "none", run.privacy.level))
+        if run.secagg.enabled:  # each peer weighs itself
+            pairs.append(("penalty", self.penalty, run.penalty))
         if run.sync.groups > 1:
             pairs.append(("sync.pattern", self.sync.pattern, run.sync.pattern))
         if not run.secagg.enabled:  # else a grid takes the codec's place

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from edit.errors import ConfigError
+from edit.replica.layout import local_of
 from edit.replica.ranks import Ranks
 from edit.worker.unwrap import wrapped
 
@@ -17,16 +18,16 @@ __all__ = ["ForeignParameters", "refuse_foreign"]
 _log = logging.getLogger(__name__)
 
 
-def refuse_foreign(optimizers: Sequence[Optimizer], exchanged: Set[int], ranks: Ranks) -> None:
+def refuse_foreign(optimizers: Sequence[Optimizer], exchanged: Sequence[Tensor], ranks: Ranks) -> None:
     """Raise ConfigError, at every rank, where torch's own optimizers hold parameters, but none that is exchanged.
 
-    exchanged: ids. Of other optimizers it cannot be known what they move, by copies of the parameters or as they step others:
-    a warning.
+    What lies in the memory of a parameter that is exchanged counts as that. Of other optimizers it cannot be known what they
+    move, by copies of the parameters or as they step others: a warning.
     """
 
     def look() -> None:
         held = [*_held(optimizers)]
-        if not held or any(id(each) in exchanged for each in held):  # groups may be added later
+        if not held or any(map(_Known(exchanged).has, held)):  # groups may be added later
             return
         names = ", ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
         remedy = "make it of the trainable parameters of the model that is given, once that is copied, moved and sharded"
@@ -43,21 +44,19 @@ def refuse_foreign(optimizers: Sequence[Optimizer], exchanged: Set[int], ranks: 
 
 
 class ForeignParameters:
-    """What the optimizers train beside what is exchanged, and whether that was said.
+    """What the optimizers train beside what is exchanged, and whether that was said."""
 
-    exchanged: ids.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], exchanged: Set[int]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], exchanged: Sequence[Tensor]) -> None:
         self._optimizers, self._exchanged = optimizers, exchanged
         self._said: set[int] = set()  # ids
 
     def warn(self) -> None:
         """Warn once of each; of none where nothing that is exchanged is held, as then they may be copies."""
-        held = {id(each): each for each in _held(self._optimizers)}
-        if held.keys().isdisjoint(self._exchanged):
+        held, known = {id(each): each for each in _held(self._optimizers)}, _Known(self._exchanged)
+        beside = {key: each for key, each in held.items() if not known.has(each)}
+        if len(beside) == len(held):
             return
-        beside = {key: each for key, each in held.items() if key not in self._exchanged and each.requires_grad}
+        beside = {key: each for key, each in beside.items() if each.requires_grad}
         new = [each for key, each in beside.items() if key not in self._said]
         self._said = set(beside)
         if new:
@@ -67,6 +66,23 @@ class ForeignParameters:
                 len(new),
                 list(new[0].shape),
             )
+
+
+class _Known:
+    """Some parameters, and the memory in which they lie."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        known = tuple(parameters)
+        self._ids, self._places = set(map(id, known)), set(map(_place, known)) - {0}
+
+    def has(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._ids or _place(tensor) in self._places
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where the memory begins that holds a tensor's values, or this rank's of them; 0: it has none of its own."""
+    local = local_of(tensor)
+    return local.untyped_storage().data_ptr() if type(local) in (Tensor, nn.Parameter) else 0
 
 
 def _held(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:

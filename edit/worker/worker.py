@@ -43,6 +43,7 @@ from edit.replica.ranks import ALONE, Ranks
 from edit.replica.replica import Outer, Replica
 from edit.worker.aggregator_shares import (
     AggregatorShare,
+    begin_all,
     join_all,
     joint_state,
     refuse_small_shares,
@@ -159,6 +160,7 @@ class EditWorker:
         self._clock = clock if clock is not None else time.monotonic
         self._exchanges: tuple[ShareExchange, ...] = ()  # one for each aggregator; none before entering
         self._checkpoints: tuple[Checkpoint, ...] = ()
+        self._half_entered = False  # whether entering failed once the checkpoints had begun to move the model
         self._hooks: list[RemovableHandle] = []
         self._update_points: list[dict[nn.Module, tuple[int, ...]]] = []  # by share
         self._swapped = False
@@ -166,7 +168,7 @@ class EditWorker:
         self._waited = (0, 0.0, 0.0)  # the outer step, what was paused before it, and within it
         self._ended = False  # whether the run had finished and the model was given what `leave` says
         self._exchanged: frozenset[int] = frozenset()  # the ids of the parameters
-        self._foreign = ForeignParameters(self._optimizers, self._exchanged)
+        self._foreign = ForeignParameters(self._optimizers, ())
         self._buffers = LocalBuffers(nn.Module())  # of the model, from entering on
         self._stepped = False  # whether the optimizer whose step ends an inner step ever was
         self._backward = -1  # the last one in which an inner step ended
@@ -179,6 +181,11 @@ class EditWorker:
     def __enter__(self) -> Self:
         if self._hooks:
             raise LocalProtocolError("this EditWorker is already entered")
+        if self._half_entered and not self._checkpoints:
+            raise LocalProtocolError(
+                "entering this EditWorker failed after its state had moved the model: load the state of the model, of the "
+                "optimizer and of the worker once more"
+            )
         before = self._exchanges
         try:
             self._enter()
@@ -186,7 +193,7 @@ class EditWorker:
             self._remove_hooks()
             self._exchanges = before
             raise
-        self._checkpoints = ()  # not before: whoever enters again after a failure goes on from them
+        self._half_entered = False
         return self
 
     def _enter(self) -> None:
@@ -199,10 +206,10 @@ class EditWorker:
             _refuse_merged(replicas[0], "entering the EditWorker")
             if not self._checkpoints:  # whoever resumes takes the run's buffers where its own have diverged
                 self._refuse_bad_buffers(replicas)
-            tensors = (tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment)
+            tensors = [tensor for replica in replicas for fragment in replica.layout.tensors for tensor in fragment]
             self._exchanged = frozenset(map(id, tensors))
-            refuse_foreign(self._optimizers, self._exchanged, self._ranks)
-            self._foreign = ForeignParameters(self._optimizers, self._exchanged)
+            refuse_foreign(self._optimizers, tensors, self._ranks)
+            self._foreign = ForeignParameters(self._optimizers, tensors)
             self._buffers = LocalBuffers(self._model, self._exchanged)
             self._exchanges = tuple(
                 ShareExchange(
@@ -217,7 +224,10 @@ class EditWorker:
                 )
                 for replica, collective in zip(replicas, self._collectives, strict=True)
             )
-            join_all(self._exchanges, self._collectives, self._checkpoints, self._reached)
+            joined = join_all(self._exchanges, self._collectives, self._checkpoints, self._reached)
+            checkpoints, self._checkpoints = self._checkpoints, ()  # once they have moved the model they are used up
+            self._half_entered = bool(checkpoints)
+            begin_all(self._exchanges, checkpoints, joined)
         forward = self._config.sync.mode == "forward"
         self._update_points = [replica.modules.update_points() if forward else {} for replica in replicas]
         modules = dict.fromkeys([self._model, *(module for update_points in self._update_points for module in update_points)])

@@ -192,7 +192,8 @@ def _first_answer(invitation: Invitation, call: Callable[[_Door, int], pb.EnrolR
         except RefusedError as error:
             if invitation.swarm is None:
                 raise
-            refused = refused or error
+            if not isinstance(refused, RefusedError):  # it counts for more than a disk that is full
+                refused = error
     if refused is not None:
         raise refused
     if strangers and not silent:

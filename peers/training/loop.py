@@ -59,6 +59,10 @@ class Place:
     restarts: int = 0  # how often torchrun started it again
 
 
+class _CutOff(Exception):
+    """The run is over, and whoever has the outcome of the last contribution is not heard."""
+
+
 class Training:
     """One rank's training in one run."""
 
@@ -105,7 +109,7 @@ class Training:
         faults = FaultInjector(trainer.model, worker, config.sync.interval_at, self._options.faults, _log.warning)
         trainer.optimizer.register_step_post_hook(faults.damage)  # before the worker's own hook
         saving = self._saving(Resumable(trainer, batches, worker, place.ranks, self._options.new_data))
-        with contextlib.ExitStack() as stack:
+        with contextlib.suppress(_CutOff), contextlib.ExitStack() as stack:
             if trainer.private is not None:
                 stack.callback(trainer.private.close)
             saving.resume(run_step)
@@ -126,6 +130,8 @@ class Training:
             self._loop(trainer, worker, saving)
             over = self._over(worker)  # else the budget of privacy is spent
             saving.save_last()
+            if any(share.pending for share in worker.shares) and all(share.cut_off for share in self._connection.shares):
+                raise _CutOff  # leaving would wait, with sync.strict for ever, for who serves the run no more
         if trainer.private is not None:
             _log.info("%s", trainer.private.statement())
             if not over:
@@ -235,7 +241,8 @@ class Training:
             return False
         cut_off = [share.cut_off for share in self._connection.shares]
         if not all(cut_off):
-            if self._config.sync.strict and any(share.pending for share in worker.shares):
+            pending = (share.pending and not cut for share, cut in zip(worker.shares, cut_off, strict=True))
+            if self._config.sync.strict and any(pending):
                 return False  # its outcome is taken after a set number of steps, no sooner where the news came sooner
             worker.synchronize()
             self._tell(worker)

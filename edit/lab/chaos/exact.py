@@ -186,6 +186,8 @@ class ExactChaos:
             ending.digests.setdefault(outer.outer_step, outer.digest)
             for name in self._options.peer_ids:
                 ending.peers[name] = _last(testbed.folder.home(name) / "checkpoints")
+        except _Broken:
+            raise
         except EditError as error:
             self._fail("what is on disk can be read", str(error))
 
@@ -214,12 +216,13 @@ def _last(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def differences(one: Ending, other: Ending) -> Iterator[str]:
     """Yield how the endings of two runs differ, in words; nothing when each bit is the same."""
+    for step in sorted(one.digests.keys() ^ other.digests.keys()):
+        yield f"outer step {step} is in one of the two runs only"
+        break
     for step in sorted(one.digests.keys() & other.digests.keys()):
         if one.digests[step] != other.digests[step]:
             yield f"outer step {step} has the digest {other.digests[step][:12]}, not {one.digests[step][:12]}"
             break  # all that follow do
-    if max(one.digests, default=0) != max(other.digests, default=0):
-        yield f"the last outer step is {max(other.digests, default=0)}, not {max(one.digests, default=0)}"
     yield from (f"the coordinator's {text}" for text in _tensors(one.outer, other.outer))
     for peer, (scalars, tensors) in one.peers.items():
         theirs, their_tensors = other.peers[peer]
@@ -240,9 +243,11 @@ def _tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator
 
 def _scalars(one: object, other: object, name: str) -> Iterator[str]:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in sorted({*one, *other}):
-            yield from _scalars(one.get(key), other.get(key), f"{name}.{key}" if name else str(key))
-    elif one != other and repr(one) != repr(other):  # NaN is not equal to itself
+        for key in sorted(one.keys() ^ other.keys()):
+            yield f"{name}.{key}".lstrip(".") + " is in one of the two runs only"
+        for key in sorted(one.keys() & other.keys()):
+            yield from _scalars(one[key], other[key], f"{name}.{key}".lstrip("."))
+    elif repr(one) != repr(other):  # NaN is not equal to itself, and -0.0 is to 0.0
         yield f"{name} is {other}, not {one}"
 
 

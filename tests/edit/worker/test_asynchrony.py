@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from edit.codecs import decode
-from edit.errors import ConfigError
+from edit.errors import ConfigError, LocalProtocolError, TransportError
 from edit.fragments.digest import digest
-from edit.records import Aborted, Committed, Verdict
+from edit.records import Aborted, Committed, Progress, Verdict
 from edit.worker.worker import EditWorker
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps
@@ -295,3 +296,48 @@ def test_where_work_began_is_kept_over_an_exact_resume() -> None:
         return last.outer_step, last.inner_steps
 
     assert named(resumed=True) == named(resumed=False) == (0, 8)
+
+
+class CutOffOnce(ScriptedCollective):
+    """The first report fails: then the state that was loaded has moved the model."""
+
+    fails = True
+
+    def report(self, progress: Progress) -> None:
+        if self.fails:
+            self.fails = False
+            raise TransportError("cut off")
+        super().report(progress)
+
+
+def test_entering_that_failed_after_the_model_was_moved_needs_the_state_once_more() -> None:
+    peer = Peer()
+    for _ in range(2):
+        peer.step()
+    peer.commits(OTHERS, carried=True)
+    peer.step()
+    saved, model = copy.deepcopy(peer.worker.state_dict()), copy.deepcopy(peer.model.state_dict())
+    peer.commits(OTHERS, seed=4)
+    ends = []
+    for fails in (False, True):
+        again = small_mlp(3)
+        again.load_state_dict(model)
+        collective = CutOffOnce(peer.theta)
+        collective.fails = fails
+        collective.answers[1] = peer.collective.answers[1] * 9
+        worker = EditWorker(again, torch.optim.SGD(again.parameters(), lr=0.05), collective, peer.config)
+        worker.load_state_dict(copy.deepcopy(saved))
+        if fails:
+            with pytest.raises(TransportError, match="cut off"):
+                worker.__enter__()
+            with pytest.raises(
+                LocalProtocolError, match="load the state of the model, of the optimizer and of the worker once"
+            ):
+                worker.__enter__()
+            again.load_state_dict(model)
+            worker.load_state_dict(copy.deepcopy(saved))
+        with contextlib.suppress(KeyboardInterrupt), worker:
+            assert worker.outer_step == 2 and worker.pending
+            ends.append(flat(again))
+            raise KeyboardInterrupt
+    assert all(map(torch.equal, *ends))

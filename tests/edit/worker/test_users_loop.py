@@ -161,6 +161,15 @@ class TestAnOptimizerOfAnotherModel:
         with pytest.raises(ConfigError, match="SGD trains no parameter that is exchanged"):
             worker.__enter__()
 
+    def test_one_flat_parameter_in_whose_memory_the_models_lie_is_taken(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = small_mlp()
+        parts = list(model.parameters())
+        flat = nn.Parameter(torch.cat([part.detach().flatten() for part in parts]))
+        for part, values in zip(parts, flat.data.split([part.numel() for part in parts]), strict=True):
+            part.data = values.view(part.shape)
+        with EditWorker(model, torch.optim.AdamW([flat]), ScriptedCollective(), WorkerConfig()):
+            assert not caplog.messages
+
     def test_of_another_one_it_is_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         model = small_mlp()
         with EditWorker(copy.deepcopy(model), OwnStep(model.parameters()), ScriptedCollective(), WorkerConfig()):

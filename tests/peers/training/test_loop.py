@@ -16,7 +16,7 @@ from edit import plugins
 from edit.config.run import RunConfig
 from edit.fragments.schema import Schema
 from edit.local import LocalCollective, LocalRun
-from edit.records import Committed, EncodedTensor, Outcome, Progress
+from edit.records import Committed, Contribution, EncodedTensor, Outcome, Progress
 from edit.replica.ranks import ALONE
 from edit.replica.replica import Outer
 from edit.trackers import TrackerChoice
@@ -154,6 +154,50 @@ def test_the_steps_of_a_strict_peer_do_not_depend_on_when_it_hears_that_all_toke
     saved = last_scalars(tmp_path / "checkpoints")
     assert run.finished and saved is not None
     assert (saved["steps"], saved["worker"]["outer_step"]) == (ROUNDS * H + after, ROUNDS)
+
+
+class Gone(LocalShare):
+    """Its run has ended, as the last view said, and its coordinator is away since the second contribution."""
+
+    contributed: tuple[int, ...] = ()
+    asked = 0
+
+    def contribute(self, contribution: Contribution) -> None:
+        self.contributed = (*{*self.contributed, contribution.outer_step},)
+        self.cut_off = len(self.contributed) > 1
+        if not self.cut_off:
+            super().contribute(contribution)
+
+    def outcome(self, outer_step: int, *, block: bool) -> Outcome | None:
+        if not self.cut_off:
+            return super().outcome(outer_step, block=block)
+        self.asked += 1
+        assert self.asked < 100, "it asks for ever"
+        return None
+
+
+class CutOff(LocalConnection):
+    def __init__(self, run: LocalRun, peer_id: str) -> None:
+        super().__init__(run, peer_id)
+        self.shares = (Gone(run, peer_id),)
+
+    @property
+    def ended(self) -> bool:
+        return self.shares[0].cut_off
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "sync", [{}, {"mode": "forward"}, {"mode": "delayed", "delay": 2}, {"mode": "eager", "delay": 2}], ids=str
+)
+def test_a_peer_that_is_cut_off_from_a_run_that_has_ended_ends_and_saves_its_contribution(
+    tmp_path: Path, config: RunConfig, sync: dict[str, object], strict: bool
+) -> None:
+    config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, strict=strict, **sync))
+    with Metrics(None) as metrics:
+        training(tmp_path, CutOff(LocalRun(config, ["a"]), "a"), config, metrics).run(0)
+    saved = last_scalars(tmp_path / "checkpoints")
+    assert saved is not None and saved["worker"]["outer_step"] == 1 and saved["worker"]["pending"] is not None
 
 
 def test_a_peer_that_hides_its_loss_says_it_to_nobody_and_trains_on_the_same(

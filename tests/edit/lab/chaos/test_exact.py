@@ -12,10 +12,11 @@ import torch
 from rich.console import Console
 
 from edit.config.run import RunConfig
-from edit.errors import ConfigError
+from edit.errors import ConfigError, EditError
 from edit.lab import processes, procfs
+from edit.lab.chaos import testbed
 from edit.lab.chaos.command import run_exact_chaos
-from edit.lab.chaos.exact import Ending, differences
+from edit.lab.chaos.exact import Ending, ExactChaos, differences
 from edit.lab.chaos.faults import Fault, Kind
 from edit.lab.chaos.options import ChaosOptions
 from tests.edit.lab.chaos.test_chaos_real import Child
@@ -80,7 +81,7 @@ def lost_tensor(it: Ending) -> None:
     ("change", "found"),
     [
         (other_digest, "outer step 1 has the digest cccccccccccc, not aaaaaaaaaaaa"),
-        (other_length, "the last outer step is 3, not 2"),
+        (other_length, "outer step 3 is in one of the two runs only"),
         (other_residual, "the coordinator's residual.0 has other bits"),
         (other_zero, "peer-0's rank-00000/w has other bits"),
         (other_steps, "peer-0's steps is 9, not 8"),
@@ -92,6 +93,31 @@ def test_each_difference_is_named(change: Callable[[Ending], None], found: str) 
     assert list(differences(one, other)) == []
     change(other)
     assert list(differences(one, other)) == [found]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [({"pending": None}, {}), ({"a": {"b": None}}, {"a": {}}), ({"a": True}, {"a": 1.0}), ({"a": 0.0}, {"a": -0.0})],
+)
+def test_scalars_that_python_calls_equal_differ(one: dict[str, object], other: dict[str, object]) -> None:
+    assert len(list(differences(Ending(peers={"p": (one, {})}), Ending(peers={"p": (other, {})})))) == 1
+    assert not list(differences(Ending(peers={"p": (one, {})}), Ending(peers={"p": (one, {})})))
+
+
+@pytest.mark.skipif(not procfs.available(), reason="no /proc")
+def test_a_peer_with_another_digest_is_named_by_that_rule(tmp_path: Path) -> None:
+    chaos = ExactChaos(ChaosOptions(exact=True, peers=2, out=tmp_path / "chaos"), lambda line: None)
+    lines = {"coordinator": {"kind": "round", "committed": True, "outer_step": 1, "digest": "a" * 64}}
+    lines |= {name: {"kind": "outer", "outer_step": 1, "digest": d * 64} for name, d in (("peer-0", "a"), ("peer-1", "b"))}
+    bed = testbed.Testbed(ChaosOptions(exact=True, peers=2, out=tmp_path / "alone"))
+    for name, line in lines.items():
+        bed.metrics(name).parent.mkdir(parents=True)
+        bed.metrics(name).write_text(json.dumps(line) + "\n")
+    with pytest.raises(EditError):
+        chaos._read(bed, Ending())
+    violation = chaos.report.violation
+    assert violation is not None
+    assert (violation.rule, violation.who) == ("all digests of an outer step are equal", ("peer-1",))
 
 
 @pytest.mark.timeout(200)
