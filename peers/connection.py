@@ -69,7 +69,7 @@ def connect(
     channels = Channels(
         enrolled.endpoints, enrolled.credentials, send_limit(max_mbit, Path(home), policy.limits.max_gb_per_day)
     )
-    renewal = Renewal(folder, enrolled, channels, asks=launched().local_rank == 0)
+    renewal = Renewal(folder, enrolled, channels, asks=ranks.leads or launched().local_rank == 0)
     ended, failed = "the training has ended", "the training failed"
     with IoThread() as io:
         io.spawn(renewal.keep())

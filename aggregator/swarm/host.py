@@ -1131,7 +1131,9 @@ class Host:
             answer = replace(answer, judged_by=known.record.stamp)
             if not known.record.enrols_as(self.council.record):  # it is asked again
                 answer = replace(answer, is_wrong=False, is_unclear=False)
-        before, part.complaint = part.complaint, answer.reason if isinstance(answer, ev.Failed) else ""
+        before, part.complaint = part.complaint, ""
+        if isinstance(answer, ev.Failed) and not answer.is_late:  # late: the others had taken it, and it came from them
+            part.complaint = answer.reason
         if part.complaint not in ("", before):
             self._say_news(part.complaint)
         self.tell(answer)

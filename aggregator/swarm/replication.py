@@ -626,7 +626,8 @@ def _came_to_nothing(
         update = effect.update
         continues = (update.outer_step, update.base) == (before.outer_step + 1, before.digest)
         wrong = continues and isinstance(error, RemoteProtocolError) and not isinstance(error, _OthersError)
-        return Failed(update.part, effect, str(error), wrong, isinstance(error, UnclearKeyError))
+        late = update.outer_step <= before.outer_step
+        return Failed(update.part, effect, str(error), wrong, isinstance(error, UnclearKeyError), is_late=late)
     if replica.state.outer_step == before.outer_step:
         return Failed(effect.part, effect, str(error), is_forked=isinstance(error, _ForkedError))
     _log.warning("part %d: %s", effect.part, error)  # some of the steps were taken

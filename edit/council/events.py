@@ -286,6 +286,7 @@ class Failed:
     reason: str
     is_wrong: bool = False  # of a Hold: no member can hold this update, and its owner is to blame
     is_unclear: bool = False  # of a Hold: whether it may be held cannot be told here, and nobody is to blame
+    is_late: bool = False  # of a Hold: the part is at this update already, or past it
     judged_by: Stamp | None = None  # of a Hold: the record whose keys counted
     is_forked: bool = False  # of a Fetch: the state here is whole, and not among those that lead to what the record names
 

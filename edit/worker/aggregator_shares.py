@@ -17,7 +17,7 @@ from edit.errors import ConfigError, RefusedError, StorageError
 from edit.records import Snapshot
 from edit.replica.replica import Replica
 from edit.worker.apply import ShareExchange
-from edit.worker.checkpoint import Checkpoint, KnownParameters, go_on, start, state_of
+from edit.worker.checkpoint import Checkpoint, KnownParameters, go_on, refuse_other_run, start, state_of
 
 __all__ = ["AggregatorShare", "Joined", "begin_all", "join_all", "joint_state", "refuse_small_shares", "separate_states"]
 
@@ -68,7 +68,7 @@ def join_all(
 ) -> list[Joined]:
     """Enter the run at every aggregator. The model is not changed: that does `begin_all`.
 
-    reached: the largest outer step that an aggregator has said.
+    reached: the largest outer step that an aggregator has said. Raises ConfigError as `refuse_other_run`.
     """
     replicas = [each.replica for each in exchanges]
     snapshots: list[Snapshot] = []
@@ -79,6 +79,8 @@ def join_all(
         snapshot = collective.join(replica.schema, _founding(replicas, snapshots, reached), shards, known.lacks)
         snapshots.append(known.complete(snapshot))
         joined.append(Joined(snapshots[-1], known.by_updates))
+    for each, checkpoint, snapshot in zip(exchanges, checkpoints, snapshots, strict=False):
+        refuse_other_run(each, checkpoint, snapshot)
     return joined
 
 

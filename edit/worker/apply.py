@@ -108,6 +108,9 @@ class ShareExchange:
         self._answered: Committed | None = None  # the commit that the last question was answered with, until it is applied
         self._partial: _PartialCommit | None = None
         self._unchecked = False  # whether a commit was applied lazily and theta's digest not compared since
+        # Whether theta, the residuals and the local parameters are being moved, or that was broken off, as by Ctrl-C: then they
+        # do not belong together any more.
+        self.half_moved = False
 
     # What EditWorker calls.
 
@@ -309,6 +312,7 @@ class ShareExchange:
                 return Failed(WRONG_DIGEST, wrong_digest=True)
             if (target := self._updates.snapshot()) is None:
                 return Failed(f"{WRONG_DIGEST}; {self._updates.failure}")
+            self.half_moved = True
             for part in commit.fragments:
                 if (step := steps.get(part.fragment_id)) is not None:
                     for _ in self._take_verdict(part, verdicts[part.fragment_id], step):
@@ -316,6 +320,7 @@ class ShareExchange:
             replica.move(target, progress)
             if self.estimator is not None:  # a snapshot may be further: that was not this commit's step alone
                 self.estimator.forget()
+            self.half_moved = False
             reason = WRONG_DIGEST
         else:
             self._apply_all(commit, steps, hashes, progress, verdicts, pending if carried else None)
@@ -337,6 +342,7 @@ class ShareExchange:
         """Apply the updates, one fragment after the other: nothing can fail any more. carried: stays pending."""
         replica, sent = self.replica, self.sent
         moved: dict[int, Tensor] = {}
+        self.half_moved = True
         for part in commit.fragments:
             i = part.fragment_id
             if (step := steps.get(i)) is None:
@@ -357,6 +363,7 @@ class ShareExchange:
         replica.applied(commit.outer_step)
         if self.estimator is not None:
             self.estimator.committed(commit, self._collective.peer_id, moved, sent.deltas)
+        self.half_moved = False
 
     def _take_verdict(self, part: FragmentCommit, verdict: Verdict | None, step: Here | RolledBack) -> Iterable[slice]:
         """Adopt or forget the residual of a fragment; clean the inner optimizer's state after a contribution with NaN or Inf.
@@ -407,9 +414,11 @@ class ShareExchange:
     def _take_snapshot(self, pending: Pending | None, reason: str) -> Moved | Failed:
         if (target := self._updates.snapshot()) is None:
             return Failed(f"{reason}; {self._updates.failure}")
+        self.half_moved = True
         self.replica.move(target, lambda i: unsent(self.replica, i, pending, self.sent))
         if self.estimator is not None:
             self.estimator.forget()
+        self.half_moved = False
         return Moved(target.outer_step, reason)
 
     def _give_up(self, pending: Pending, aborted: bool) -> None:
@@ -432,10 +441,12 @@ class ShareExchange:
             return
         part = next(part for part in partial.commit.fragments if part.fragment_id == i)
         verdict = self._updates.verdict(part)
+        self.half_moved = True
         residual = self._take_verdict(part, verdict, step)
         self.replica.apply_fragment(i, step, lambda i: self._kept(i, verdict, pending), before=residual)
         del partial.waiting[i]
         pending.applied.add(i)
+        self.half_moved = False
         if not partial.waiting:
             self._end_partial()
             self.replica.applied(partial.commit.outer_step)

@@ -45,7 +45,18 @@ from edit.worker.exchange import Pending
 from edit.worker.masked import GridStaging
 from edit.worker.schedule import Work
 
-__all__ = ["KINDS", "OF_RANKS", "Checkpoint", "KnownParameters", "go_on", "kinds_needed", "skeleton", "start", "state_of"]
+__all__ = [
+    "KINDS",
+    "OF_RANKS",
+    "Checkpoint",
+    "KnownParameters",
+    "go_on",
+    "kinds_needed",
+    "refuse_other_run",
+    "skeleton",
+    "start",
+    "state_of",
+]
 
 _INT8 = "residual_int8"
 KINDS = ("outer", "residual", _INT8, "sent_from", "sent", "last_step", "last_sent")
@@ -434,6 +445,12 @@ def _way(
     )
 
 
+def refuse_other_run(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot) -> None:
+    """Raise ConfigError when the checkpoint is newer than the run or of another run. run: the snapshot that was taken."""
+    if isinstance(way := _way(share.config, checkpoint, run), NotOfThisRun):
+        raise ConfigError(way.reason)
+
+
 def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot, *, by_updates: bool = False) -> bool:
     """Continue from the checkpoint; return whether exactly. The model holds the local parameters that were saved with it, if
     they matter.
@@ -441,11 +458,10 @@ def go_on(share: ShareExchange, checkpoint: Checkpoint, run: Snapshot, *, by_upd
     run: the snapshot that was taken. It may be older than the run, and than the checkpoint, when others still read it.
     by_updates: `KnownParameters.by_updates`: what is forward is by updates, and the snapshot not whole.
 
-    Raises ConfigError, and changes nothing, when the checkpoint is newer than the run or of another run.
+    Raises ConfigError, and changes nothing, as `refuse_other_run`.
     """
+    refuse_other_run(share, checkpoint, run)
     scalars, exchange, way = checkpoint.scalars, share.exchange, _way(share.config, checkpoint, run)
-    if isinstance(way, NotOfThisRun):
-        raise ConfigError(way.reason)
     exchange.schedule.load(scalars)
     if isinstance(way, ResumeForward):
         if by_updates and checkpoint.outer is not None:

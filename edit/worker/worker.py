@@ -184,7 +184,7 @@ class EditWorker:
         if self._half_entered and not self._checkpoints:
             raise LocalProtocolError(
                 "entering this EditWorker failed after its state had moved the model: load the state of the model, of the "
-                "optimizer and of the worker once more"
+                "optimizer and of the worker once more, in a new peers.connect if that has it"
             )
         before = self._exchanges
         try:
@@ -255,6 +255,7 @@ class EditWorker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None:
+                self._refuse_half_moved()
                 with _outside_autograd():
                     if not self._ended and (self._leaves_outer or not self.finished):
                         self._exchanges[0].replica.refuse_replaced()
@@ -400,6 +401,7 @@ class EditWorker:
         self._require_local("take_awaited()")
         if self.pending:
             self._refuse_merged("take_awaited()")
+        before = self._reached_steps
         with _outside_autograd(), self._stopwatch.paused():
             over = self._nothing_to_train
             for each in self._inside:
@@ -407,11 +409,14 @@ class EditWorker:
                     each.synchronize()
                 else:
                     each.take(lazily=self._config.sync.mode == "forward")
+            if self._reached_steps != before:
+                self._tell()  # no step may follow that would
 
     def _take_awaited(self) -> None:
         """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
         if self.pending:
             self._refuse_merged("another batch of until_finished()")
+        before = self._reached_steps
         with _outside_autograd(), self._stopwatch.paused():
             over = self._nothing_to_train
             for each in self._inside:
@@ -419,6 +424,8 @@ class EditWorker:
                     each.synchronize()
                 elif self._config.sync.mode == "blocking":
                     each.take()
+            if self._reached_steps != before:
+                self._tell()  # no step may follow that would
 
     @property
     def _nothing_to_train(self) -> bool:
@@ -515,7 +522,10 @@ class EditWorker:
         self._require_local("synchronize()")
         self._refuse_merged("synchronize()")
         with _outside_autograd(), self._stopwatch.paused():
+            before = self._reached_steps
             known = [each.synchronize(block=block) for each in self._inside]
+            if self._reached_steps != before:
+                self._tell()
         return all(known)
 
     @property
@@ -646,6 +656,7 @@ class EditWorker:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self._swapped or not self.pending or self._exchanges[0].replica.modules.merged():
             return
+        self._refuse_half_moved()
         with _outside_autograd(), self._stopwatch.paused():
             for each, update_points in zip(self._exchanges, self._update_points, strict=True):
                 if each.exchange.pending is not None:
@@ -707,6 +718,7 @@ class EditWorker:
         self._other_steps.clear()
         if skipped:
             return
+        self._refuse_half_moved()
         for each in self._exchanges:
             each.undone_merges.after_step()
         if in_backward():
@@ -750,6 +762,10 @@ class EditWorker:
 
     def _written(self) -> list[int]:
         return [each.replica.version(i) for each in self._exchanges for i in range(len(each.replica.schema.fragments))]
+
+    @property
+    def _reached_steps(self) -> list[int]:
+        return [each.replica.outer_step for each in self._exchanges]
 
     def _tell(self) -> None:
         """Tell each aggregator how far this peer is."""
@@ -820,7 +836,16 @@ class EditWorker:
         """As `_entered`, of a worker that was not left. Raises LocalProtocolError."""
         if self._exchanges and not self._hooks:
             raise LocalProtocolError("this EditWorker was left: train, and save its state_dict(), before its `with` ends")
+        self._refuse_half_moved()
         return self._entered
+
+    def _refuse_half_moved(self) -> None:
+        """Raise LocalProtocolError where an exception, such as Ctrl-C, came while an outer step was being applied."""
+        if any(each.half_moved for each in self._exchanges):
+            raise LocalProtocolError(
+                "this EditWorker was interrupted while an outer step was being applied: its parameters and its state do not "
+                "belong together; go on from what was saved before"
+            )
 
     @property
     def _one_share(self) -> ShareExchange:

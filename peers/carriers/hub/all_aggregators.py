@@ -76,6 +76,7 @@ def agreed_configuration(
     keep the others waiting for it. All ranks of a replica call it together. Raises ConfigError, RefusedError, EvictedError,
     Interrupted.
     """
+    ranks.same("which peer they are", f"{identity.peer_id} of run {identity.run_id}")
     parser = parser or ConfigParser()
     config, outer_step = read_configuration(io, channels, identity, ranks, parser)
     steps = [outer_step]

@@ -133,6 +133,8 @@ class Siblings:
 
     def configured(self, config: RunConfig) -> None:
         """Go to the further aggregators where the coordinator's configuration says that they are. On the loop's thread."""
+        if config.swarm is not None:
+            return  # its parts have owners, which each host is told of
         before, self._addresses = self._addresses, config.aggregators.addresses
         if self._addresses == before:
             return

@@ -296,15 +296,14 @@ class Attendance:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             if self._parser.consent is not None and self._hello.rank == 0:
                 await call.write(peer_message_to_pb(self._parser.consent))
-            said: Cosignature | None = None
+            heartbeat: Heartbeat | None = None
             while not self._leaving.is_set():
                 self._nudge.clear()
                 heartbeat = self._report.current()
-                said = heartbeat.cosigned
                 await call.write(peer_message_to_pb(heartbeat))
                 await _first(self._nudge.wait(), self._leaving.wait(), within_s=self._session.heartbeat_s)
-            if (heartbeat := self._report.current()).cosigned != said:  # the run's last head came meanwhile
-                await call.write(peer_message_to_pb(heartbeat))
+            if _news(last := self._report.current()) != _news(heartbeat):  # the run's last outer step, or head, came meanwhile
+                await call.write(peer_message_to_pb(last))
             await call.write(peer_message_to_pb(Goodbye(self._reason)))
             await call.done_writing()
             await asyncio.wait([asyncio.ensure_future(call.code())], timeout=GOODBYE_S)
@@ -379,6 +378,10 @@ def _heard(message: object) -> Welcome | View | Expel | SchemaRequest:
     if not isinstance(message, control_pb2.CoordinatorMessage):
         raise TransportError("the coordinator closed the stream")  # grpc.aio.EOF
     return coordinator_message_from_pb(message)
+
+
+def _news(heartbeat: Heartbeat | None) -> tuple[int, str, Cosignature | None]:
+    return (0, "", None) if heartbeat is None else (heartbeat.outer_step, heartbeat.digest, heartbeat.cosigned)
 
 
 def _asks_for_schema(message: object) -> bool:

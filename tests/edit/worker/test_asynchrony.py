@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from edit.codecs import decode
+from edit.config.run import RunConfig
 from edit.errors import ConfigError, LocalProtocolError, TransportError
 from edit.fragments.digest import digest
+from edit.local import LocalRun
 from edit.records import Aborted, Committed, Progress, Verdict
-from edit.worker.worker import EditWorker
+from edit.replica.replica import Replica
+from edit.worker.worker import EditWorker, WorkerConfig
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.scripted import ScriptedCollective, committed, random_steps
 from tests.support.scripted_peer import flat
@@ -341,3 +344,34 @@ def test_entering_that_failed_after_the_model_was_moved_needs_the_state_once_mor
             ends.append(flat(again))
             raise KeyboardInterrupt
     assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("mode", ["blocking", "delayed", "eager"])
+def test_interrupted_while_an_outer_step_is_applied_it_neither_saves_nor_goes_on(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = RunConfig.from_mapping({"sync": {"every": 2, "outer_steps": 9, "mode": mode}, "codec": {"up": "int8"}})
+    run, model = LocalRun(settings, ["a"]), small_mlp(0)
+    optimizer, batches, applied = torch.optim.SGD(model.parameters(), lr=0.05), regression_batches(0), []
+    plain = Replica.apply_fragment
+
+    def apply(self: Replica, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        applied.append(args[0])
+        if len(applied) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Replica, "apply_fragment", apply)
+    said = "interrupted while an outer step was being applied"
+    with (
+        pytest.raises(LocalProtocolError, match=said),
+        EditWorker(model, optimizer, run.collective("a"), WorkerConfig.of(settings)) as it,
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(9):
+                train_step(model, optimizer, next(batches))
+        assert len(it.shares) == 1 and len(applied) == 1
+        for go_on in (it.state_dict, it.synchronize, lambda: train_step(model, optimizer, next(batches))):
+            with pytest.raises(LocalProtocolError, match=said):
+                go_on()
+    assert len(applied) == 1

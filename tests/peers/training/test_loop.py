@@ -110,7 +110,7 @@ def test_a_peer_trains_to_the_end_of_a_run_in_this_process(tmp_path: Path, confi
         training(tmp_path, connection, config, metrics).run(0)
     assert run.finished and run.state.outer_step == ROUNDS
     beats = connection.shares[0].told
-    assert [beat.outer_step for beat in beats] == [0] * (H + 1) + [1] * H + [2] * H
+    assert [beat.outer_step for beat in beats] == [0] * (H + 1) + [1] * (H + 1) + [2] * (H + 1) + [3]
     assert not beats[0].exchanging and beats[0].digest
     assert {beat.device for beat in beats} == {"cpu"} and math.isfinite(beats[-1].loss)
     assert {outer.outer_step for _, outer in connection.shown} == {0, 1, 2} and not connection.pauses

@@ -96,6 +96,19 @@ def test_a_further_aggregator_is_followed_to_where_the_coordinator_says_that_it_
         assert not second.goodbyes, "nothing goes on with the address that it had before"
 
 
+def test_the_parts_of_a_swarm_are_no_aggregators_to_be_followed(
+    two: tuple[FakeCoordinator, FakeCoordinator], caplog: pytest.LogCaptureFixture
+) -> None:
+    for fake in two:
+        fake.config = RunConfig.from_mapping({**VALUES, "swarm": {"parts": 2}})
+    with caplog.at_level(logging.WARNING), IoThread() as io:
+        collectives = AllAggregators(io, [Channels((f"127.0.0.1:{fake.port}",)) for fake in two], ME, ALONE)
+        for collective in collectives.shares:
+            collective.join(SCHEMA, theta)
+        collectives.close()
+    assert not caplog.records
+
+
 def test_another_number_of_aggregators_is_told_once(
     two: tuple[FakeCoordinator, FakeCoordinator], caplog: pytest.LogCaptureFixture
 ) -> None:
