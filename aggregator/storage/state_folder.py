@@ -38,9 +38,8 @@ AUDIT_KEY = "audit-log.key"  # the log's public key, where it was exported
 AUTHORITY = "ca.pem"  # the certificate of the run's authority
 
 FORMAT = 1  # of run.json
-_NOT_MET = (
-    86_400  # from one start's number to the next where the clock does not tell them apart: ids for years of aborted rounds
-)
+# From one start's number to the next where the clock does not tell them apart: ids for years of aborted rounds.
+_NOT_MET = 86_400
 MAX_STARTS = (1 << 63) // ROUNDS_PER_START - _NOT_MET  # round ids have 63 bits; for two centuries they are below 2^53
 _SERVE_WRITES = "remove it; `edit-coordinator serve` writes it anew"
 

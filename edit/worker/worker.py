@@ -184,7 +184,7 @@ class EditWorker:
         if self._half_entered and not self._checkpoints:
             raise LocalProtocolError(
                 "entering this EditWorker failed after its state had moved the model: load the state of the model, of the "
-                "optimizer and of the worker once more, in a new peers.connect if that has it"
+                "optimizer and of the worker once more, and make the connection of peers.connect anew"
             )
         before = self._exchanges
         try:
@@ -401,6 +401,16 @@ class EditWorker:
         self._require_local("take_awaited()")
         if self.pending:
             self._refuse_merged("take_awaited()")
+        self._take_each(lambda each: each.take(lazily=self._config.sync.mode == "forward"))
+
+    def _take_awaited(self) -> None:
+        """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
+        if self.pending:
+            self._refuse_merged("another batch of until_finished()")
+        self._take_each(lambda each: each.take() if self._config.sync.mode == "blocking" else None)
+
+    def _take_each(self, take: Callable[[ShareExchange], object]) -> None:
+        """Take what is awaited at each share; where there is nothing to train for meanwhile, wait for the last outcome."""
         before = self._reached_steps
         with _outside_autograd(), self._stopwatch.paused():
             over = self._nothing_to_train
@@ -408,22 +418,7 @@ class EditWorker:
                 if over and each.exchange.pending is not None:
                     each.synchronize()
                 else:
-                    each.take(lazily=self._config.sync.mode == "forward")
-            if self._reached_steps != before:
-                self._tell()  # no step may follow that would
-
-    def _take_awaited(self) -> None:
-        """Take an outcome that the next forward would wait for at once, or after which there is nothing to train for."""
-        if self.pending:
-            self._refuse_merged("another batch of until_finished()")
-        before = self._reached_steps
-        with _outside_autograd(), self._stopwatch.paused():
-            over = self._nothing_to_train
-            for each in self._inside:
-                if over and each.exchange.pending is not None:
-                    each.synchronize()
-                elif self._config.sync.mode == "blocking":
-                    each.take()
+                    take(each)
             if self._reached_steps != before:
                 self._tell()  # no step may follow that would
 

@@ -127,34 +127,35 @@ class ExactChaos:
         """Inject and repair faults as scheduled from the first commit on, until each peer has ended with its run."""
         agenda: list[tuple[float, int, Fault, bool]] = []  # when, and whether it is injected already
         lines, committed = JsonLines(testbed.metrics(COORDINATOR)), False
-        there, down = set(self._options.peer_ids), set[str]()  # peers that have not ended; what a fault has stopped
+        there, fallen = (
+            set(self._options.peer_ids),
+            False,
+        )  # peers that have not ended; whether a full disk ended the coordinator
         give_up = began + self._options.ends_within_s(self.report.alone.seconds)
         while there:
             if not committed and any(map(_is_commit, lines.read())):
                 committed = True
                 for fault in schedule:
                     heappush(agenda, (self._unix() + fault.at_s, fault.number, fault, False))
-            while agenda and agenda[0][0] <= self._unix():
-                _, number, fault, injected = heappop(agenda)
-                if injected:
-                    testbed.repair(fault)
-                    down.discard(fault.target)
-                elif fault.target == COORDINATOR or fault.target in there:
-                    self._say(str(fault))
-                    testbed.inject(fault)
-                    self.report.incidents.append(fault)
-                    down |= {fault.target} if fault.kind in (Kind.KILL_PEER, Kind.KILL_COORDINATOR) else set()
-                    heappush(agenda, (self._unix() + fault.lasts_s, number, fault, True))
             for end in testbed.unexpected_ends():
                 if end.name == COORDINATOR and self._full(agenda):
-                    down.add(COORDINATOR)  # it is started again by the repair
+                    fallen = True
                 elif end.name not in there or end.returncode != 0:
                     self._fail("no process ends before the run does", str(end), end.name)
                 else:
                     there.discard(end.name)
-            if COORDINATOR in down and not self._holds(agenda, COORDINATOR):
+            while agenda and agenda[0][0] <= self._unix():
+                _, number, fault, injected = heappop(agenda)
+                if injected:
+                    testbed.repair(fault)
+                elif fault.target == COORDINATOR or fault.target in there:
+                    self._say(str(fault))
+                    testbed.inject(fault)
+                    self.report.incidents.append(fault)
+                    heappush(agenda, (self._unix() + fault.lasts_s, number, fault, True))
+            if fallen and not self._full(agenda):
                 testbed.start(COORDINATOR)
-                down.discard(COORDINATOR)
+                fallen = False
             if self._unix() > give_up:
                 self._fail("the run comes to its end", f"not within {give_up - began:.0f} s", *sorted(there))
             time.sleep(_POLL_S)
@@ -165,10 +166,6 @@ class ExactChaos:
     @staticmethod
     def _full(agenda: list[tuple[float, int, Fault, bool]]) -> bool:
         return any(injected and fault.kind is Kind.FULL_DISK for _, _, fault, injected in agenda)
-
-    @staticmethod
-    def _holds(agenda: list[tuple[float, int, Fault, bool]], name: str) -> bool:
-        return any(injected and fault.target == name for _, _, fault, injected in agenda)
 
     def _stop(self, testbed: Testbed) -> None:
         serves = testbed.running(COORDINATOR) and testbed.served()

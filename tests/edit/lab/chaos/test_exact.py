@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, EditError
 from edit.lab import processes, procfs
-from edit.lab.chaos import testbed
+from edit.lab.chaos import exact, testbed
 from edit.lab.chaos.command import run_exact_chaos
 from edit.lab.chaos.exact import Ending, ExactChaos, differences
 from edit.lab.chaos.faults import Fault, Kind
@@ -138,3 +139,43 @@ def test_a_peer_and_the_coordinator_are_killed_and_the_bits_are_those_of_a_run_l
     assert values["violation"] is None and values["faults"] == {"kill_coordinator": 1, "kill_peer": 1}
     assert values["digests_compared"] == values["outer_steps"] == 20
     assert set(report.disturbed.peers) == {"peer-0", "peer-1"} and values["tensors_compared"] > 50
+
+
+class FullDisk:
+    """A testbed whose coordinator ends while its disk is full; the peers end once it is started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.done = folder, list[str]()
+        self._news: list[processes.Exit] = []
+
+    def metrics(self, name: str) -> Path:
+        path = self.folder / f"{name}.jsonl"
+        path.write_text(json.dumps({"kind": "round", "committed": True, "outer_step": 1, "digest": "a"}) + "\n")
+        return path
+
+    def inject(self, fault: Fault) -> None:
+        self.done.append("full")
+        self._news.append(processes.Exit(processes.COORDINATOR, 2, False, ()))
+
+    def repair(self, fault: Fault) -> None:
+        self.done.append("freed")
+
+    def start(self, name: str) -> None:
+        self.done.append(f"start {name}")
+        self._news += [processes.Exit(f"peer-{number}", 0, False, ()) for number in range(2)]
+
+    def unexpected_ends(self) -> list[processes.Exit]:
+        news, self._news = self._news, []
+        return news
+
+
+def test_a_coordinator_that_ended_on_a_full_disk_is_started_once_the_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact, "_POLL_S", 0.0)
+    ticks = itertools.count()
+    fault = Fault(number=1, at_s=1.0, kind=Kind.FULL_DISK, target=processes.COORDINATOR, lasts_s=20.0)
+    chaos = ExactChaos(ChaosOptions(exact=True, peers=2, out=tmp_path / "chaos"), lambda line: None, lambda: float(next(ticks)))
+    bed = FullDisk(tmp_path)
+    chaos._until_all_have_ended(bed, (fault,), 0.0)  # type: ignore[arg-type]
+    assert bed.done == ["full", "freed", "start coordinator"]
