@@ -556,12 +556,15 @@ class Run:
         self._tell_rounds(events.Resume())
         self.feed.publish(OrderGiven("resumed"))
 
-    def drain(self) -> None:
-        """Finish the run with the open round. Raises RefusedError before the founding, StorageError."""
+    def drain(self, outer_step: int = 0) -> None:
+        """Finish the run at an outer step; 0: with the open round. Raises RefusedError before the founding, StorageError.
+
+        outer_step: of this process only: once the coordinator is started again, the run has finished where it is.
+        """
         if self._rounds is None:
             raise RefusedError("the run has no parameters yet, so there is nothing to drain; stop the coordinator")
         self._resources.orders.drain()
-        self._rounds.feed(events.Drain())
+        self._rounds.feed(events.Drain(outer_step))
         self.feed.publish(OrderGiven("drained"))
 
     # ---- founding ------------------------------------------------------------------------------------------------------

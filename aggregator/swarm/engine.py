@@ -127,8 +127,8 @@ class Engine:
         if self.run.finished:  # the owner before may have gone before all agreed that it had ended
             self._ended()
 
-    def follow(self, phase: Phase) -> None:
-        """Pause, resume or drain the run, as the record says."""
+    def follow(self, phase: Phase, last_step: int = 0) -> None:
+        """Pause, resume or drain the run, as the record says. last_step: see `Record`."""
         if phase is self.phase:
             return
         before, self.phase = self.phase, phase
@@ -138,7 +138,7 @@ class Engine:
             case Phase.PAUSED:
                 self.run.pause()
             case Phase.DRAINING:
-                self.run.drain()
+                self.run.drain(last_step)
             case Phase.FINISHED if before is not Phase.DRAINING and not self.run.finished:
                 self.run.drain()  # it began after the run had ended, and has peers that are still to hear of it
 

@@ -964,7 +964,7 @@ class Host:
         if self.peer_id in record.evicted and name_of(self.peer_id, self.incarnation) not in record.voters:
             self._end(EvictedError(record.evicted[self.peer_id]))
         for engine in engines:
-            engine.follow(record.phase)
+            engine.follow(record.phase, record.last_step)
         for order, told in self._orders:
             if _is_done(order, record) and not told.done():
                 told.set_result(None)
@@ -1370,7 +1370,7 @@ class Host:
         )
         await part.engine.start()
         if (record := self.council.committed) is not None:
-            part.engine.follow(record.phase)
+            part.engine.follow(record.phase, record.last_step)
         _log.info("owns part %d with grant %d, at outer step %d", number, grant, part.replica.state.outer_step)
 
     def _entries(self, number: int, grant: int) -> OwnerEntries | None:

@@ -81,7 +81,9 @@ Owners
     when a quorum, and all verifiers of the part, say themselves that they hold it. No word of its owner is needed. Where a
     quorum holds it, and a verifier does not for verify_s more, at least a lease, others verify, with the next grant.
 14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed, with new grants. A run
-    that drains is not paused: it is resumed, likewise with new grants, or finishes.
+    that drains is not paused: it is resumed, likewise with new grants, or finishes. All parts are to end at last_step: the
+    step after that of the part that is furthest, for its round may be open, or closed and its update on the way; where the
+    run is paused, so that none is, the step of that part.
 15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
     that is not the record's is damage, mended by a snapshot; never an assertion. So is a state that most voters came to
     otherwise, which the shell asks for when an update is for other parameters than are here: it is not held. But see
@@ -1107,7 +1109,8 @@ class Council:
                 return
             again = order.phase is Phase.RUNNING and record.phase in (Phase.DRAINING, Phase.FINISHED)
             parts = tuple(replace(part, grant=part.grant + again) for part in record.parts)  # engines that ended begin again
-            self._ended, self._draft = {}, replace(record, phase=order.phase, parts=parts)
+            last_step = self._last_step(record) if order.phase is Phase.DRAINING else 0
+            self._ended, self._draft = {}, replace(record, phase=order.phase, parts=parts, last_step=last_step)
         elif isinstance(order, Evict) and order.peer_id in record.evicted:
             pass  # for the first reason
         elif order.peer_id not in record.members and not (isinstance(order, Evict) and order.peer_id in record.enrolled):
@@ -1136,6 +1139,13 @@ class Council:
             evicted = {**record.evicted, order.peer_id: order.reason}
             members = _without(record.members, order.peer_id)
             self._draft = replace(record.settled(order.peer_id), members=members, evicted=evicted)
+
+    def _last_step(self, record: Record) -> int:
+        """Rule 14."""
+        if record.phase is Phase.DRAINING:
+            return record.last_step
+        runs = record.phase is Phase.RUNNING
+        return max(part.outer_step + (runs or bool(self._holders(record, i))) for i, part in enumerate(record.parts))
 
     # -- owners that stall (rule 18) ---------------------------------------------------------------------------------------
 

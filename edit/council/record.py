@@ -56,8 +56,9 @@ __all__ = [
     "update_id",
 ]
 
-FORMAT = 6  # of the bytes of `Saved`; 5: of each name that was enrolled, whether it only looks on; 6: who is relayed
-OLDER = (4, 5)  # formats that can be read
+# Of the bytes of `Saved`. 5: of each name that was enrolled, whether it only looks on; 6: who is relayed; 7: a drain's end.
+FORMAT = 7
+OLDER = (4, 5, 6)  # formats that can be read
 MOST_COUNT = 2**62  # of a term, version, step, grant, incarnation or count of tokens
 MOST_VOTERS = 7
 MOST_MEMBERS = 1024
@@ -257,9 +258,10 @@ class Record:
     # By peer_id: who came to other bits of an update than this peer. Of two both are in it.
     disputes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     roots: tuple[Root, ...] = ()  # the run's authority last, and those before it, while members have certificates of them
+    last_step: int = 0  # the outer step at which all parts of a drained run end; 0: of one that is not drained
 
     def __post_init__(self) -> None:
-        for count in ("lineage", "term", "version"):
+        for count in ("lineage", "term", "version", "last_step"):
             check_count(count, getattr(self, count))
         for peer_id in (self.run_id, *self.members, *self.evicted, *self.holders, *self.enrolled, *self.disputes):
             check_id(peer_id)
@@ -420,13 +422,14 @@ class Record:
         return replace(self, parts=(*self.parts[:i], part, *self.parts[i + 1 :]))
 
     def as_json(self) -> dict[str, object]:
-        """Return it as values for JSON."""
-        return {**asdict(self), "phase": self.phase.value}
+        """Return it as values for JSON. A member of before format 7 reads those of a run that is not drained."""
+        values = {**asdict(self), "phase": self.phase.value}
+        return values if self.last_step else {name: value for name, value in values.items() if name != "last_step"}
 
     @classmethod
     def from_json(cls, values: object) -> Record:
         """Return what `as_json` wrote. Raises ValueError for anything else."""
-        found = _strict(cls, values)
+        found = _strict(cls, {"last_step": 0, **_mapping(values)})
         found["members"] = {
             peer_id: Member(**_strict(Member, {"relayed": False, **_mapping(each)}))  # formats 4 and 5 do not say
             for peer_id, each in _mapping(found["members"]).items()
@@ -475,13 +478,13 @@ class Saved:
             raise StorageError(
                 "a count in this member's record is too large, as one that lied may have written it: recover at another"
             )
-        parts, phase = [], self.record.phase
+        parts, phase, last_step = [], self.record.phase, self.record.last_step
         for part, state in zip(self.record.parts, states, strict=True):
             if not state.has(part):
                 if not state.digest:
                     raise StorageError(f"this member has no state of a part that is at outer step {part.outer_step}")
                 part = replace(part, outer_step=state.outer_step, digest=state.digest, update="")
-                phase = Phase.RUNNING if phase is Phase.FINISHED else phase
+                phase, last_step = (Phase.RUNNING, 0) if phase is Phase.FINISHED else (phase, last_step)
             parts.append(replace(part, owner=peer_id, grant=part.grant + _RECOVERED, verifiers=()))
         old, me = self.record, name_of(peer_id, self.incarnation)
         member = replace(old.members.get(peer_id, Member(incarnation=self.incarnation)), incarnation=self.incarnation)
@@ -492,6 +495,7 @@ class Saved:
             "parts": tuple(parts),
             "disputes": {},
             "phase": phase,
+            "last_step": last_step,
         }
         record = replace(old, lineage=old.lineage + 1, term=self.term + 1, version=0, **changed)
         return replace(self, term=record.term, vote="", record=record)

@@ -169,7 +169,9 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The operator wants the run to end with the open round."""
+    """The operator wants the run to end at an outer step, or before, with a round that commits nothing."""
+
+    outer_step: int = 0  # 0: the one that the open round leads to
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,9 @@ Waiting
     given: so the deadline grows with a peer that has become slower. Only peers that were expected from the opening on and
     never lost are measured.
 10. A pause aborts an open collection. A collection that is closed is being merged and journalled: that ends first. A drain
-    lets an open collection come to its end, as long as somebody is ready; then the run is FINISHED, until a Resume.
+    lets an open collection come to its end, as long as somebody is ready; then the run is FINISHED, until a Resume. Where the
+    Drain names a later outer step (the parts of a swarm end together), rounds go on until it is committed, or until one ends
+    without a commit or none opens. With merging = "arrivals" nobody knows when a round would close: it is FINISHED at once.
 
 Contributions
 11. A contribution is known by its peer, the round that was open when it began, and the outer step s it was computed
@@ -120,16 +122,18 @@ COLL, COMM  RoundFailed                                                      Rou
 COLL, GATH  Pause                                                            RoundClosed if one is open   PAUSED
 PAUSED      Resume                                                                                        opens
 COLL, COMM  Drain                                                                                         same
-GATH, PAUS  Drain                                                            RoundClosed, RunFinished     FINISHED
+GATH, PAUS  Drain                             no later step, or none opens   RoundClosed, RunFinished     FINISHED
+GATH, PAUS  Drain                             a later outer step             RoundOpened                  COLLECTING
+GATHERING   Drain, Tick                       likewise, AWAITED are missing                               GATHERING
 COMMITTING  EndRun                            rule 21                                                     same
 any         EndRun                            rule 21                        RoundClosed, RunFinished     FINISHED
 FINISHED    Resume                            it was drained                                              opens
 any         Offered, Arrived                  not taken (rules 5, 11 to 13)  Refused                      same
 any         Faulted                           S > 0: it was not in a merge   Refused                      as above
 any         results of another round                                                                      same
-opens:      FINISHED with RunFinished when a drain was asked for; PAUSED when a pause was; COLLECTING with RoundOpened when
-            enough are ready and nothing holds it back (rules 17, 18), and at once COMMITTING if what was carried over closes
-            it; else GATHERING.
+opens:      FINISHED with RunFinished when a drain was asked for (rule 10); PAUSED when a pause was; COLLECTING with RoundOpened
+            when enough are ready and nothing holds it back (rules 17, 18), and at once COMMITTING if what was carried over
+            closes it; else GATHERING.
 """
 
 from __future__ import annotations
@@ -229,7 +233,8 @@ class RoundMachine:
         self._tokens, self._stop_tokens = tokens, stop_tokens
         self._next_round_id = first_round_id
         self._round: OpenRound | None = None
-        self._pausing = self._draining = False
+        self._pausing = False
+        self._drains_to: int | None = None  # the outer step that a drain ends the run at
         self._ended = ended
         self._waits = config.merging == "rounds"  # whether a round waits for anybody (rule 15)
         self._book = ContributionBook(config.max_staleness, first_round_id)
@@ -259,7 +264,7 @@ class RoundMachine:
             if current.close_reason:
                 return Phase.COMMITTING
             return Phase.GATHERING if self._abandoned(current) else Phase.COLLECTING
-        if self._reached or self._draining or self._ended:
+        if self._reached or self._drained or self._ended:
             return Phase.FINISHED
         return Phase.PAUSED if self._pausing else Phase.GATHERING
 
@@ -281,7 +286,7 @@ class RoundMachine:
     @property
     def draining(self) -> bool:
         """Whether the operator asked for the end; it has come when the phase is FINISHED."""
-        return self._draining
+        return self._drains_to is not None
 
     @property
     def ended(self) -> str:
@@ -292,6 +297,11 @@ class RoundMachine:
     def _reached(self) -> bool:
         """Whether the last outer step or token is merged."""
         return self._outer_step >= self._outer_steps or 0 < self._stop_tokens <= self._tokens
+
+    @property
+    def _drained(self) -> bool:
+        """Whether a drain has come to its outer step."""
+        return self._drains_to is not None and self._outer_step >= self._drains_to
 
     @property
     def expected(self) -> frozenset[str]:
@@ -413,11 +423,11 @@ class RoundMachine:
             case Pause():
                 return self._pause(now)
             case Drain():
-                return self._drain(now)
+                return self._drain(event, now)
             case EndRun():
                 return self._end_run(event.reason, now)
             case Resume():
-                self._pausing = self._draining = False
+                self._pausing, self._drains_to = False, None
                 self._faults.pardon()
                 self._aborts, self._opens_at = 0, -math.inf
                 return self._open(now, assembling=True)
@@ -508,12 +518,13 @@ class RoundMachine:
         self._pausing, current = True, self._collection
         return [] if current is None else self._end_round(current, now, committed=False, reason="paused")
 
-    def _drain(self, now: float) -> list[Effect]:
+    def _drain(self, event: Drain, now: float) -> list[Effect]:
         if self.phase is Phase.FINISHED:
             return []
-        current, self._draining = self._round, True
+        current, self._pausing = self._round, False
+        self._drains_to = max(self._outer_step + (current is not None), event.outer_step if self._waits else 0)
         if current is None:
-            return self._finish()
+            return self._finish() if self._drained else self._open(now)
         if current.close_reason or (self._waits and not self._abandoned(current)):
             return []
         return self._end_round(current, now, committed=False, reason="drained")
@@ -652,13 +663,16 @@ class RoundMachine:
         if self._round or self.phase is not Phase.GATHERING:
             return []
         ready = self.ready
+        if now < self._awaits_until and not self._awaited <= ready:
+            self._held_back = self._awaits_until, ""
+            return []
+        if self.draining and (len(ready) < self.enough or now < self._opens_at):
+            self._drains_to = self._outer_step
+            return self._finish()
         if len(ready) < self.enough:
             if shut_out := self._shut_out:
                 why = f"too few peers without {', '.join(sorted(shut_out))}, quarantined for bad bytes"
                 self._held_back = self._faults.next_release(), why
-            return []
-        if now < self._awaits_until and not self._awaited <= ready:
-            self._held_back = self._awaits_until, ""
             return []
         if now < self._opens_at:
             why = f"faults brought {self._aborts} rounds in a row to nothing, so the next one waits"
@@ -698,7 +712,7 @@ class RoundMachine:
         current.note_quorum(now)
         if reason := _closing_reason(current, self._config, now):
             return self._close_collection(reason, now)
-        if self._draining and self._abandoned(current):
+        if self.draining and self._abandoned(current):
             return self._end_round(current, now, committed=False, reason="drained")
         if reason := _giving_up_reason(current, self._config, self._available, now):
             self._left_out(current, now)
@@ -736,6 +750,8 @@ class RoundMachine:
             self.deadlines.pace = self._work.pace
         if committed:
             self._aborts, self._opens_at = 0, -math.inf
+        elif self.draining:
+            self._drains_to = self._outer_step
         elif (failed or current.faults) and self._backs_off:
             self._aborts += 1
             self._opens_at = now + delay_s(self._aborts)

@@ -103,8 +103,8 @@ class _OwnEngine(Engine):
         machine = self.run.rounds.machine
         return machine.round_id != self._last_round or machine.phase not in (RoundPhase.COLLECTING, RoundPhase.COMMITTING)
 
-    def follow(self, phase: Phase) -> None:
-        """See `Engine`."""
+    def follow(self, phase: Phase, last_step: int = 0) -> None:
+        """See `Engine`. A drain ends with the open round of each, whatever last_step is, and with a settling."""
         if phase is Phase.DRAINING is not self._wanted and self.run.founded:
             self._last_round = self.run.rounds.machine.round_id
         self._rested, self._wanted = self.rests, phase

@@ -33,6 +33,7 @@ from edit.council.record import Member, Part, Phase, Record, Saved
 from edit.durable_files import read_json, write_atomic, write_json
 from edit.errors import ConfigError, EvictedError, RefusedError, RemoteProtocolError, TransportError
 from edit.plain_text import json_text
+from edit.rounds.machine import RoundMachine
 from editpb.identity import Identity
 from editpb.messages import Expel
 from editpb.seen_entries import seen_file
@@ -352,6 +353,31 @@ def test_a_member_that_nobody_votes_out_ends_all_the_same(tmp_path: Path) -> Non
         assert leaving.result().startswith("is not voted out after 3 s")
 
     scenario(tmp_path, body, "ab")
+
+
+def test_a_drain_ends_all_parts_at_one_outer_step(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = RunConfig.from_text(TOML.format(start=1, quorum=1).encode(), "run.toml")
+        async with hosts(tmp_path, parts=2, config=config) as swarm:
+            await swarm.grow(*"abc")
+
+            def machine(number: int) -> RoundMachine:
+                return swarm.owner(number).parts[number].engine.run.rounds.machine
+
+            for number, step in ((0, 1), (0, 2), (1, 1)):
+                await swarm.until(lambda number=number: swarm.owner(number) is not None)
+                await swarm.contribute(number, ONES)
+                await swarm.until(lambda number=number, step=step: machine(number).outer_step == step)
+            await in_thread(operate.drain, equip(swarm, "a", authority=True))
+            assert swarm.record.phase is Phase.DRAINING and swarm.record.last_step == 3
+            for number, step in ((0, 3), (1, 2), (1, 3)):
+                await swarm.until(lambda number=number: machine(number).draining)
+                await swarm.contribute(number, ONES)
+                await swarm.until(lambda number=number, step=step: machine(number).outer_step == step)
+            await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
+            assert [part.outer_step for part in swarm.record.parts] == [3, 3]
+
+    run_held(body())
 
 
 def test_who_gets_a_part_of_a_run_that_was_drained_tells_peers_that_it_has_finished(tmp_path: Path) -> None:

@@ -315,6 +315,31 @@ def test_a_finished_run_is_not_paused_and_draining_it_again_changes_nothing() ->
     assert table.record.phase is Phase.FINISHED
 
 
+@pytest.mark.parametrize(("paused", "offered", "last_step"), [(False, False, 2), (True, False, 1), (True, True, 2)])
+def test_all_parts_of_a_run_that_drains_end_at_one_outer_step(paused: bool, offered: bool, last_step: int) -> None:
+    """It is the step after that of the part that is furthest; while the run is paused, only if its update is on the way."""
+    table = Table("abc", owners="ab")
+    table.elect("c")
+    table.run(LEASE_S / 2)
+    table.make("a")
+    table.run(LEASE_S)
+    assert [part.outer_step for part in table.record.parts] == [1, 0] and table.record.last_step == 0
+    if paused:
+        table.handle("c", ev.SetPhase(Phase.PAUSED))
+        table.run(LEASE_S)
+    if offered:
+        table.make("a")
+    table.handle("c", ev.SetPhase(Phase.DRAINING))
+    table.run(LEASE_S)
+    assert table.record.phase is Phase.DRAINING and table.record.last_step == last_step
+    table.handle("c", ev.SetPhase(Phase.DRAINING))
+    table.run(LEASE_S)
+    assert table.record.last_step == last_step, "again is as once"
+    table.handle("c", ev.SetPhase(Phase.RUNNING))
+    table.run(LEASE_S)
+    assert table.record.last_step == 0
+
+
 def test_a_run_that_drains_is_not_paused_and_goes_on_when_it_is_resumed() -> None:
     table = Table("abc", owners="ab")
     table.elect("c")

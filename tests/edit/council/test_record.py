@@ -86,8 +86,13 @@ def test_json_and_back() -> None:
         enrolled=enrolled,
         disputes={"a": ("b",), "b": ("a",)},
         roots=roots,
+        last_step=7,
     )
     assert Record.from_json(json.loads(json.dumps(full.as_json()))) == full
+
+
+def test_members_of_before_read_the_record_of_a_run_that_is_not_drained() -> None:
+    assert "last_step" not in record().as_json() and Record.from_json(record().as_json()).last_step == 0
 
 
 @pytest.mark.parametrize(
@@ -108,6 +113,9 @@ def test_json_and_back() -> None:
         {"lease_s": 61.0},
         {"lease_s": 10**400},
         {"verify": 7},
+        {"last_step": -1},
+        {"last_step": 1.0},
+        {"last_step": MOST_COUNT + 1},
         {"evicted": {"a": "x" * 257}},
         {"evicted": {"a": "\x1b[2J"}},
         {"config_hash": "zz"},
@@ -180,12 +188,12 @@ def test_saved_bytes_and_back() -> None:
     assert Saved.decode(Saved(incarnation=7).encode(), "council.json") == Saved(incarnation=7)
 
 
-@pytest.mark.parametrize("format_", [4, 5])
+@pytest.mark.parametrize("format_", [4, 5, 6])
 def test_bytes_of_a_member_that_knew_no_observers_or_no_relays_are_read(format_: int) -> None:
     saved = Saved(incarnation=7, term=4, record=record(enrolled={"a": Enrolled("0" * 32, "ab" * 32)}))
     values = json.loads(saved.encode())
     del values["format"], values["check"]
-    for member in values["record"]["members"].values():
+    for member in values["record"]["members"].values() if format_ < 6 else ():
         del member["relayed"]
     if format_ == 4:
         del values["record"]["enrolled"]["a"]["observer"]

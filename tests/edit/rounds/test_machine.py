@@ -336,7 +336,7 @@ def test_a_round_that_is_being_merged_always_ends(actions: list[tuple[str, str, 
             case "resume":
                 feed(Resume())
             case "drain":
-                feed(Drain())
+                feed(Drain(number % 5))
     if actions and actions[-1][2] % 2:
         feed(RoundFailed(subject.round_id, "given up"))
     while working:
@@ -461,6 +461,21 @@ def test_who_goes_on_with_a_run_waits_for_its_peers_before_the_first_round_opens
     assert late.handle(Tick(), 10.4) == []
     (opened,) = late.handle(Tick(), 10.5)
     assert isinstance(opened, RoundOpened) and opened.expected == {"a", "c"}
+
+
+def test_who_goes_on_with_a_run_that_drains_waits_for_its_peers_and_no_longer() -> None:
+    def taken_over() -> RoundMachine:
+        made = RoundMachine(
+            RoundsConfig(), due=due, outer_step=3, outer_steps=6, first_round_id=1, awaited=("a",), awaits_until=10.5
+        )
+        assert made.handle(Drain(5), 10.0) == [] and made.phase is Phase.GATHERING and made.next_wakeup() == 10.5
+        return made
+
+    back, alone = taken_over(), taken_over()
+    (opened,) = back.handle(MemberReady("a", 3, 0.0), 10.2)
+    assert isinstance(opened, RoundOpened) and back.draining
+    assert alone.handle(Tick(), 10.4) == []
+    assert alone.handle(Tick(), 10.5) == [RunFinished(3)] and alone.phase is Phase.FINISHED
 
 
 def whole_machine(now: float = 0.0) -> RoundMachine:

@@ -112,7 +112,7 @@ class Transcript:
             "tick": Tick,
             "pause": Pause,
             "resume": Resume,
-            "drain": Drain,
+            "drain": lambda: Drain(options.get("to", 0)),
             "end": lambda: EndRun(" ".join(arguments)),
         }
         if verb == "send":
