@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_receipts import exchange, members, toml
+from tests.integration.test_receipts import EVERY, Member, exchange, members, toml
 from tests.support.running import Running, running
 from tests.support.served import held_clock, new_folder
 
@@ -37,7 +38,14 @@ def test_peers_that_run_contribute_to_a_run_that_went_back(tmp_path: Path, stric
         shutil.move(tmp_path / "copy", folder.path)
         here = serve()
         assert here.run.rounds.published.outer_step == 1 and {one.worker.outer_step for one in two.values()} == {4}
-        exchange(two)  # both take a snapshot
-        for _ in range(2):
-            exchange(two)
+
+        def go_on(one: Member) -> None:
+            """Take a snapshot, then two outer steps. In a thread of its own: who has its snapshot first waits for the other."""
+            while one.worker.outer_step != 3:
+                for _ in range(EVERY):
+                    one.step()
+                one.worker.synchronize()
+
+        with ThreadPoolExecutor(len(two)) as threads:
+            list(threads.map(go_on, two.values()))
         assert {one.worker.outer_step for one in two.values()} == {here.run.rounds.published.outer_step} == {3}
