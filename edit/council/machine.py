@@ -1141,7 +1141,7 @@ class Council:
             self._draft = replace(record.settled(order.peer_id), members=members, evicted=evicted)
 
     def _last_step(self, record: Record) -> int:
-        """Rule 14."""
+        """Return the outer step at which all parts end once the run drains (rule 14)."""
         if record.phase is Phase.DRAINING:
             return record.last_step
         runs = record.phase is Phase.RUNNING

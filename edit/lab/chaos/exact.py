@@ -127,10 +127,8 @@ class ExactChaos:
         """Inject and repair faults as scheduled from the first commit on, until each peer has ended with its run."""
         agenda: list[tuple[float, int, Fault, bool]] = []  # when, and whether it is injected already
         lines, committed = JsonLines(testbed.metrics(COORDINATOR)), False
-        there, fallen = (
-            set(self._options.peer_ids),
-            False,
-        )  # peers that have not ended; whether a full disk ended the coordinator
+        there = set(self._options.peer_ids)  # peers that have not ended
+        fallen = False  # whether a full disk ended the coordinator
         give_up = began + self._options.ends_within_s(self.report.alone.seconds)
         while there:
             if not committed and any(map(_is_commit, lines.read())):

@@ -189,7 +189,7 @@ def test_saved_bytes_and_back() -> None:
 
 
 @pytest.mark.parametrize("format_", [4, 5, 6])
-def test_bytes_of_a_member_that_knew_no_observers_or_no_relays_are_read(format_: int) -> None:
+def test_bytes_of_a_member_of_an_older_version_are_read(format_: int) -> None:
     saved = Saved(incarnation=7, term=4, record=record(enrolled={"a": Enrolled("0" * 32, "ab" * 32)}))
     values = json.loads(saved.encode())
     del values["format"], values["check"]
