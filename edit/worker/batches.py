@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import TypeVar
 
 from edit.errors import ConfigError
@@ -14,24 +14,47 @@ __all__ = ["agreed", "epochs"]
 _Batch = TypeVar("_Batch")
 
 
-def epochs(data: Iterable[_Batch]) -> Iterator[_Batch]:
+def epochs(data: Iterable[_Batch], first: int = 0, skip: int = 0) -> Iterator[_Batch]:
     """Yield the batches, again from the beginning after the last one; an iterator's only once.
 
-    `set_epoch` of the data or of its sampler, where there is one, is told the number of the pass, from 0. Raises ConfigError
-    when there is no batch.
+    `set_epoch` of the data or of its sampler, where there is one, is told the number of the pass.
+
+    Args:
+        first: the number of the first pass.
+        skip: how many batches of the first pass are left out.
+
+    Raises ConfigError when there is no batch, or fewer than `skip`, and for a loader that leaves out batches in every pass.
     """
-    for epoch in count():
+    if first < 0 or skip < 0:
+        raise ConfigError(f"epoch = {first}, skip = {skip}: must be at least 0")
+    if skipped := _skipped(data):
+        raise ConfigError(
+            f"data: leaves out its first {skipped} batches in every pass; give the loader itself, and skip={skipped}"
+        )
+    for epoch in count(first):
         for shuffled in (data, getattr(data, "sampler", None)):
             if callable(set_epoch := getattr(shuffled, "set_epoch", None)):
                 set_epoch(epoch)
-        empty = True
-        for batch in data:
+        batches, out = iter(data), skip if epoch == first else 0
+        if (there := sum(1 for _ in islice(batches, out))) < out:
+            raise ConfigError(f"skip = {skip}: data has {there} batches")
+        empty = not out
+        for batch in batches:
             empty = False
             yield batch
         if isinstance(data, Iterator):
             return
         if empty:
             raise ConfigError("data: has no batches")
+
+
+def _skipped(data: object) -> int:
+    """Return how many batches a loader leaves out in each pass, as accelerate's `skip_first_batches` makes it."""
+    while data is not None:
+        if isinstance(skipped := getattr(data, "skip_batches", 0), int) and skipped:
+            return skipped
+        data = getattr(data, "batch_sampler", None)
+    return 0
 
 
 def agreed(batches: Iterator[_Batch], ranks: Ranks, *, one_pass: bool) -> Iterator[_Batch]:

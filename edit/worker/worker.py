@@ -369,18 +369,24 @@ class EditWorker:
         """For how many seconds training stood still for the exchange, from the last outer step but one to the last."""
         return self._waited[2]
 
-    def until_finished(self, data: Iterable[_Batch]) -> Iterator[_Batch]:
+    def until_finished(self, data: Iterable[_Batch], *, epoch: int = 0, skip: int = 0) -> Iterator[_Batch]:
         """Yield the batches of `data` until the run has finished; take its last outcome before another batch is trained on.
 
         After the loop the model holds what `leave` says. In a replica of several ranks all of them end after the same step.
         After each 10,000 batches without a step of the given optimizer it looks whether the run has ended meanwhile, and
         applies what is known.
 
-        data: begun again after its last batch (a DataLoader, a list; `set_epoch` of it or of its sampler is called), unless it
-            is an iterator: the loop then ends with it. Raises ConfigError when it has no batch, EvictedError.
+        Args:
+            data: begun again after its last batch (a DataLoader, a list; `set_epoch` of it or of its sampler is called with the
+                number of the pass), unless it is an iterator: the loop then ends with it.
+            epoch: the number of the first pass, for a loop that goes on from a checkpoint.
+            skip: how many batches of the first pass are left out: those that were trained on before. They are loaded. Use it in
+                place of accelerate's `skip_first_batches`, whose loader leaves them out in every pass.
+
+        Raises ConfigError when data has no batch, fewer than `skip`, or leaves out batches itself; EvictedError.
         """
         steps, idle = -1, 0
-        for batch in agreed(epochs(data), self._ranks, one_pass=isinstance(data, Iterator)):
+        for batch in agreed(epochs(data, epoch, skip), self._ranks, one_pass=isinstance(data, Iterator)):
             self._take_awaited()
             steps, idle = self.inner_steps, idle + 1 if steps == self.inner_steps else 0
             if idle and idle % _IDLE_BATCHES == 0 and not self._over:

@@ -195,6 +195,42 @@ def two_ranks(rank_has: list[int]) -> tuple[int, bool]:
         return worker.inner_steps, worker.finished
 
 
+def taken(data: Any, **where: int) -> list[int]:
+    """What a run of 12 inner steps trains on."""
+    model = small_mlp()
+    _, optimizer, worker = in_a_run(model, outer_steps=12 // EVERY)
+    seen, batches = [], regression_batches(1)
+    with worker:
+        for batch in worker.until_finished(data, **where):
+            seen += batch.tolist()
+            train_step(model, optimizer, next(batches))
+    return seen
+
+
+def test_a_loop_that_goes_on_leaves_out_batches_of_its_first_pass_only() -> None:
+    data = DataLoader(torch.arange(6), batch_size=1)
+    assert taken(data, skip=4) == [4, 5, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
+    assert taken(data, skip=6)[:6] == [0, 1, 2, 3, 4, 5], "the pass was over"
+
+
+def test_a_loop_that_goes_on_shuffles_as_one_that_was_not_stopped() -> None:
+    data = DataLoader(torch.arange(6), batch_size=1, sampler=DistributedSampler(range(6), 1, 0))
+    assert taken(data, epoch=1) == [*taken(data)[6:], *taken(data, epoch=2)[:6]]
+
+
+def test_a_loader_that_leaves_out_batches_in_every_pass_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    data = DataLoader(torch.arange(6), batch_size=1)
+    prepared = accelerate.Accelerator(cpu=True).prepare(data)
+    for loader in (data, prepared):
+        with pytest.raises(ConfigError, match=r"leaves out its first 4 batches in every pass; .*skip=4"):
+            taken(accelerate.skip_first_batches(loader, 4))
+    with pytest.raises(ConfigError, match="skip = 7: data has 6 batches"):
+        taken(data, skip=7)
+    with pytest.raises(ConfigError, match="must be at least 0"):
+        taken(data, epoch=-1)
+
+
 def test_all_ranks_end_after_the_same_step(tmp_path: Path) -> None:
     """One has fewer batches: the others would wait for it for ever."""
     assert at_every_rank(two_ranks, 2, tmp_path, [9, 7]) == [(7, False)] * 2
