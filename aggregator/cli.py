@@ -507,11 +507,17 @@ def resume(state: State = Path("edit-run")) -> None:
 def drain(state: State = Path("edit-run")) -> None:
     """End the run early: finish the open round, write a checkpoint, then let every peer save and exit.
 
+    Several aggregators end at one outer step: those that are behind open rounds until they are there.
+
     Example: edit-coordinator drain --state my-run
     """
-    from aggregator.operator_client import call_every, drain_run
+    from aggregator.operator_client import drain_every
 
-    call_every(StateFolder(state), drain_run).check()
+    answers = asyncio.run(drain_every(StateFolder(state)))
+    answers.check()
+    ends = [f"aggregator {number} at outer step {step or 'of its open round'}" for number, step in answers.said.items()]
+    if len(set(answers.said.values())) > 1:
+        typer.echo(f"they do not end together: {', '.join(ends)}", err=True)
     typer.echo("draining; `status` shows finished when it is done")
 
 

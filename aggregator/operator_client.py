@@ -31,6 +31,7 @@ from editpb import control_pb2 as pb
 from editpb import control_pb2_grpc
 from editpb.identity import check_member
 from editpb.limits import MAX_TEXT_CHARS, one_line
+from editpb.messages import RunPhase
 from editpb.run_status import RunStatus
 from editpb.status_messages import status_from_pb
 from editpb.transport.channel_options import channel_options
@@ -46,6 +47,7 @@ __all__ = [
     "call_every",
     "call_operator",
     "connect",
+    "drain_every",
     "drain_run",
     "evict_peer",
     "further_addresses",
@@ -207,9 +209,31 @@ async def resume_run(stub: Any) -> None:
     await stub.Resume(pb.ResumeRequest(), timeout=_TIMEOUT_S)
 
 
-async def drain_run(stub: Any) -> None:
-    """Finish the run with the open round."""
-    await stub.Drain(pb.DrainRequest(), timeout=_TIMEOUT_S)
+async def drain_run(stub: Any, outer_step: int = 0) -> int:
+    """Finish the run at an outer step; 0: with the open round. Return the one at which it will end; 0: it does not say."""
+    reply: pb.DrainReply = await stub.Drain(pb.DrainRequest(outer_step=outer_step), timeout=_TIMEOUT_S)
+    return reply.outer_step
+
+
+async def drain_every(folder: StateFolder) -> Answers[int]:
+    """Finish the run at one outer step of all its aggregators, and return where each will end.
+
+    It is the outer step that the open round of the one that is furthest leads to. An aggregator that is behind opens further
+    rounds until it is there, or until one commits nothing. Raises as `ask_every`.
+    """
+    outer_step = 0
+    if further_addresses(folder):
+        statuses = await ask_every(folder, read_status)
+        outer_step = max((_reaches(status) for status in statuses.said.values()), default=0)
+    answers = await ask_every(folder, partial(drain_run, outer_step=outer_step))
+    if len(ends := set(answers.said.values())) > 1:  # one has opened a round since it was asked
+        answers = await ask_every(folder, partial(drain_run, outer_step=max(ends)))
+    return answers
+
+
+def _reaches(status: RunStatus) -> int:
+    """Return the outer step that this aggregator's open round leads to; without one, its last."""
+    return status.outer_step + (status.phase in (RunPhase.COLLECTING.value, RunPhase.COMMITTING.value))
 
 
 def evict_peer(peer_id: str, reason: str) -> Callable[[Any], Awaitable[None]]:

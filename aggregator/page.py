@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 
-from aggregator.operator_client import ask_every, drain_run, evict_peer, pause_run, resume_run, watch_run
+from aggregator.operator_client import Answers, ask_every, drain_every, evict_peer, pause_run, resume_run, watch_run
 from aggregator.past import last_status
 from aggregator.security.members import OPERATOR_ID, Members
 from aggregator.storage.state_folder import StateFolder
@@ -24,7 +25,7 @@ from editpb.run_status import RunStatus
 
 __all__ = ["give_order", "serve_operators_page", "statuses_of_operator"]
 
-_ORDERS = {"pause": pause_run, "resume": resume_run, "drain": drain_run}
+_ORDERS = {"pause": pause_run, "resume": resume_run}
 _EVICTED = "evicted by the operator"
 
 
@@ -99,5 +100,9 @@ def statuses_of_operator(folder: StateFolder, beside: Mapping[str, RunStatus]) -
 
 async def give_order(folder: StateFolder, order: str, peer_id: str) -> None:
     """Carry out one of `edit.web.app.ORDERS` at every aggregator of the run. Raises as `operator_client.ask_every`."""
-    call = _ORDERS.get(order) or evict_peer(peer_id, _EVICTED)
-    (await ask_every(folder, call)).check()
+    answers: Answers[Any]
+    if order == "drain":
+        answers = await drain_every(folder)
+    else:
+        answers = await ask_every(folder, _ORDERS.get(order) or evict_peer(peer_id, _EVICTED))
+    answers.check()

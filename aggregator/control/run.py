@@ -556,16 +556,20 @@ class Run:
         self._tell_rounds(events.Resume())
         self.feed.publish(OrderGiven("resumed"))
 
-    def drain(self, outer_step: int = 0) -> None:
-        """Finish the run at an outer step; 0: with the open round. Raises RefusedError before the founding, StorageError.
+    def drain(self, outer_step: int = 0) -> int:
+        """Finish the run at an outer step; 0: with the open round. Return the one at which it will end, or has ended.
 
         outer_step: of this process only: once the coordinator is started again, the run has finished where it is.
+
+        Raises RefusedError before the founding, StorageError.
         """
         if self._rounds is None:
             raise RefusedError("the run has no parameters yet, so there is nothing to drain; stop the coordinator")
         self._resources.orders.drain()
         self._rounds.feed(events.Drain(outer_step))
         self.feed.publish(OrderGiven("drained"))
+        machine = self._rounds.machine
+        return machine.outer_step if machine.last_step is None else machine.last_step
 
     # ---- founding ------------------------------------------------------------------------------------------------------
 

@@ -212,11 +212,11 @@ class ControlService:
         return cpb.ResumeReply()
 
     async def Drain(self, request: cpb.DrainRequest, context: Context) -> cpb.DrainReply:
-        """Finish the run with the open round."""
+        """Finish the run with the open round, or at the outer step that is asked for."""
         async with abort_on_error(context):
             self._authorizer.authorize(context, "operator")
-            self._run.drain()
-        return cpb.DrainReply()
+            ends = self._run.drain(request.outer_step)
+        return cpb.DrainReply(outer_step=ends)
 
 
 async def _next(messages: AsyncIterator[cpb.PeerMessage], otherwise: str) -> cpb.PeerMessage:

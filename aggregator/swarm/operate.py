@@ -350,7 +350,7 @@ def drain(path: Path) -> str:
     return "draining; `status` shows finished when it is done"
 
 
-def _order(path: Path, call: Callable[[Any], Awaitable[None]]) -> str:
+def _order(path: Path, call: Callable[[Any], Awaitable[object]]) -> str:
     """Give an order of Control to the leader; return who that is."""
     folder = _Folder(path)
 
@@ -361,7 +361,7 @@ def _order(path: Path, call: Callable[[Any], Awaitable[None]]) -> str:
 
 
 async def _order_leader(
-    folder: _Folder, operator: grpc.ChannelCredentials, call: Callable[[grpc.aio.Channel], Awaitable[None]]
+    folder: _Folder, operator: grpc.ChannelCredentials, call: Callable[[grpc.aio.Channel], Awaitable[object]]
 ) -> str:
     until, pause_s = time.monotonic() + ORDER_S, 0.2
     while True:

@@ -289,6 +289,11 @@ class RoundMachine:
         return self._drains_to is not None
 
     @property
+    def last_step(self) -> int | None:
+        """The outer step at which a drain ends the run, or has ended it; None: none was asked for."""
+        return None if self._drains_to is None else min(self._drains_to, self._outer_steps)
+
+    @property
     def ended(self) -> str:
         """Why the run ends, or has ended, before its last outer step, though no operator asked for it; '': it does not."""
         return "" if self._reached else self._ended
@@ -522,7 +527,8 @@ class RoundMachine:
         if self.phase is Phase.FINISHED:
             return []
         current, self._pausing = self._round, False
-        self._drains_to = max(self._outer_step + (current is not None), event.outer_step if self._waits else 0)
+        asked = max(event.outer_step, self._drains_to or 0) if self._waits else 0
+        self._drains_to = max(self._outer_step + (current is not None), asked)
         if current is None:
             return self._finish() if self._drained else self._open(now)
         if current.close_reason or (self._waits and not self._abandoned(current)):

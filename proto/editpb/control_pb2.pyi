@@ -488,9 +488,13 @@ class ResumeReply(_message.Message):
     def __init__(self) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("outer_step",)
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    outer_step: int
+    def __init__(self, outer_step: _Optional[int] = ...) -> None: ...
 
 class DrainReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("outer_step",)
+    OUTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    outer_step: int
+    def __init__(self, outer_step: _Optional[int] = ...) -> None: ...

@@ -126,6 +126,28 @@ def test_pause_and_evict_reach_both_and_a_peer_waits_for_both_to_be_there(tmp_pa
         assert a.finish() == 0 and "its operator drained it" in a.last("the run has finished")
 
 
+@pytest.mark.timeout(240)
+def test_a_drain_ends_both_at_one_outer_step_though_one_is_behind(tmp_path: Path) -> None:
+    with Spread(tmp_path, outer_steps=1000) as site:
+        first, second = site.serve(), site.serve_second()
+        site.enrol("a", "b")
+        a, b = site.peer("a", "--throttle", 6), site.peer("b", "--throttle", 6)
+        a.until("outer step 4,")
+        second.kill()
+        behind = load_outer(StateFolder(site.second)).outer_step
+        a.until(f"aggregator 0: outer step {behind + 4},")
+        second = site.serve_second()
+        a.until(f"aggregator 1: outer step {behind + 2},")
+        call(aggregator.cli.app, "drain", "--state", site.state)
+        assert (a.finish(), b.finish()) == (0, 0)
+        status = site.status()
+        ends = [status["outer_step"], *(one["outer_step"] for one in status["aggregators"])]
+        assert behind + 4 < ends[0] < 1000 and ends == [ends[0]] * 2
+        for daemon in (first, second):
+            daemon.process.send_signal(signal.SIGTERM)
+            assert daemon.finish() == 0
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_sharded_peer_that_is_killed_goes_on_with_the_checkpoint_of_all_parts(tmp_path: Path) -> None:

@@ -473,7 +473,9 @@ def test_who_goes_on_with_a_run_that_drains_waits_for_its_peers_and_no_longer() 
 
     back, alone = taken_over(), taken_over()
     (opened,) = back.handle(MemberReady("a", 3, 0.0), 10.2)
-    assert isinstance(opened, RoundOpened) and back.draining
+    assert isinstance(opened, RoundOpened) and back.draining and back.last_step == 5
+    assert back.handle(Drain(), 10.2) == [] and back.last_step == 5  # asked again, it ends no earlier
+    assert back.handle(Drain(9), 10.2) == [] and back.last_step == 6  # as late as the run itself
     assert alone.handle(Tick(), 10.4) == []
     assert alone.handle(Tick(), 10.5) == [RunFinished(3)] and alone.phase is Phase.FINISHED
 
