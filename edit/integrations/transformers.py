@@ -54,8 +54,8 @@ class EditCallback(TrainerCallback):
         leave: what the model holds after training: "outer" or "local".
 
     Raises ConfigError when training begins: settings of the Trainer that cannot work with it (`load_best_model_at_end`,
-    `auto_find_batch_size`, several GPUs in one process), or an earlier training of this callback. The run's own errors
-    (`edit.errors`) come out of `train`.
+    `auto_find_batch_size`, `enable_jit_checkpoint` with `evaluate_outer`, several GPUs in one process), or an earlier training
+    of this callback. The run's own errors (`edit.errors`) come out of `train`.
     """
 
     def __init__(
@@ -129,6 +129,11 @@ class EditCallback(TrainerCallback):
             raise ConfigError(
                 "auto_find_batch_size = True: would begin the training anew after each error for want of memory, and a run is "
                 "joined once; set it to False and choose per_device_train_batch_size yourself"
+            )
+        if self._evaluate_outer and getattr(args, "enable_jit_checkpoint", False):
+            raise ConfigError(
+                "enable_jit_checkpoint = True: would save this peer's own parameters at SIGTERM, not the outer ones as "
+                "evaluate_outer = True says; set one of them to False"
             )
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process: start a process per GPU with torchrun, or show it only one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,28 @@ def test_a_setting_that_cannot_work_is_refused(tmp_path: Path, setting: str) -> 
     with pytest.raises(ConfigError, match=f"^{setting} = True"):
         callbacks = [EditCallback(run.collective("me"), CONFIG)]
         trainer_of(tmp_path, callbacks, **{setting: True}, **settings).train()
+
+
+@pytest.fixture
+def _sigterm() -> Iterator[None]:
+    """A Trainer with enable_jit_checkpoint takes SIGTERM when it is made, and gives it back at the end of a training."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_sigterm")
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_checkpoint_at_sigterm_is_refused_where_it_would_not_hold_the_outer_parameters(tmp_path: Path, outer: bool) -> None:
+    callback = EditCallback(run_of().collective("me"), CONFIG, evaluate_outer=outer)
+    trainer = trainer_of(tmp_path, [callback], 1, enable_jit_checkpoint=True)
+    if outer:
+        with pytest.raises(ConfigError, match=r"^enable_jit_checkpoint = True: .* set one of them to False"):
+            trainer.train()
+        assert callback.worker is None
+    else:
+        trainer.train()
+        assert trainer.state.global_step == 1
 
 
 def test_after_an_exception_the_model_is_a_plain_one_again(tmp_path: Path) -> None:
