@@ -174,9 +174,13 @@ class EditCallback(TrainerCallback):
     ) -> TrainerControl:
         """Stop when the run has finished; prepare what the Trainer does now (see `_prepare`).
 
-        As at `max_steps`, the Trainer evaluates and saves once more where it does so every so many steps.
+        As at `max_steps`, the Trainer evaluates and saves once more where it does so every so many steps. An outcome for which
+        the next forward would wait is taken here if it is that of the last outer step: no step follows it.
         """
-        if self._present().worker.finished:
+        attached = self._present()
+        if _looks(control) or attached.worker.outer_step + 1 >= self._config.sync.outer_steps:
+            attached.take_fresh_outcome()
+        if attached.worker.finished:
             control.should_training_stop = True
             if args.eval_strategy == "steps" and args.eval_delay <= state.global_step:
                 control.should_evaluate = True
@@ -219,7 +223,7 @@ class EditCallback(TrainerCallback):
     def _prepare(self, control: TrainerControl) -> None:
         """Before an evaluation or a save: show the outer parameters, if asked to; else take a fresh outcome, before callbacks
         behind this one swap other parameters in."""
-        if not (control.should_evaluate or control.should_save):
+        if not _looks(control):
             return
         if self._evaluate_outer:
             self._present().show_outer()
@@ -236,3 +240,8 @@ class EditCallback(TrainerCallback):
         if self._attached is None:
             raise ConfigError("EditCallback: this Trainer does not call on_train_begin; it cannot train with others")
         return self._attached
+
+
+def _looks(control: TrainerControl) -> bool:
+    """Return whether the Trainer evaluates or saves now."""
+    return bool(control.should_evaluate or control.should_save)
