@@ -36,7 +36,10 @@ class EditCallback(Callback):
             ddp_fork or ddp_spawn.
         config: `WorkerConfig.of(run)`.
         evaluate_outer: validation and checkpoints saved during training hold the outer parameters, which all peers share;
-            otherwise this peer's local ones. Not with an optimizer that has an `eval` and a `train` (schedule-free).
+            otherwise this peer's local ones. So do those that Lightning saves after an exception in it
+            (`ModelCheckpoint(save_on_exception=True)`, `OnExceptionCheckpoint`): they wait for no outcome, and where the
+            exception came while an outer step was applied, what they hold is of two outer steps. Not with an optimizer that has
+            an `eval` and a `train` (schedule-free).
         leave: what the module holds after training: "outer" or "local".
         tokens: returns how many tokens a batch has. None: the size of its `input_ids`, or 0.
 
@@ -67,7 +70,7 @@ class EditCallback(Callback):
         self._tokens = tokens or _input_ids
         self._attached: Attachment | None = None
         self._used = False
-        self._restored = ExitStack()  # when training ends: what saves the module's own parameters
+        self._restored = ExitStack()  # when training has ended: what saves the module's own parameters
 
     @property
     def worker(self) -> EditWorker | None:
@@ -125,20 +128,23 @@ class EditCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the last outcome and leave the run."""
         if self._attached is not None:
-            attached, self._attached = self._attached, None
+            self._attached.leave()
+            self._attached = None
             self._restored.close()
-            attached.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take the hooks away; no outcome is waited for."""
+        """Take the hooks away; no outcome is waited for. Lightning calls this before it saves a checkpoint of the exception."""
         if self._attached is not None:
             attached, self._attached = self._attached, None
-            self._restored.close()
             attached.abandon(exception)
 
     def _save_outer(self, attached: Attachment, strategy: Strategy) -> None:
-        """Have checkpoints hold the outer parameters; those of weights only reach no hook of a callback."""
+        """Have checkpoints hold the outer parameters; those of weights only reach no hook of a callback.
+
+        After an exception until the strategy's `teardown`: Lightning then calls that of no callback.
+        """
         local: Callable[[], dict[str, Any]] = strategy.lightning_module_state_dict
+        teardown: Callable[[], None] = strategy.teardown
 
         def outer() -> dict[str, Any]:
             if attached.showing:
@@ -150,8 +156,13 @@ class EditCallback(Callback):
             finally:
                 attached.hide_outer()
 
-        strategy.lightning_module_state_dict = outer
-        self._restored.callback(strategy.__dict__.pop, "lightning_module_state_dict", None)
+        def restore_and_teardown() -> None:
+            self._restored.close()
+            teardown()
+
+        strategy.lightning_module_state_dict, strategy.teardown = outer, restore_and_teardown
+        for name in ("lightning_module_state_dict", "teardown"):
+            self._restored.callback(strategy.__dict__.pop, name, None)
 
 
 def _input_ids(batch: Any) -> int:

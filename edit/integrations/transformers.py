@@ -54,8 +54,8 @@ class EditCallback(TrainerCallback):
         leave: what the model holds after training: "outer" or "local".
 
     Raises ConfigError when training begins: settings of the Trainer that cannot work with it (`load_best_model_at_end`,
-    `auto_find_batch_size`, several GPUs in one process), or an earlier training of this callback. The run's own errors
-    (`edit.errors`) come out of `train`.
+    `auto_find_batch_size`, `enable_jit_checkpoint` with `evaluate_outer`, several GPUs in one process), or an earlier training
+    of this callback. The run's own errors (`edit.errors`) come out of `train`.
     """
 
     def __init__(
@@ -130,6 +130,11 @@ class EditCallback(TrainerCallback):
                 "auto_find_batch_size = True: would begin the training anew after each error for want of memory, and a run is "
                 "joined once; set it to False and choose per_device_train_batch_size yourself"
             )
+        if self._evaluate_outer and getattr(args, "enable_jit_checkpoint", False):
+            raise ConfigError(
+                "enable_jit_checkpoint = True: would save this peer's own parameters at SIGTERM, not the outer ones as "
+                "evaluate_outer = True says; set one of them to False"
+            )
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process: start a process per GPU with torchrun, or show it only one")
         model = kwargs["model"]
@@ -169,9 +174,13 @@ class EditCallback(TrainerCallback):
     ) -> TrainerControl:
         """Stop when the run has finished; prepare what the Trainer does now (see `_prepare`).
 
-        As at `max_steps`, the Trainer evaluates and saves once more where it does so every so many steps.
+        As at `max_steps`, the Trainer evaluates and saves once more where it does so every so many steps. An outcome for which
+        the next forward would wait is taken here if it is that of the last outer step: no step follows it.
         """
-        if self._present().worker.finished:
+        attached = self._present()
+        if _looks(control) or attached.worker.outer_step + 1 >= self._config.sync.outer_steps:
+            attached.take_fresh_outcome()
+        if attached.worker.finished:
             control.should_training_stop = True
             if args.eval_strategy == "steps" and args.eval_delay <= state.global_step:
                 control.should_evaluate = True
@@ -214,7 +223,7 @@ class EditCallback(TrainerCallback):
     def _prepare(self, control: TrainerControl) -> None:
         """Before an evaluation or a save: show the outer parameters, if asked to; else take a fresh outcome, before callbacks
         behind this one swap other parameters in."""
-        if not (control.should_evaluate or control.should_save):
+        if not _looks(control):
             return
         if self._evaluate_outer:
             self._present().show_outer()
@@ -231,3 +240,8 @@ class EditCallback(TrainerCallback):
         if self._attached is None:
             raise ConfigError("EditCallback: this Trainer does not call on_train_begin; it cannot train with others")
         return self._attached
+
+
+def _looks(control: TrainerControl) -> bool:
+    """Return whether the Trainer evaluates or saves now."""
+    return bool(control.should_evaluate or control.should_save)

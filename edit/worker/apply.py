@@ -423,6 +423,8 @@ class ShareExchange:
 
     def _give_up(self, pending: Pending, aborted: bool) -> None:
         sent, self.sent = self.sent, SentTensors()
+        if self._partial is not None:
+            self._end_partial()
         for i in pending.missing:
             self.feedback.rollback(i)
         if aborted and sent.deltas:

@@ -457,6 +457,7 @@ class Exchange:
         """Give up the pending contribution, if there is one."""
         pending, self.pending = self.pending, None
         if pending is not None:
+            self.applying = False
             yield GiveUp(pending, aborted)
 
     def _advance(self, answer: Advanced, pending: Pending | None) -> Steps[bool]:

@@ -543,7 +543,8 @@ class EditWorker:
         """The model with theta in it, for evaluating or saving; afterwards the local parameters are back to the bit.
 
         No exchange and no waiting inside; an optimizer step or `state_dict()` inside is a LocalProtocolError. Of an outer step
-        of which only a part is applied (mode `forward`) the rest is first, at all ranks. Adapters must not be merged before it,
+        of which only a part is applied (mode `forward`) the rest is first, at all ranks; once an exception has left the `with`,
+        nothing more is applied, and the fragments then stay of two outer steps. Adapters must not be merged before it,
         nor at its end (ConfigError): merge and unmerge them inside. Do not call `eval()` or `train()` of a schedule-free
         optimizer inside (ConfigError where its mode differs at the end).
         """
@@ -572,7 +573,7 @@ class EditWorker:
         """Return theta by tensor name: fp32 CPU copies in full shape of all that is exchanged (nothing frozen).
 
         In a replica of several ranks all of them call it; rank 0 gets the tensors, the others an empty dictionary. Of an outer
-        step of which only a part is applied (mode `forward`) the rest is first.
+        step of which only a part is applied, as `outer_parameters`.
         """
         self._apply_rest()
         with _outside_autograd():

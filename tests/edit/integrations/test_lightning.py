@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*was called without a model"),  # both of any fit with an OnExceptionCheckpoint
+    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),
 ]
 
 
@@ -217,6 +220,100 @@ def test_an_eviction_comes_out_of_fit_and_leaves_no_hooks(tmp_path: Path) -> Non
         fit(tmp_path, module, [callback, Evictor()])
     assert callback.worker is None
     assert not module._forward_pre_hooks
+
+
+class Silent(Spy):
+    """A collective that must not be asked once `over`."""
+
+    over = False
+
+    def outcome(self, outer_step: int, *, block: bool) -> Any:
+        assert not self.over
+        return self._inner.outcome(outer_step, block=block)
+
+
+class Stumble(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Raises after a step, or in the validation behind it; keeps what the peer has then."""
+
+    def __init__(self, edit: EditCallback, spy: Silent, error: BaseException, step: int, *, validating: bool) -> None:
+        self.edit, self.spy, self.error, self.step, self.validating = edit, spy, error, step, validating
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            assert self.edit.worker is not None
+            self.local, self.outer = parameters(pl_module), self.edit.worker.outer_state_dict()
+            if not self.validating:
+                self._raise()
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self._raise()
+
+    def _raise(self) -> None:
+        self.spy.over = True
+        raise self.error
+
+
+def fit_with_exception(folder: Path, saving: Any, *callbacks: Any, **settings: Any) -> tuple[Module, Any, dict[str, Tensor]]:
+    """Train until an exception; return the module, the Trainer, and what was saved then."""
+    module, trainers = Module(), list[Any]()
+
+    class Keep(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            trainers.append(trainer)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises((ValueError, EvictedError, SystemExit)):
+            fit(folder, module, [Keep(), *callbacks, saving], enable_checkpointing=True, num_sanity_val_steps=0, **settings)
+    finally:
+        signal.signal(signal.SIGINT, before)  # after a KeyboardInterrupt Lightning has it ignored
+    (saved,) = (folder / "kept").glob("*.ckpt")
+    return module, trainers[0], torch.load(saved, weights_only=True)["state_dict"]
+
+
+def saver(name: str, folder: Path) -> Any:
+    if name == "OnExceptionCheckpoint":
+        return lightning.callbacks.OnExceptionCheckpoint(folder / "kept")
+    return lightning.callbacks.ModelCheckpoint(folder / "kept", save_on_exception=True, every_n_train_steps=100)
+
+
+@pytest.mark.parametrize("saving", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+@pytest.mark.parametrize("error", [ValueError("stumbled"), KeyboardInterrupt()], ids=["an error", "Ctrl-C"])
+@pytest.mark.parametrize(
+    ("step", "validating"), [(6, False), (EVERY, False), (6, True)], ids=["training", "a pending contribution", "validation"]
+)
+@pytest.mark.parametrize("outer", [True, False])
+def test_what_is_saved_after_an_exception_holds_the_outer_parameters_if_asked_to(
+    tmp_path: Path, outer: bool, step: int, validating: bool, error: BaseException, saving: str
+) -> None:
+    spy = Silent(run_of(lr=0.5))
+    callback = EditCallback(spy, CONFIG, evaluate_outer=outer)
+    stumble = Stumble(callback, spy, error, step, validating=validating)
+    module, trainer, saved = fit_with_exception(
+        tmp_path, saver(saving, tmp_path), callback, stumble, val_check_interval=3, limit_val_batches=1 if validating else 0
+    )
+    assert same(saved, stumble.outer if outer else stumble.local)
+    assert not same(stumble.outer, stumble.local)
+    assert same(parameters(module), stumble.local) and not module._forward_pre_hooks and callback.worker is None
+    assert not {"lightning_module_state_dict", "teardown"} & set(vars(trainer.strategy)), "a later fit is a plain one"
+
+
+def test_what_is_saved_when_the_last_outcome_fails_holds_the_outer_parameters(tmp_path: Path) -> None:
+    run, outer = run_of(lr=0.5), dict[str, Tensor]()
+    config = worker_config(every=EVERY, codec="fp32", mode="delayed")
+    callback = EditCallback(run.collective("me"), config, evaluate_outer=True)
+
+    class Evictor(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_end(self, *_: Any) -> None:
+            assert callback.worker is not None and callback.worker.pending
+            outer.update(callback.worker.outer_state_dict())
+            run.evict("me", "for the test")
+
+    saving = saver("OnExceptionCheckpoint", tmp_path)
+    module, _, saved = fit_with_exception(tmp_path, saving, Evictor(), callback, limit_val_batches=0)
+    assert outer and same(saved, outer) and not same(parameters(module), outer)
+    assert callback.worker is None and not module._forward_pre_hooks
 
 
 def test_a_second_training_is_one_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -283,12 +284,25 @@ def test_looking_at_the_outer_parameters_never_changes_training(tmp_path: Path) 
     assert digests[0] == digests[1]
 
 
-def test_training_stops_when_the_run_has_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eval_steps", [None, EVERY, 50], ids=["no evaluation", "at the last step", "only at the end"])
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("outer_steps", [2, 1000], ids=["the last step known", "unknown"])
+@pytest.mark.parametrize("mode", ["blocking", "forward", "delayed", "eager"])
+def test_training_stops_when_the_run_has_finished(
+    tmp_path: Path, mode: str, outer_steps: int, outer: bool, eval_steps: int | None
+) -> None:
     run = run_of(outer_steps=2)
-    trainer = trainer_of(tmp_path, [EditCallback(run.collective("me"), CONFIG)], steps=100)
+    config = worker_config(every=EVERY, codec="fp32", mode=mode, outer_steps=outer_steps)
+    settings = {} if eval_steps is None else {"eval_strategy": "steps", "eval_steps": eval_steps}
+    trainer = trainer_of(tmp_path, [EditCallback(run.collective("me"), config, evaluate_outer=outer)], steps=100, **settings)
     trainer.train()
     assert run.finished
-    assert 2 * EVERY <= trainer.state.global_step <= 2 * EVERY + 1
+    overlaps = mode in ("delayed", "eager")
+    waited = not overlaps and (outer_steps == 2 or eval_steps == EVERY)  # else the next step is the first to ask
+    last = 2 * EVERY if waited else 2 * EVERY + 1
+    expected = {None: [], EVERY: [EVERY, 2 * EVERY, *([last] if overlaps else [])], 50: [last]}[eval_steps]
+    assert trainer.state.global_step == last
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == expected
 
 
 @pytest.mark.parametrize("ends", ["the run", "the Trainer"])
@@ -338,6 +352,28 @@ def test_a_setting_that_cannot_work_is_refused(tmp_path: Path, setting: str) -> 
     with pytest.raises(ConfigError, match=f"^{setting} = True"):
         callbacks = [EditCallback(run.collective("me"), CONFIG)]
         trainer_of(tmp_path, callbacks, **{setting: True}, **settings).train()
+
+
+@pytest.fixture
+def _sigterm() -> Iterator[None]:
+    """A Trainer with enable_jit_checkpoint takes SIGTERM when it is made, and gives it back at the end of a training."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_sigterm")
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_checkpoint_at_sigterm_is_refused_where_it_would_not_hold_the_outer_parameters(tmp_path: Path, outer: bool) -> None:
+    callback = EditCallback(run_of().collective("me"), CONFIG, evaluate_outer=outer)
+    trainer = trainer_of(tmp_path, [callback], 1, enable_jit_checkpoint=True)
+    if outer:
+        with pytest.raises(ConfigError, match=r"^enable_jit_checkpoint = True: .* set one of them to False"):
+            trainer.train()
+        assert callback.worker is None
+    else:
+        trainer.train()
+        assert trainer.state.global_step == 1
 
 
 def test_after_an_exception_the_model_is_a_plain_one_again(tmp_path: Path) -> None:

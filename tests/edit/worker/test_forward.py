@@ -247,6 +247,21 @@ def test_after_a_forward_of_a_part_the_outer_parameters_are_of_one_outer_step(pe
     assert p.worker.inner_steps == 2
 
 
+def test_after_an_exception_in_a_forward_the_outer_parameters_are_what_is_applied(peer: Callable[..., Peer]) -> None:
+    p = peer()
+    p.step()
+    before, after = p.theta, p.script()
+    with torch.no_grad():
+        p.model.embed(next(p.batches)[0])
+    p.worker.__exit__(KeyboardInterrupt, None, None)
+    p.log.clear()
+    with p.worker.outer_parameters():
+        assert same(p.local, [after.fragments[0], *before.fragments[1:]])
+    named = p.worker.outer_state_dict()
+    assert torch.equal(named["embed.weight"].flatten(), after.fragments[0])
+    assert p.log == [], "no update is waited for"
+
+
 def test_what_no_forward_touches_is_in_before_the_next_step(peer: Callable[..., Peer]) -> None:
     class Branches(nn.Module):
         """Two experts, of which one is used (T21)."""
