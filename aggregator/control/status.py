@@ -47,6 +47,7 @@ def run_status(
         round_id=machine.round_id if machine is not None else 0,
         reason=run.held_up() or run.rolled_back(),
         draining=machine.draining if machine is not None else False,
+        last_step=(machine.last_step or 0) if machine is not None else 0,
         tokens=machine.tokens if machine is not None else 0,
         stop_tokens=run.config.sync.tokens,
         digest=rounds.published.digest if rounds is not None else "",

@@ -237,7 +237,7 @@ def resume(folder: Folder) -> None:
 
 @app.command()
 def drain(folder: Folder) -> None:
-    """End the run early: finish the open rounds, then let every peer save and exit."""
+    """End the run early: all parts end at one outer step, then every peer saves and exits."""
     typer.echo(operate.drain(folder))
 
 

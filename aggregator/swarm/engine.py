@@ -59,6 +59,7 @@ class Engine:
         fail: is told of a bug, after which the host must end.
         only: the one peer that may attend; '': all of the run.
         subscribers: are told what happens in its rounds.
+        draining: the run drains already: without its peers it ends where it is, so it waits a lease for them.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Engine:
         limit_of: Callable[[Any], SendLimit] = lambda _: UNLIMITED,
         only: str = "",
         subscribers: Sequence[Subscriber] = (),
+        draining: bool = False,
     ) -> None:
         make_folder(folder, 0o700)
         orders = folder / "orders.json"
@@ -102,7 +104,7 @@ class Engine:
         )
         last = store.update(outer.outer_step)
         contributors = {verdict.peer_id for fragment in last.fragments for verdict in fragment.verdicts} if last else set()
-        awaited = contributors - gone, AWAITS_S
+        awaited = contributors - gone, config.membership.lease_s if draining else AWAITS_S
         self.run = Run(run_id, config, resources, first_round_id=first_round_id(grant), awaited=awaited, outer=outer)
         authorizer = Authorizer(run_id, members, clock.unix, only)
         feed.subscribe(authorizer.on_event)

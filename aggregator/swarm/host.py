@@ -1367,6 +1367,7 @@ class Host:
             self.failed,
             self.limit_of,
             subscribers=self._subscribers(number),
+            draining=(record := self.council.committed) is not None and record.phase is Phase.DRAINING,
         )
         await part.engine.start()
         if (record := self.council.committed) is not None:

@@ -345,7 +345,7 @@ def resume(path: Path) -> str:
 
 
 def drain(path: Path) -> str:
-    """End the run with the open rounds. Raises as `evict`."""
+    """End the run, all parts at one outer step. Raises as `evict`."""
     _order(path, drain_run)
     return "draining; `status` shows finished when it is done"
 

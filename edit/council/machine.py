@@ -83,7 +83,8 @@ Owners
 14. When all engines have ended under their present grants, the run is FINISHED, until it is resumed, with new grants. A run
     that drains is not paused: it is resumed, likewise with new grants, or finishes. All parts are to end at last_step: the
     step after that of the part that is furthest, for its round may be open, or closed and its update on the way; where the
-    run is paused, so that none is, the step of that part.
+    run is paused, so that none is, the step of that part. (Where a part was still being merged when the run was paused, and
+    it was drained before the update was there, that part ends one step after the others.)
 15. A committed record that names the next outer step is adopted where its update is held, and fetched elsewhere. A digest
     that is not the record's is damage, mended by a snapshot; never an assertion. So is a state that most voters came to
     otherwise, which the shell asks for when an update is for other parameters than are here: it is not held. But see

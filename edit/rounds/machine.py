@@ -18,7 +18,8 @@ Opening
     its opening, because the run is still assembling; any other round those who report t at the moment of its opening. A
     peer that comes later is OPTIONAL: what it delivers before the close counts, but nobody waits for it. The next round
     expects it. Where another process goes on with a run whose peers are there, as in a swarm, the first round does not open
-    before those are ready that are AWAITED, or awaits_until: else the first to come back would close it alone.
+    before those are ready that are AWAITED, or awaits_until: else the first to come back would close it alone. Until then, a
+    drain does not end the run for want of peers, either.
 
 Waiting
  4. A lost peer is expected no more, at once; a replica that lost a rank is lost, too. What it delivered stays in. If it
@@ -669,13 +670,14 @@ class RoundMachine:
         if self._round or self.phase is not Phase.GATHERING:
             return []
         ready = self.ready
-        if now < self._awaits_until and not self._awaited <= ready:
+        too_few = len(ready) < self.enough
+        if now < self._awaits_until and (not self._awaited <= ready or (self.draining and too_few)):
             self._held_back = self._awaits_until, ""
             return []
-        if self.draining and (len(ready) < self.enough or now < self._opens_at):
+        if self.draining and (too_few or now < self._opens_at):
             self._drains_to = self._outer_step
             return self._finish()
-        if len(ready) < self.enough:
+        if too_few:
             if shut_out := self._shut_out:
                 why = f"too few peers without {', '.join(sorted(shut_out))}, quarantined for bad bytes"
                 self._held_back = self._faults.next_release(), why

@@ -14,7 +14,7 @@ from edit.plain_text import parse_json, printable
 from editpb.run_status import MemberStatus, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
 
-__all__ = ["print_members", "print_status"]
+__all__ = ["draining", "print_members", "print_status"]
 
 
 def print_status(console: Console, run: RunStatus, rounds: int) -> None:
@@ -41,6 +41,13 @@ def print_status(console: Console, run: RunStatus, rounds: int) -> None:
         console.print(Text(f"outer step {last.outer_step} was taken with {values}"), soft_wrap=True)
 
 
+def draining(run: RunStatus) -> str:
+    """Return, in words, where a drain ends the run; '': it was not drained, or has ended."""
+    if not run.draining or run.phase == "finished":
+        return ""
+    return f"draining to outer step {run.last_step}" if run.last_step else "draining"
+
+
 def _words(text: str, style: str = "") -> Text:
     """Return what a member or a coordinator wrote, as it stands: no markup, nothing that a terminal would obey."""
     return Text(printable(text), style)
@@ -52,7 +59,7 @@ def _print_headline(console: Console, who: Text, run: RunStatus) -> None:
         f"outer step {run.outer_step} of {run.outer_steps}",
         f"{run.parameters:,} parameters" if run.parameters else "",
         f"digest {run.digest[:12]}" if run.digest else "",
-        "draining" if run.draining and run.phase != "finished" else "",
+        draining(run),
     ]
     rows = [who]
     for fact in filter(None, facts):  # a fact is never cut: one for which a narrow terminal has no room begins a line

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from edit.plain_text import printable
 from edit.view.explain import STAYS, TRACKERS, Leaving, leaving
+from edit.view.status import draining
 from edit.view.units import loss_text
 from editpb.run_status import SHARES, Curve, MemberStatus, PeerRound, RoundReport, RunStatus
 from editpb.validity import SOON_S, VERY_SOON_S, duration
@@ -160,7 +161,7 @@ def overview(status: RunStatus, problem: str = "") -> Overview:
         (_short(status.parameters) if status.parameters else "–", "parameters"),
     ]
     problems = [problem] if status.phase != "finished" else []  # a coordinator may end with its run
-    words = "Draining: ends with the open round" if status.draining and status.phase != "finished" else PHASES.get(status.phase)
+    words = draining(status).capitalize() or PHASES.get(status.phase)
     return Overview(
         run_id=printable(status.run_id),
         phase=status.phase if status.phase in PHASES else "founding",

@@ -17,7 +17,7 @@ _Batch = TypeVar("_Batch")
 def epochs(data: Iterable[_Batch], first: int = 0, skip: int = 0) -> Iterator[_Batch]:
     """Yield the batches, again from the beginning after the last one; an iterator's only once.
 
-    `set_epoch` of the data or of its sampler, where there is one, is told the number of the pass.
+    `set_epoch` of the data, its dataset, its sampler and its batch sampler, where there is one, is told the number of the pass.
 
     Args:
         first: the number of the first pass.
@@ -32,7 +32,7 @@ def epochs(data: Iterable[_Batch], first: int = 0, skip: int = 0) -> Iterator[_B
             f"data: leaves out its first {skipped} batches in every pass; give the loader itself, and skip={skipped}"
         )
     for epoch in count(first):
-        for shuffled in (data, getattr(data, "sampler", None)):
+        for shuffled in _parts(data):
             if callable(set_epoch := getattr(shuffled, "set_epoch", None)):
                 set_epoch(epoch)
         batches, out = iter(data), skip if epoch == first else 0
@@ -48,12 +48,19 @@ def epochs(data: Iterable[_Batch], first: int = 0, skip: int = 0) -> Iterator[_B
             raise ConfigError("data: has no batches")
 
 
+def _parts(data: object) -> list[object]:
+    """Return a loader, and what decides on its order, each once: dataset, sampler, batch sampler and the sampler of that."""
+    batches = getattr(data, "batch_sampler", None)
+    parts = (data, getattr(data, "dataset", None), getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
+    return list({id(part): part for part in parts}.values())
+
+
 def _skipped(data: object) -> int:
     """Return how many batches a loader leaves out in each pass, as accelerate's `skip_first_batches` makes it."""
-    while data is not None:
-        if isinstance(skipped := getattr(data, "skip_batches", 0), int) and skipped:
-            return skipped
-        data = getattr(data, "batch_sampler", None)
+    for part in _parts(data):
+        of_accelerate = any(kind.__module__.startswith("accelerate.") for kind in type(part).__mro__)
+        if of_accelerate and (skipped := getattr(part, "skip_batches", 0)):
+            return int(skipped)
     return 0
 
 

@@ -377,8 +377,8 @@ class EditWorker:
         applies what is known.
 
         Args:
-            data: begun again after its last batch (a DataLoader, a list; `set_epoch` of it or of its sampler is called with the
-                number of the pass), unless it is an iterator: the loop then ends with it.
+            data: begun again after its last batch (a DataLoader, a list; `set_epoch` of it, its dataset, its sampler and its
+                batch sampler is called with the number of the pass), unless it is an iterator: the loop then ends with it.
             epoch: the number of the first pass, for a loop that goes on from a checkpoint.
             skip: how many batches of the first pass are left out: those that were trained on before. They are loaded. Use it in
                 place of accelerate's `skip_first_batches`, whose loader leaves them out in every pass.

@@ -479,7 +479,7 @@ def resume(home: HomeOption = Path("edit-peer")) -> None:
 
 @app.command()
 def drain(home: HomeOption = Path("edit-peer")) -> None:
-    """End the run early: finish the open rounds, then let every member save and exit. Needs the run's authority in --home.
+    """End the run early: all parts end at one outer step, then every member saves and exits. Needs the authority in --home.
 
     With gossip all peers settle on one model first.
 

@@ -408,7 +408,7 @@ class WatchRequest(_message.Message):
     def __init__(self, every_s: _Optional[float] = ..., curves_kept: bool = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings", "t", "eta_s", "curves", "events", "settings", "masks", "privacy", "epsilon", "governance", "audit")
+    __slots__ = ("run_id", "view", "members", "rounds", "outer_steps", "parameters", "peak_memory_bytes", "expected", "arrived", "deadline_in_s", "tokens", "stop_tokens", "waiting_for", "warnings", "t", "eta_s", "curves", "events", "settings", "masks", "privacy", "epsilon", "governance", "audit", "last_step")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +433,7 @@ class StatusReply(_message.Message):
     EPSILON_FIELD_NUMBER: _ClassVar[int]
     GOVERNANCE_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     view: View
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
@@ -457,7 +458,8 @@ class StatusReply(_message.Message):
     epsilon: float
     governance: str
     audit: str
-    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ..., eta_s: _Optional[float] = ..., curves: _Optional[_Iterable[_Union[Curve, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[StatusEvent, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., masks: _Optional[str] = ..., privacy: _Optional[str] = ..., epsilon: _Optional[float] = ..., governance: _Optional[str] = ..., audit: _Optional[str] = ...) -> None: ...
+    last_step: int
+    def __init__(self, run_id: _Optional[str] = ..., view: _Optional[_Union[View, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundStatus, _Mapping]]] = ..., outer_steps: _Optional[int] = ..., parameters: _Optional[int] = ..., peak_memory_bytes: _Optional[int] = ..., expected: _Optional[_Iterable[str]] = ..., arrived: _Optional[_Iterable[str]] = ..., deadline_in_s: _Optional[float] = ..., tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., waiting_for: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., t: _Optional[float] = ..., eta_s: _Optional[float] = ..., curves: _Optional[_Iterable[_Union[Curve, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[StatusEvent, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., masks: _Optional[str] = ..., privacy: _Optional[str] = ..., epsilon: _Optional[float] = ..., governance: _Optional[str] = ..., audit: _Optional[str] = ..., last_step: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("peer_id", "reason")

@@ -240,7 +240,7 @@ class View:
     found: bool = False  # "you are the founder: send your initial parameters"
     reason: str = ""  # why the run cannot go on as it stands, or empty
     inner_steps: int = 0  # until this peer's next contribution, from its next phase on; 0: as configured
-    draining: bool = False  # the run ends with the open round
+    draining: bool = False  # the run ends with the open round, or soon after
     ahead_bytes: int = 0  # of this rank's contribution, that may be on their way without a receipt; 0: any number
     waiting_for: str = ""  # for how many peers the first round waits, in words, or empty
 

@@ -400,7 +400,7 @@ class RunStatus:
     round_id: int  # the open round; 0: none
     reason: str  # why the run cannot go on as it stands, or empty
     waiting_for: str  # in words: who or what is waited for; empty when the run is finished
-    draining: bool  # the run ends with the open round
+    draining: bool  # the operator has ended the run: see `last_step`
     tokens: int  # merged so far
     stop_tokens: int  # where the run ends; 0: no bound
     digest: str  # of the outer parameters at `outer_step`
@@ -411,6 +411,7 @@ class RunStatus:
     deadline_in_s: float | None  # until the open round's deadline; -1 in JSON: no round is open, or nobody is waited for
     members: tuple[MemberStatus, ...]  # see below
     rounds: tuple[RoundReport, ...]  # the last ones, newest last
+    last_step: int = 0  # the outer step at which a drain ends the run; 0: it was not drained, or that is not known
     warnings: tuple[str, ...] = ()  # of its own certificates, and of its clock
     t: float = 0.0  # when this was said, in seconds since 1970
     eta_s: float | None = None  # until the run's end, from the pace of the last rounds; -1 in JSON: not known
@@ -438,6 +439,7 @@ class RunStatus:
             "waiting_for": self.waiting_for,
             "warnings": list(self.warnings),
             "draining": self.draining,
+            "last_step": self.last_step,
             "tokens": self.tokens,
             "stop_tokens": self.stop_tokens,
             "digest": self.digest,

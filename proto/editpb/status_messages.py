@@ -56,6 +56,7 @@ def status_to_pb(status: RunStatus) -> cpb.StatusReply:
         epsilon=status.epsilon,
         governance=status.governance,
         audit=status.audit,
+        last_step=status.last_step,
     )
 
 
@@ -76,6 +77,7 @@ def status_from_pb(reply: cpb.StatusReply, aggregator: int = 0) -> RunStatus:
         waiting_for=reply.waiting_for,
         warnings=tuple(reply.warnings),
         draining=reply.view.draining,
+        last_step=reply.last_step,
         tokens=reply.tokens,
         stop_tokens=reply.stop_tokens,
         digest=reply.view.digest,

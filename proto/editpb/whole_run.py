@@ -115,6 +115,7 @@ def whole_run(
         reason="; ".join(reasons),
         waiting_for="; ".join(dict.fromkeys(waits)),
         draining=any(part.draining for part in known),
+        last_step=max(part.last_step for part in known),
         tokens=min(part.tokens for part in known),
         digest=first.digest if len(parts) == 1 else "",
         parameters=sum(part.parameters for part in known),

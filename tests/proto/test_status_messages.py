@@ -87,6 +87,7 @@ STATUS = RunStatus(
     waiting_for="b (1 in, quorum 2)",
     warnings=("the certificate of this server expires in 6 days",),
     draining=True,
+    last_step=6,
     tokens=640,
     stop_tokens=1000,
     digest="e" * 64,

@@ -380,12 +380,42 @@ def test_a_drain_ends_all_parts_at_one_outer_step(tmp_path: Path) -> None:
     run_held(body())
 
 
+def test_a_member_that_is_started_again_while_the_run_drains_waits_for_its_peer(tmp_path: Path) -> None:
+    async def body() -> None:
+        config = RunConfig.from_text(TOML.format(start=1, quorum=1).encode(), "run.toml")
+        async with hosts(tmp_path, parts=2, config=config) as swarm:
+            await swarm.grow("a")
+
+            def machine(number: int) -> RoundMachine:
+                return swarm.owner(number).parts[number].engine.run.rounds.machine
+
+            async def train(number: int, step: int) -> None:
+                await swarm.contribute(number, ONES, "a")
+                await swarm.until(lambda: machine(number).outer_step == step)
+
+            for number in (0, 1):
+                await swarm.until(lambda number=number: swarm.owner(number) is not None)
+            await train(0, 1)
+            await in_thread(operate.drain, equip(swarm, "a", authority=True))
+            assert swarm.record.last_step == 2
+            await swarm.stop("a")
+            await swarm.start("a")
+            await swarm.until(lambda: swarm.leader == "a" and swarm.owner(0) and swarm.owner(1), passes=1.0)
+            await swarm.pass_time(1.0)
+            for number, step in ((1, 1), (0, 2), (1, 2)):
+                await train(number, step)
+            await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
+            assert [part.outer_step for part in swarm.record.parts] == [2, 2]
+
+    run_held(body())
+
+
 def test_who_gets_a_part_of_a_run_that_was_drained_tells_peers_that_it_has_finished(tmp_path: Path) -> None:
     """A peer that was away during the drain would else wait for an outer step that nobody makes."""
 
     async def body(swarm: Hosts) -> None:
         await in_thread(operate.drain, equip(swarm, "a", authority=True))
-        await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
+        await swarm.until(lambda: swarm.record.phase is Phase.FINISHED, passes=1.0)
         first = swarm.owner()
         assert first is not None
         await swarm.stop(first.peer_id)
@@ -429,7 +459,7 @@ def test_a_finished_run_is_not_left_and_a_member_waits_for_peers_that_still_take
         async with swarm.peer(owner.peer_id, "peer") as trainer:
             await trainer.attend()
             await in_thread(operate.drain, equip(swarm, "a", authority=True))
-            await swarm.until(lambda: swarm.record.phase is Phase.FINISHED)
+            await swarm.until(lambda: swarm.record.phase is Phase.FINISHED, passes=1.0)
             leaving = asyncio.ensure_future(owner.leave())
             await asyncio.sleep(0)
             await swarm.until(lambda: owner.is_leaving)

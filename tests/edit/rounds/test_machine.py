@@ -464,14 +464,17 @@ def test_who_goes_on_with_a_run_waits_for_its_peers_before_the_first_round_opens
 
 
 def test_who_goes_on_with_a_run_that_drains_waits_for_its_peers_and_no_longer() -> None:
-    def taken_over() -> RoundMachine:
+    def taken_over(*awaited: str) -> RoundMachine:
         made = RoundMachine(
-            RoundsConfig(), due=due, outer_step=3, outer_steps=6, first_round_id=1, awaited=("a",), awaits_until=10.5
+            RoundsConfig(), due=due, outer_step=3, outer_steps=6, first_round_id=1, awaited=awaited, awaits_until=10.5
         )
         assert made.handle(Drain(5), 10.0) == [] and made.phase is Phase.GATHERING and made.next_wakeup() == 10.5
         return made
 
-    back, alone = taken_over(), taken_over()
+    back, alone, none_before = taken_over("a"), taken_over("a"), taken_over()
+    assert none_before.handle(Tick(), 10.1) == []
+    (opened,) = none_before.handle(MemberReady("b", 3, 0.0), 10.2)
+    assert isinstance(opened, RoundOpened) and opened.expected == {"b"}
     (opened,) = back.handle(MemberReady("a", 3, 0.0), 10.2)
     assert isinstance(opened, RoundOpened) and back.draining and back.last_step == 5
     assert back.handle(Drain(), 10.2) == [] and back.last_step == 5  # asked again, it ends no earlier

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from edit import ConfigError, EditWorker, LocalRun, OuterConfig, RunConfig, WorkerConfig
 from edit.config.run import PenaltyConfig, SyncConfig
@@ -169,6 +169,14 @@ class TestTheData:
                 train_step(model, optimizer, (inputs, torch.zeros(4, 3)))
         assert sampler.epoch == EVERY * STEPS // 2
 
+    def test_the_dataset_of_a_loader_and_the_sampler_of_its_batch_sampler_are_told_the_pass(self) -> None:
+        rows = Shuffled(*range(8))
+        sampler: Any = DistributedSampler(rows, num_replicas=1, rank=0)  # type: ignore[arg-type]
+        loader = DataLoader(rows, batch_sampler=BatchSampler(sampler, 4, drop_last=False))  # type: ignore[arg-type]
+        resumed = taken(loader, epoch=3)
+        assert rows.passes == [3, 4, 5, 6, 7, 8, 9] and sampler.epoch == 9
+        assert taken(loader) != resumed and taken(loader, epoch=3) == resumed
+
     def test_an_iterator_ends_the_loop_with_its_last_batch(self) -> None:
         model, batches = small_mlp(), regression_batches(0)
         run, optimizer, worker = in_a_run(model)
@@ -225,6 +233,8 @@ def test_a_loader_that_leaves_out_batches_in_every_pass_is_refused() -> None:
     for loader in (data, prepared):
         with pytest.raises(ConfigError, match=r"leaves out its first 4 batches in every pass; .*skip=4"):
             taken(accelerate.skip_first_batches(loader, 4))
+    data.skip_batches = 4  # type: ignore[attr-defined]  # of a loader of the user's own, whatever it means there
+    assert len(taken(data)) == 12
     with pytest.raises(ConfigError, match="skip = 7: data has 6 batches"):
         taken(data, skip=7)
     with pytest.raises(ConfigError, match="must be at least 0"):
