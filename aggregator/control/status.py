@@ -63,7 +63,7 @@ def run_status(
         if rounds_after
         else (*run.recent_rounds,),
         t=run.clock.unix(),
-        eta_s=_eta_s(run) if running else None,
+        eta_s=_eta_s(run, machine.last_step if machine is not None else None) if running else None,
         curves=() if brief else run.history.curves(),
         events=run.history.events(events_after),
         settings=() if brief else run.settings,
@@ -75,10 +75,11 @@ def run_status(
     )
 
 
-def _eta_s(run: Run) -> float | None:
+def _eta_s(run: Run, last_step: int | None) -> float | None:
+    """Return the seconds until the run's last outer step, or until the one at which a drain ends it."""
     sync = run.config.sync
     position = sync.inner_steps_before if sync.milestones else int
-    return run.history.eta_s(sync.outer_steps, sync.tokens, run.clock.unix(), position)
+    return run.history.eta_s(last_step or sync.outer_steps, sync.tokens, run.clock.unix(), position)
 
 
 def _waiting_for(run: Run, rounds: RoundRunner | None) -> str:

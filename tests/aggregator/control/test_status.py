@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from aggregator.control.run import Run
 from aggregator.control.status import run_status
 from edit.view.status import _phase
@@ -33,7 +35,7 @@ def still(run: Run) -> RunStatus:
     return second
 
 
-def test_the_status_of_a_run_from_its_founding_to_its_end(tmp_path: Path) -> None:
+def test_the_status_of_a_run_from_its_founding_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with served(new_folder(tmp_path / "run", start=1)) as site, site.peer("a") as a, site.peer("b"):
             run = site.coordinator.run
@@ -75,7 +77,9 @@ def test_the_status_of_a_run_from_its_founding_to_its_end(tmp_path: Path) -> Non
             assert run_status(run, events_after=committed.events[-1].number).events == ()
             run.drain()
             await a.view(lambda v: v.phase is RunPhase.FINISHED or v.draining)
-            assert still(run).draining
+            monkeypatch.setattr(run.history, "eta_s", lambda outer_steps, *_: float(outer_steps))
+            drained = still(run)
+            assert drained.draining and drained.last_step == 2 == drained.eta_s
 
     asyncio.run(scenario())
 
