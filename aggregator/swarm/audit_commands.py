@@ -21,7 +21,7 @@ from aggregator.storage.state_folder import part_logs
 from aggregator.swarm.host_folder import identity_of
 from edit.config.run import RunConfig
 from edit.council.record import recoveries
-from edit.durable_files import write_atomic
+from edit.durable_files import check_outside, write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.canonical import parse_canonical
@@ -153,6 +153,7 @@ def replay(
 @audit.command()
 def export(folder: _Folder, out: Annotated[Path, typer.Argument(help="The folder to write.")]) -> None:
     """Verify the logs and copy them, for somebody else to verify."""
+    check_outside(out, (folder,))
     copies: dict[Path, tuple[bytes, _Log]] = {}
     for each in _verified(folder, None):
         lines = each.log.commits + 1  # those that were verified: there may be more by now
