@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import serialization
 from aggregator.audit_commands import print_keys, print_usage, usage_values
 from aggregator.audit_verification import entries_of, verified_log
 from aggregator.storage.state_folder import part_logs
-from aggregator.swarm.host_folder import identity_of
+from aggregator.swarm.host_folder import check_folder, identity_of
 from edit.config.run import RunConfig
 from edit.council.record import recoveries
 from edit.durable_files import check_outside, write_atomic
@@ -196,6 +196,8 @@ def _verified(folder: Path, sample: int | None) -> Iterator[_Log]:
     """
     parts = sorted(int(path.name[5:]) for path in folder.glob("part-*") if path.name[5:].isdigit())
     logs = {part: [path for _, path in part_logs(folder / f"part-{part}")] for part in parts}
+    if not parts:  # an export has some
+        check_folder(folder)
     if not any(logs.values()):
         raise ConfigError(f"{folder}: has no audit log; a member keeps one if run.toml has audit.enabled = true")
     for part in range(_part_count(folder, logs)):
