@@ -21,7 +21,7 @@ from aggregator.storage.cosignatures import note_files
 from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import AUDIT_COSIGNED, AUDIT_HEAD, AUDIT_KEY, AUDIT_LOG, AUTHORITY, StateFolder
 from edit.command_line import loading
-from edit.durable_files import write_atomic
+from edit.durable_files import check_outside, write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.checkpoints import MOST_NOTE_BYTES, NoteKey
@@ -163,6 +163,7 @@ def export(
     """
     if of and not provenance:
         raise ConfigError("--of: has no effect without --provenance")
+    check_outside(out, (state,))
     notes = _cosigned(state)
     log, signed, head = _verified(state, key)
     assert log.key is not None

@@ -24,6 +24,7 @@ from edit.config.gaussian import gaussian_epsilon
 from edit.config.overrides import with_settings
 from edit.config.presets import with_preset, without_ineffective
 from edit.config.run import RunConfig
+from edit.durable_files import check_outside
 from edit.errors import ConfigError, TransportError
 from edit.plain_text import json_text, quoted, reason_of
 from edit.plugins import pin
@@ -407,6 +408,7 @@ def report(
     from edit.view.overlaid import overlaid
     from edit.web.page import render_page
 
+    check_outside(out, (state, *(beside or ())))
     status = whole_status(StateFolder(state))
     try:
         out.write_text(render_page(overlaid(status, runs_beside(beside or ()))), encoding="utf-8")
@@ -523,7 +525,7 @@ def drain(state: State = Path("edit-run")) -> None:
 
 @app.command()
 def export(
-    out: Annotated[Path, typer.Option(help="The .safetensors file to write; with --format hf, the folder.")],
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write, outside --state; with --format hf, the folder.")],
     state: Annotated[
         list[Path] | None,
         typer.Option("--state", help="The folder of the run; with several aggregators, repeat it for each."),

@@ -24,7 +24,7 @@ from aggregator.storage.high_water import read_mark
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.config.run import RunConfig
-from edit.durable_files import hidden_prefix, write_atomic_with
+from edit.durable_files import check_outside, hidden_prefix, write_atomic_with
 from edit.errors import ConfigError
 from edit.fragments.digest import combine
 from edit.integrations import huggingface as hf
@@ -80,8 +80,10 @@ def export_parameters(folders: Sequence[StateFolder], out: Path, *, averaged: bo
         folders: of every aggregator of one run, in any order.
         averaged: the average that the section [average] keeps, instead of the outer parameters of the last commit.
 
-    Raises ConfigError (also for folders of other runs, when one is missing, and where no average is kept), StorageError.
+    Raises ConfigError (also for folders of other runs, when one is missing, where no average is kept, and for an `out` in
+    one of the folders), StorageError.
     """
+    check_outside(out, (folder.path for folder in folders))
     return write_parameters(_of_coordinator(folders), out, averaged=averaged)
 
 
@@ -114,8 +116,10 @@ def export_pretrained(folders: Sequence[StateFolder], out: Path, *, averaged: bo
     Args:
         folders, averaged: as `export_parameters`.
 
-    Raises ConfigError (also for another kind of model, and when `out` is not empty), StorageError.
+    Raises ConfigError (also for another kind of model, and when `out` is not empty, or in one of the folders),
+    StorageError.
     """
+    check_outside(out, (folder.path for folder in folders))
     return write_pretrained(_of_coordinator(folders), out, averaged=averaged)
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from edit.plain_text import parse_json, reason_of
 __all__ = [
     "append_whole",
     "check_format",
+    "check_outside",
     "hidden_prefix",
     "lock_file",
     "make_folder",
@@ -223,6 +224,20 @@ def read_private(path: Path) -> bytes:
         if mode & 0o077:
             raise ConfigError(f"{path}: others can read this key (mode {mode:04o}); run: chmod 600 {path}")
         return file.read()
+
+
+def check_outside(out: Path, folders: Iterable[Path]) -> None:
+    """Raise ConfigError where `out`, which a user has named to be written, lies in one of these folders, or is one.
+
+    They are of runs and members, and what a command writes there could replace what they live on. Links are followed.
+    """
+    try:
+        place = Path(os.path.realpath(out))
+        inside = next((folder for folder in folders if place.is_relative_to(os.path.realpath(folder))), None)
+    except OSError:  # the present folder is gone: nothing can be written there either
+        return
+    if inside is not None:
+        raise ConfigError(f"{out}: lies in {inside}, where it could replace a file of the run; name another place")
 
 
 def check_format(file: object, found: object, version: int, older: Collection[int] = ()) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 import grpc
 
 from edit.errors import ConfigError, RemoteProtocolError, TransportError
+from edit.interrupts import cleaned_up_at_sigterm
 from edit.plain_text import parse_json
 from editpb import audit_pb2 as pb
 from editpb import audit_pb2_grpc
@@ -51,7 +53,10 @@ def fetch(home: Path, out: Path, step: int, now: float, aggregator: str = "") ->
         enrolled = asyncio.run(_renewed(PeerFolder(home), enrolled, now))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+        with (
+            cleaned_up_at_sigterm(),
+            tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder,
+        ):
             whole = Path(folder) / "whole"
             whole.mkdir(mode=0o700)
             found = _from_any(enrolled, (aggregator,) if aggregator else enrolled.endpoints, whole, step)
@@ -120,14 +125,18 @@ async def _messages(call: Any) -> AsyncIterator[pb.AuditPart]:
 
 
 async def _store(messages: AsyncIterator[pb.AuditPart], out: Path) -> tuple[int, int]:
-    """Write the files; return how many, and bytes. Raises RemoteProtocolError for other files or bytes than were announced."""
+    """Write the files; return how many, and bytes.
+
+    Raises RemoteProtocolError for other files or bytes than were announced, OSError where they have no room, or cannot be
+    written.
+    """
     first = await anext(messages, None)
     if first is None or first.WhichOneof("kind") != "files":
         fail("the files of an audit begin with their list")
     files = _listed(first.files)
     total = sum(size for _, size in files)
     if total > (free := shutil.disk_usage(out).free):
-        raise ConfigError(f"{out.parent}: {total:,} bytes are to come, and {free:,} are free")
+        raise OSError(errno.ENOSPC, f"{total:,} bytes are to come, and {free:,} are free")
     rest = memoryview(b"")
     for name, size in files:
         path = out / name

@@ -18,6 +18,7 @@ from rich.console import Console
 from edit.command_line import SHORT_HELP, exit_codes, loading, run_command, with_version
 from edit.config.overrides import options_of
 from edit.config.plugins import is_entry
+from edit.durable_files import check_outside
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable, quoted
 from edit.view.again import WatchOption, show_status
@@ -423,6 +424,7 @@ def report(
     folder = PeerFolder(home)
     if folder.of_swarm():
         operate("report", home, "--out", out, *beside_words(beside))
+    check_outside(out, (home, *(beside or ())))
     told = overlaid(asyncio.run(read_status(folder)), runs_beside(beside or ()))
     try:
         out.write_text(render_page(told), encoding="utf-8")

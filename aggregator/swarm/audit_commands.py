@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives import serialization
 from aggregator.audit_commands import print_keys, print_usage, usage_values
 from aggregator.audit_verification import entries_of, verified_log
 from aggregator.storage.state_folder import part_logs
-from aggregator.swarm.host_folder import identity_of
+from aggregator.swarm.host_folder import check_folder, identity_of
 from edit.config.run import RunConfig
 from edit.council.record import recoveries
-from edit.durable_files import write_atomic
+from edit.durable_files import check_outside, write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.canonical import parse_canonical
@@ -153,6 +153,7 @@ def replay(
 @audit.command()
 def export(folder: _Folder, out: Annotated[Path, typer.Argument(help="The folder to write.")]) -> None:
     """Verify the logs and copy them, for somebody else to verify."""
+    check_outside(out, (folder,))
     copies: dict[Path, tuple[bytes, _Log]] = {}
     for each in _verified(folder, None):
         lines = each.log.commits + 1  # those that were verified: there may be more by now
@@ -195,6 +196,8 @@ def _verified(folder: Path, sample: int | None) -> Iterator[_Log]:
     """
     parts = sorted(int(path.name[5:]) for path in folder.glob("part-*") if path.name[5:].isdigit())
     logs = {part: [path for _, path in part_logs(folder / f"part-{part}")] for part in parts}
+    if not parts:  # an export has some
+        check_folder(folder)
     if not any(logs.values()):
         raise ConfigError(f"{folder}: has no audit log; a member keeps one if run.toml has audit.enabled = true")
     for part in range(_part_count(folder, logs)):

@@ -19,6 +19,7 @@ from aggregator.swarm import operate
 from aggregator.swarm.audit_commands import audit
 from aggregator.swarm.standing import Report
 from edit.command_line import SHORT_HELP, log_to_stderr
+from edit.durable_files import check_outside
 from edit.errors import ConfigError
 from edit.plain_text import json_text, printable
 from edit.view.again import WatchOption, show_status
@@ -160,6 +161,7 @@ def report(
     from aggregator.swarm.watching import whole_status
     from edit.web.page import render_page
 
+    check_outside(out, (folder, *(beside or ())))
     told = overlaid(whole_status(folder), runs_beside(beside or ()))
     try:
         out.write_text(render_page(told), encoding="utf-8")
@@ -182,6 +184,7 @@ def export(
     writers = {"safetensors": write_parameters, "hf": write_pretrained}
     if form not in writers:
         raise ConfigError(f"--format {form}: must be {' or '.join(writers)}")
+    check_outside(out, (folder,))
     exported = writers[form](committed(folder), out, averaged=averaged)
     typer.echo(f"{out}: {exported.told}")
 

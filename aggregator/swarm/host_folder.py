@@ -39,6 +39,7 @@ __all__ = [
     "Settings",
     "authority_folder",
     "check_dht",
+    "check_folder",
     "credentials",
     "identity_of",
     "members",
@@ -204,12 +205,19 @@ def authority_folder(path: Path) -> Path:
     return path / "authority"
 
 
+def check_folder(path: Path) -> None:
+    """Raise ConfigError unless this is the folder of somebody who has redeemed an invitation, or has founded a swarm."""
+    if not (path / "peer.pem").exists():
+        raise ConfigError(f"{path}: is not the folder of a member; name it with --home")
+
+
 def run_of(path: Path) -> str:
     """Return the run whose authority this member has. Raises ConfigError."""
     file = authority_folder(path) / "run.json"
     try:
         return str(read_json(file, version=AUTHORITY_FORMAT)["run_id"])
     except FileNotFoundError:
+        check_folder(path)
         raise ConfigError(f"{path}: has no authority: ask whoever founded the swarm for an invitation") from None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{file}: is damaged; restore it from a copy ({error})") from error

@@ -29,7 +29,15 @@ from aggregator.security.certificates import CA_LIFETIME_S, key_pem, make_ca, ne
 from aggregator.security.members import OPERATOR_ID
 from aggregator.storage.state_folder import lock_folder
 from aggregator.swarm.admission import Trust, addresses_of, authority_context, root_of
-from aggregator.swarm.host_folder import HostFolder, Settings, authority_folder, check_dht, credentials, identity_of
+from aggregator.swarm.host_folder import (
+    HostFolder,
+    Settings,
+    authority_folder,
+    check_dht,
+    check_folder,
+    credentials,
+    identity_of,
+)
 from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.relay import relay_identity
 from aggregator.swarm.standing import Report, Standing, report
@@ -664,9 +672,8 @@ def _recovery_words(me: str, before: Record, after: Record) -> list[str]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    if not path.is_dir():
-        raise ConfigError(f"{path}: is not the folder of a member; name it with --home")
-    descriptor = lock_folder(path, "its host runs")
+    check_folder(path)
+    descriptor = lock_folder(path, "its host runs, or another command is at work in it")
     try:
         yield
     finally:

@@ -323,7 +323,7 @@ def report(
 
 @app.command()
 def export(
-    out: Annotated[Path, typer.Option(help="The .safetensors file to write; with --format hf, the folder.")],
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write, outside --home; with --format hf, the folder.")],
     home: HomeOption = Path("edit-peer"),
     form: Annotated[
         str,

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives import serialization
 
 from edit.durable_files import read_private
 from edit.errors import ConfigError
+from editpb.identity import is_signed_by
 from editpb.validity import Validity
 
 __all__ = ["ServerCertificate"]
@@ -32,7 +33,8 @@ class ServerCertificate:
 
     Args:
         key, certificate: the files, in PEM.
-        authority: the file of the run's authority, of which callers must show a certificate; None: they need not show any.
+        authority: the file of the run's authorities, of one of which callers must show a certificate, and the server does;
+            None: callers need not show any.
         unix: the clock, in seconds since 1970.
 
     Raises ConfigError when the files cannot be read, or do not fit together.
@@ -84,7 +86,18 @@ class ServerCertificate:
             raise ConfigError(f"{self._key} or {self._certificate.name} is damaged ({error})") from error
         if private.public_key() != own.public_key():
             raise ConfigError(f"{self._certificate}: is for another key than {self._key.name}")
+        if authorities is not None:
+            self._check_signed(own, authorities)
         return key, certificate, authorities
+
+    def _check_signed(self, own: x509.Certificate, authorities: bytes) -> None:
+        """Raise ConfigError unless one of these, in PEM, signed the server's own certificate."""
+        try:
+            roots = x509.load_pem_x509_certificates(authorities)
+        except ValueError as error:
+            raise ConfigError(f"{self._authority}: is damaged ({error})") from error
+        if not any(is_signed_by(own, root) for root in roots):
+            raise ConfigError(f"{self._authority}: has no authority that signed {self._certificate.name}")
 
     def _authorities(self) -> bytes | None:
         return self._authority.read_bytes() if self._authority is not None else None

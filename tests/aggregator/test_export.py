@@ -20,6 +20,7 @@ from aggregator.export import export_parameters, export_pretrained
 from aggregator.security.authority import Authority
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
+from aggregator.swarm.commands import app as swarm
 from edit import durable_files
 from edit.config.run import ModelConfig
 from edit.errors import ConfigError, StorageError
@@ -220,6 +221,30 @@ def test_without_transformers_the_command_to_install_it_is_told(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'edit-localsgd\[hf\]'"):
         configuration(ModelConfig(name="hf:gpt2"))
+
+
+def test_what_is_written_replaces_nothing_of_the_folder_that_it_is_of(tmp_path: Path) -> None:
+    folder, _ = founded(tmp_path / "run", LLAMA + HEADS)
+    run = folder.path
+    (tmp_path / "link").symlink_to(run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    files = [run / "run.json", run / "new", run / "outer" / "new", run, tmp_path / "link" / "ca.key"]
+    for program, words in (
+        (app, ("export", "--state", run, "--out")),
+        (app, ("export", "--state", run, "--format", "hf", "--out")),
+        (app, ("report", "--state", run, "--out")),
+        (app, ("report", "--state", tmp_path / "other", "--beside", run, "--out")),
+        (app, ("audit", "export", "--state", run)),
+        (swarm, ("export", run, "--out")),
+        (swarm, ("report", run, "--out")),
+        (swarm, ("audit", "export", run)),
+    ):
+        for file in files:
+            error = CliRunner().invoke(program, [str(word) for word in (*words, file)]).exception
+            assert isinstance(error, ConfigError) and str(error).startswith(f"{file}: lies in {run}, "), (words, file, error)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    (tmp_path / "run-exported").mkdir()
+    export_parameters([folder], tmp_path / "run-exported" / "run.json")
 
 
 def test_the_same_parameters_are_the_same_file(tmp_path: Path) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -182,6 +186,17 @@ async def told(*parts: pb.AuditPart) -> AsyncIterator[pb.AuditPart]:
         yield part
 
 
+FETCH_ENDED = """
+import asyncio, signal
+from peers import audit_fetch
+from peers.cli import main
+async def waiting(out):
+    print("it is at work in", out.parent.name[:5])
+    asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGTERM)
+    await asyncio.Event().wait()
+audit_fetch._from_any = lambda enrolled, endpoints, out, step: asyncio.run(waiting(out))
+main()
+"""
 DATA = pb.AuditPart(data=b"12345678")
 LIES: tuple[tuple[tuple[pb.AuditPart, ...], str], ...] = (
     ((), "begin with their list"),
@@ -220,5 +235,28 @@ def test_bytes_are_put_together_over_files_and_the_disk_is_not_filled(tmp_path: 
     assert (tmp_path / "outer/step-00000000.journal").read_bytes() == b"4567812345678"
     usage: Callable[[Path], object] = lambda _: type("Usage", (), {"free": 15})  # noqa: E731
     monkeypatch.setattr(audit_fetch.shutil, "disk_usage", usage)
-    with pytest.raises(ConfigError, match="16 bytes are to come, and 15 are free"):
+    with pytest.raises(OSError, match="16 bytes are to come, and 15 are free"):
         asyncio.run(audit_fetch._store(told(listed, DATA, DATA), tmp_path))
+
+
+def test_a_disk_without_room_is_named_by_the_folder_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = new_folder(tmp_path / "run", start=2, toml=KEPT), tmp_path / "out"
+    asyncio.run(trained(folder, 1))
+    usage: Callable[[Path], object] = lambda _: type("Usage", (), {"free": 15})  # noqa: E731
+    with running(folder):
+        ann = joined(folder, tmp_path / "ann", "auditor")
+        monkeypatch.setattr(audit_fetch.shutil, "disk_usage", usage)
+        with pytest.raises(ConfigError, match=rf"^{re.escape(str(out))}: cannot be written .* to come, and 15"):
+            fetch(ann, out)
+    assert not out.exists() and not [*tmp_path.glob(".*")]
+
+
+def test_a_fetch_that_is_ended_by_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=KEPT)
+    with running(folder):
+        ann = joined(folder, tmp_path / "ann", "auditor")
+    there = sorted(tmp_path.iterdir())
+    words = ("-c", FETCH_ENDED, "audit", "fetch", str(tmp_path / "out"), "--home", str(ann))
+    done = subprocess.run((sys.executable, *words), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "it is at work in .out-\n", "")
+    assert sorted(tmp_path.iterdir()) == there

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import ssl
 import time
@@ -17,8 +18,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from aggregator.control.status import run_status
+from edit.errors import ConfigError
 from editpb import data_pb2, enrolment_pb2, enrolment_pb2_grpc
 from editpb.identity import from_certificate
+from editpb.server_certificate import ServerCertificate
 from editpb.validity import DAY_S
 from tests.support.loops import until
 from tests.support.served import SCHEMA, BarePeer, Served, found_run, held_clock, new_folder, served
@@ -31,8 +34,10 @@ def due(run: Served, peer_id: str, role: str = "peer") -> tuple[bytes, bytes]:
     return run.certificate(peer_id, role, lifetime_s=YEAR_S, age_s=300 * DAY_S)
 
 
-async def renewed(run: Served, pair: tuple[bytes, bytes]) -> x509.Certificate:
-    async with grpc.aio.secure_channel(run.coordinator.listen, grpc.ssl_channel_credentials(run.ca, *pair)) as channel:
+async def renewed(run: Served, pair: tuple[bytes, bytes], ca: bytes | None = None) -> x509.Certificate:
+    """ca: whom the member trusts; None: who is in the run's folder now."""
+    credentials = grpc.ssl_channel_credentials(run.ca if ca is None else ca, *pair)
+    async with grpc.aio.secure_channel(run.coordinator.listen, credentials) as channel:
         reply = await enrolment_pb2_grpc.RenewalStub(channel).Renew(enrolment_pb2.RenewRequest(), timeout=10)
         return x509.load_der_x509_certificate(reply.certificate_der)
 
@@ -188,6 +193,38 @@ def test_what_cannot_be_used_leaves_the_certificate_before_it(
         asyncio.run(scenario())
     said = [line for line in caplog.messages if "the server's certificate before it stays in use" in line]
     assert len(said) == 1 and "server.pem" in said[0], "once, not at each handshake"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [("empty", "is damaged"), ("cut", "is damaged"), ("of another run", "has no authority that signed server.pem")],
+)
+def test_an_authority_that_cannot_be_this_servers_leaves_the_one_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, words: str
+) -> None:
+    other = (new_folder(tmp_path / "other").path / "ca.pem").read_bytes()
+
+    async def scenario() -> None:
+        folder = new_folder(tmp_path / "run")
+        path = folder.path / "ca.pem"
+        good = path.read_bytes()
+        bad = {"empty": b"", "cut": good[: len(good) // 2], "of another run": other}[damage]
+        async with served(folder) as run:
+            path.write_bytes(bad)
+            for name in "ab":
+                await renewed(run, due(run, name), good)
+            path.write_bytes(other + good)  # while an authority is replaced there are several
+            await renewed(run, due(run, "c"), good)
+            path.write_bytes(bad)
+        files = (folder.path / name for name in ("server.key", "server.pem"))
+        with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))}: {words}"):
+            ServerCertificate(*files, path)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scenario())
+    said = [line for line in caplog.messages if "the server's certificate before it stays in use" in line]
+    assert len(said) == 1 and said[0].startswith(f"{tmp_path / 'run' / 'ca.pem'}: {words}"), "once, not at each handshake"
+    assert sum(line.startswith("new connections get") for line in caplog.messages) == 1, "of the two authorities"
 
 
 # ---- what is told --------------------------------------------------------------------------------------------------------

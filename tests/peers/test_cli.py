@@ -156,15 +156,17 @@ def test_a_report_is_the_runs_page_as_a_file(
         return busy_run()
 
     monkeypatch.setattr("peers.watching.read_status", told)
-    out = tmp_path / "report.html"
-    assert run(monkeypatch, "report", "--home", str(tmp_path), "--out", str(out)) == 0
+    home, out = tmp_path / "home", tmp_path / "report.html"
+    assert run(monkeypatch, "report", "--home", str(home), "--out", str(out)) == 0
     assert (
         capsys.readouterr().out
         == f"{out}: {busy_run().phase}, outer step {busy_run().outer_step} of {busy_run().outer_steps}\n"
     )
     assert busy_run().run_id in out.read_text()
-    assert run(monkeypatch, "report", "--home", str(tmp_path), "--out", str(tmp_path)) == 2
+    assert run(monkeypatch, "report", "--home", str(home), "--out", str(tmp_path)) == 2
     assert "cannot be written (Is a directory)" in one_line(capsys)
+    assert run(monkeypatch, "report", "--home", str(home), "--out", str(home / "peer.key")) == 2
+    assert f"peer.key: lies in {home}, where it could replace a file of the run" in one_line(capsys)
 
 
 def test_user_mistakes_are_one_line_and_exit_code_2(

@@ -218,7 +218,9 @@ def test_what_a_site_says_of_its_data_is_signed(tmp_path: Path) -> None:
         log.take(lines[2])
 
 
-def test_a_consent_by_a_key_that_has_signed_no_contribution_is_not_shown_as_the_sites(tmp_path: Path) -> None:
+def test_a_consent_by_a_key_that_has_signed_no_contribution_is_not_shown_as_the_sites(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """A coordinator can make up a key, and what a site says of its data."""
     store = opened(tmp_path)
     assert store.audit is not None
@@ -242,8 +244,9 @@ def test_a_consent_by_a_key_that_has_signed_no_contribution_is_not_shown_as_the_
     command("card", str(tmp_path / "card.md"))
     card = (tmp_path / "card.md").read_text()
     assert "| doubtful |  |" in card and "Doubtful: a consent by a key" in card and "agreed" not in card
-    command("export", str(tmp_path / "out"), "--provenance")
-    (log, _), envelope = log_of(tmp_path), (tmp_path / "out" / "provenance.json").read_bytes()
+    out = tmp_path_factory.mktemp("out")
+    command("export", str(out), "--provenance")
+    (log, _), envelope = log_of(tmp_path), (out / "provenance.json").read_bytes()
     assert log.key is not None
     statement = json.loads(open_envelope(envelope, PAYLOAD_TYPE, log.key))
     assert statement["predicate"]["buildDefinition"]["resolvedDependencies"] == []

@@ -148,7 +148,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, begun: tuple[S
 
 
 def test_verify_and_export_name_the_cosigned_head_that_was_changed(
-    tmp_path: Path, begun: tuple[Store, OuterState, AuditLog], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    begun: tuple[Store, OuterState, AuditLog],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     store, _, log = begun
     assert log.cosigned("a", PUBLIC, said(log))
@@ -158,8 +161,8 @@ def test_verify_and_export_name_the_cosigned_head_that_was_changed(
         app(["audit", *words], standalone_mode=False)
         return capsys.readouterr().out
 
-    out = tmp_path / "copy"
-    (out / "audit-log.cosigned").mkdir(parents=True)
+    out = tmp_path_factory.mktemp("copy")
+    (out / "audit-log.cosigned").mkdir()
     (out / "audit-log.cosigned" / "77.note").write_text("of an earlier export")
     run("export", str(out), "--state", str(tmp_path))
     assert "cosigned    2 entries, by 1 member: a\n" in run("verify", "--state", str(out))

@@ -40,7 +40,7 @@ from editpb.seen_entries import seen_file
 from peers.training.options import PeerOptions
 from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
 from tests.support.loops import run_held
-from tests.support.served import TOML
+from tests.support.served import TOML, new_folder
 
 ONES = [torch.ones(size) for size in SIZES]
 
@@ -578,7 +578,7 @@ def test_who_rejoins_keeps_nothing_that_belongs_to_the_lost_lineage(tmp_path: Pa
         (each / "model").write_text("of the lost lineage")
     seen_file(tmp_path, 0).write_text("seen")
     folder.save(Saved(incarnation=1, record=record))
-    kept = {"privacy-ledger.jsonl", "members.json", "host.json", "peer.key", "run.toml"}
+    kept = {"privacy-ledger.jsonl", "members.json", "host.json", "peer.key", "peer.pem", "run.toml"}
     for name in kept:
         (tmp_path / name).write_text("stays")
     assert "in lineage-1-1;" in operate.rejoin(tmp_path)
@@ -590,9 +590,15 @@ def test_who_rejoins_keeps_nothing_that_belongs_to_the_lost_lineage(tmp_path: Pa
 def test_recover_says_what_it_needs_where_nobody_can_be_asked_and_where_there_is_no_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for command in (lambda path: operate.recover(path, lambda plan: True), operate.rejoin):
-        with pytest.raises(ConfigError, match="nothing: is not the folder of a member; name it with --home"):
-            command(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    hub = new_folder(tmp_path / "hub").path
+    for folder in (tmp_path / "nothing", tmp_path / "empty", hub):
+        there = sorted(tmp_path.rglob("*"))
+        for words in (["recover"], ["rejoin"], ["invite"], ["audit", "verify"], ["audit", "usage"]):
+            error = CliRunner().invoke(commands.app, [*words, str(folder), *(["x"] if words == ["invite"] else [])]).exception
+            assert isinstance(error, ConfigError), (words, error)
+            assert str(error) == f"{folder}: is not the folder of a member; name it with --home", words
+        assert sorted(tmp_path.rglob("*")) == there, "not even a lock"
     parts, members = (Part(owner="a", grant=1, outer_step=0, digest="0" * 64),), {"a": Member(incarnation=1)}
     record = Record(run_id="run", lineage=1, term=1, version=1, members=members, voters=("a#1",), parts=parts)
     monkeypatch.setattr(operate, "recover", lambda _, confirm: str(confirm(operate.Recovery(record, record, ("a plan",)))))
@@ -620,7 +626,7 @@ def test_a_host_that_runs_is_neither_recovered_nor_rejoined(tmp_path: Path) -> N
         folder = equip(swarm, "a")
         with operate._locked(folder):
             for call in (lambda: operate.recover(folder, lambda plan: True), lambda: operate.rejoin(folder)):
-                with pytest.raises(ConfigError, match="its host runs"):
+                with pytest.raises(ConfigError, match="its host runs, or another command is at work in it; end it first"):
                     await in_thread(call)
 
     scenario(tmp_path, body, "a")

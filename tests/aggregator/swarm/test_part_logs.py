@@ -709,6 +709,7 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
     assert "audit-log.jsonl: 3 commits, outer step 3" in command(capsys, "export", home, tmp_path / "copy")
     assert (tmp_path / "copy" / "part-0" / "audit-log.jsonl").read_bytes() == owner.logs[0]
     assert "3 commits" in command(capsys, "verify", tmp_path / "copy")
+    (tmp_path / "peer.pem").touch()
     with pytest.raises(ConfigError, match="has no audit log"):
         command(capsys, "verify", tmp_path)
     path = tmp_path / "copy" / "part-0" / "audit-log.jsonl"
