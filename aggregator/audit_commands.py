@@ -305,14 +305,14 @@ def _words_of(data: DataStatement) -> str:
 def _verified(state: Path, key: str, sample: int | None = None) -> tuple[LogVerifier, int, bytes]:
     """Return the verifier after all entries, for how many of them the head is signed, and that head.
 
-    Raises ConfigError for files that are not there, LogFault.
+    Raises ConfigError for files that are not there, LogFault, StorageError for a damaged authority.
     """
     try:
         known = NoteKey.parse(key) if key else None
     except ValueError as error:
         raise ConfigError(f"--key: {error}") from error
     path = state / AUDIT_LOG
-    if StateFolder.exists(state) and not path.exists():
+    if StateFolder.exists(state) and not (path.exists() or (state / AUDIT_HEAD).exists()):
         raise ConfigError(f"{path}: the run keeps no audit log; it does with audit.enabled = true in run.toml")
     try:
         head = (state / AUDIT_HEAD).read_bytes()  # first: entries may come meanwhile

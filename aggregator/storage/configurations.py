@@ -187,11 +187,19 @@ def _logged(path: Path) -> tuple[list[Configuration], list[Approval]]:
 
 
 def authorities_of(folder: Path) -> list[x509.Certificate]:
-    """Return the run's authority by the folder of a run, or of an export; none where its certificate is not there."""
+    """Return the run's authority by the folder of a run, or of an export; none where its certificate is not there.
+
+    Raises StorageError when it is damaged, or cannot be read: without it, approvals would count whoever signed them.
+    """
+    path = folder / AUTHORITY
     try:
-        return x509.load_pem_x509_certificates((folder / AUTHORITY).read_bytes())
-    except (OSError, ValueError):
+        return x509.load_pem_x509_certificates(path.read_bytes())
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise StorageError(f"{path}: is damaged ({error}); restore it from a copy") from error
 
 
 def _names(approvals: dict[str, Approval]) -> str:

@@ -27,7 +27,7 @@ from peers.identity.peer_folder import Enrolment, PeerFolder
 __all__ = ["Renewal"]
 
 LOOK_S = 3600.0
-AGAIN_S = 60.0  # between two rounds of questions to the hosts of a swarm
+AGAIN_S = 60.0  # after one that failed; in a swarm between two rounds of questions to the hosts
 STORED_S = 5.0  # between two looks for what another process has stored
 ANSWER_S = 15.0
 _log = logging.getLogger("peers")
@@ -64,10 +64,16 @@ class Renewal:
         self._said: object = None
 
     async def keep(self) -> None:
-        """Look at once, and then every hour; more often where another process renews it, or replaces the run's authority."""
+        """Look at once, and then every hour; after a renewal that failed, a minute later.
+
+        More often where another process renews it, or replaces the run's authority.
+        """
         while True:
             await self.look()
-            await asyncio.sleep(LOOK_S if self._asks and self._hosts is None else STORED_S)
+            if self._asks and self._hosts is None:
+                await asyncio.sleep(AGAIN_S if self._trouble else LOOK_S)
+            else:
+                await asyncio.sleep(STORED_S)
 
     async def look(self) -> None:
         """Take a certificate that another process has stored, or renew a due one; warn of one that ends soon nevertheless."""

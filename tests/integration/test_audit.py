@@ -20,7 +20,7 @@ from aggregator.audit_verification import verified_log
 from aggregator.cli import app
 from aggregator.control.status import run_status
 from aggregator.storage.store import load_outer
-from edit.errors import ConfigError
+from edit.errors import ConfigError, StorageError
 from edit.fragments.digest import digest
 from edit.merging.outer_state import OuterState, Staged
 from edit.trust.checkpoints import LogSigner
@@ -209,8 +209,15 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
         command("verify", "--state", str(out))
     with pytest.raises(ConfigError, match="cannot be read"):
         command("verify", "--state", str(tmp_path / "nowhere"))
+    plain = new_folder(tmp_path / "plain").path
     with pytest.raises(ConfigError, match="keeps no audit log"):
-        command("verify", "--state", str(new_folder(tmp_path / "plain").path))
+        command("verify", "--state", str(plain))
+    (plain / "audit-log.head").write_bytes((out / "audit-log.head").read_bytes())
+    with pytest.raises(ConfigError, match=r"audit-log\.jsonl: cannot be read \(No such file"):
+        command("verify", "--state", str(plain))
+    (out / "ca.pem").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"ca\.pem: is damaged"):
+        command("verify", "--state", str(out))
 
 
 @pytest.mark.parametrize(("command", "out"), [("export", "copy"), ("card", "card.md")])

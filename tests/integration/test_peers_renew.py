@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -19,7 +20,7 @@ from cryptography.hazmat.primitives import serialization
 
 import peers
 from aggregator.security.certificates import new_key
-from edit.errors import RemoteProtocolError
+from edit.errors import RemoteProtocolError, TransportError
 from editpb import data_pb2, data_pb2_grpc
 from editpb.identity import Identity
 from editpb.validity import DAY_S, Validity
@@ -28,7 +29,7 @@ from peers.carriers.hub.collective import read_configuration
 from peers.carriers.io_thread import IoThread
 from peers.carriers.run_connection import Interrupted
 from peers.identity.peer_folder import Enrolment, PeerFolder
-from peers.identity.renewal import Renewal
+from peers.identity.renewal import AGAIN_S, LOOK_S, Renewal
 from peers.watching import read_status, statuses
 from tests.integration.test_certificates import shown_by
 from tests.support.running import address, running
@@ -152,6 +153,38 @@ def test_a_coordinator_that_is_away_is_told_once_and_louder_near_the_end(
         f"the certificate expires in {days} days, on " in line
         and "could not be renewed yet: cannot be reached (connection refused)" in line
     )
+
+
+def test_after_a_renewal_that_failed_it_asks_again_a_minute_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its certificate may end within the hour."""
+    slept = list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 4:
+            raise asyncio.CancelledError
+
+    async def scenario() -> None:
+        async with served(new_folder(tmp_path / "run")) as run:
+            folder = home_of(run, tmp_path / "home")
+            enrolled = folder.load(time.time())
+            channels = channels_of(enrolled)
+            renewal, answers = Renewal(folder, enrolled, channels), [TransportError("away"), TransportError("away")]
+            asked = renewal._ask
+
+            async def ask() -> bytes:
+                if answers:
+                    raise answers.pop()
+                return await asked()
+
+            monkeypatch.setattr(renewal, "_ask", ask)
+            with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+                patch.setattr("peers.identity.renewal.asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
+                await renewal.keep()
+            await channels.close()
+
+    asyncio.run(scenario())
+    assert slept == [AGAIN_S, AGAIN_S, LOOK_S, LOOK_S]
 
 
 def test_who_is_connected_is_kept_renewed_without_asking_for_it(tmp_path: Path) -> None:
