@@ -516,10 +516,11 @@ def drain(state: State = Path("edit-run")) -> None:
     from aggregator.operator_client import drain_every
 
     answers = asyncio.run(drain_every(StateFolder(state)))
+    ends = {number: "its open round" if end is None else f"outer step {end}" for number, end in answers.said.items()}
+    if len(set(ends.values())) > 1:
+        each = ", ".join(f"aggregator {number} with {end}" for number, end in ends.items())
+        typer.echo(f"they do not end together: {each}", err=True)
     answers.check()
-    ends = [f"aggregator {number} at outer step {step or 'of its open round'}" for number, step in answers.said.items()]
-    if len(set(answers.said.values())) > 1:
-        typer.echo(f"they do not end together: {', '.join(ends)}", err=True)
     typer.echo("draining; `status` shows finished when it is done")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -126,21 +126,36 @@ def call_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Ans
 
 async def ask_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
     """As `call_every`, on the loop that runs."""
+    further = range(1, 1 + len(further_addresses(folder)))
+    if not further:
+        return Answers({0: await ask_operator(folder, call)}, [])
+    first = await _ask_at_once(folder, (0,), call)
+    others = await _ask_at_once(folder, further, call)
+    return Answers(first.said | others.said, [*first.failures, *others.failures])
+
+
+async def _ask_at_once(folder: StateFolder, numbers: Collection[int], call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
+    """Run one call at these aggregators, at the same time. At the end raise what the coordinator's refusal means."""
     addresses = further_addresses(folder)
-    answers: Answers[_T] = Answers({}, [])
-    try:
-        answers.said[0] = await ask_operator(folder, call)
-    except TransportError as error:
-        if not addresses:
-            raise
-        answers.failures.append(str(error))
-    for number, address in enumerate(addresses, start=1):
-        who = f"aggregator {number} ({address})"
+
+    async def ask(number: int) -> _T | EditError:
         try:
-            answers.said[number] = await _ask(partial(_connect_further, folder, address), call, who)
+            if number == 0:
+                return await ask_operator(folder, call)
+            who = f"aggregator {number} ({addresses[number - 1]})"
+            return await _ask(partial(_connect_further, folder, addresses[number - 1]), call, who)
         except EditError as error:
-            said = str(error)
-            answers.failures.append(said if said.startswith(who) else f"{who}: {said}")
+            return error
+
+    answers: Answers[_T] = Answers({}, [])
+    for number, answer in zip(numbers, await asyncio.gather(*map(ask, numbers)), strict=True):
+        if not isinstance(answer, EditError):
+            answers.said[number] = answer
+        elif number == 0 and not isinstance(answer, TransportError):
+            raise answer
+        else:
+            who = f"aggregator {number} ({addresses[number - 1]})" if number else ""
+            answers.failures.append(str(answer) if str(answer).startswith(who) else f"{who}: {answer}")
     return answers
 
 
@@ -209,31 +224,35 @@ async def resume_run(stub: Any) -> None:
     await stub.Resume(pb.ResumeRequest(), timeout=_TIMEOUT_S)
 
 
-async def drain_run(stub: Any, outer_step: int = 0) -> int:
-    """Finish the run at an outer step; 0: with the open round. Return the one at which it will end; 0: it does not say."""
+async def drain_run(stub: Any, outer_step: int = 0) -> int | None:
+    """Finish the run at an outer step; 0: with the open round. Return the one at which it will end; None: it does not say."""
     reply: pb.DrainReply = await stub.Drain(pb.DrainRequest(outer_step=outer_step), timeout=_TIMEOUT_S)
-    return reply.outer_step
+    return reply.outer_step if reply.HasField("outer_step") else None
 
 
-async def drain_every(folder: StateFolder) -> Answers[int]:
-    """Finish the run at one outer step of all its aggregators, and return where each will end.
+async def drain_every(folder: StateFolder) -> Answers[int | None]:
+    """Finish the run at one outer step of all its aggregators, and return where each will end (`drain_run`).
 
-    It is the outer step that the open round of the one that is furthest leads to. An aggregator that is behind opens further
-    rounds until it is there, or until one commits nothing. Raises as `ask_every`.
+    It is the one after that which the open round of the furthest leads to, so that none has ended before all have been asked;
+    where no round is open, the furthest one's last. An aggregator that is behind opens further rounds until it is there, or
+    until one commits nothing. Those that did not say where they are, are asked last. Raises as `ask_every`.
     """
-    outer_step = 0
-    if further_addresses(folder):
-        statuses = await ask_every(folder, read_status)
-        outer_step = max((_reaches(status) for status in statuses.said.values()), default=0)
-    answers = await ask_every(folder, partial(drain_run, outer_step=outer_step))
-    if len(ends := set(answers.said.values())) > 1:  # one has opened a round since it was asked
-        answers = await ask_every(folder, partial(drain_run, outer_step=max(ends)))
-    return answers
+    if not further_addresses(folder):
+        return await ask_every(folder, drain_run)
+    statuses = await ask_every(folder, read_status)
+    outer_step = max(map(_drains_to, statuses.said.values()), default=0)
+    answers = await _ask_at_once(folder, statuses.said, partial(drain_run, outer_step=outer_step))
+    ends = {end for end in answers.said.values() if end is not None}
+    if len(ends) > 1:  # one went on in between
+        answers = await _ask_at_once(folder, statuses.said, partial(drain_run, outer_step=max(ends)))
+    silent = set(range(1 + len(further_addresses(folder)))) - statuses.said.keys()
+    late = await _ask_at_once(folder, sorted(silent), partial(drain_run, outer_step=max(ends, default=outer_step)))
+    return Answers(dict(sorted((answers.said | late.said).items())), [*answers.failures, *late.failures])
 
 
-def _reaches(status: RunStatus) -> int:
-    """Return the outer step that this aggregator's open round leads to; without one, its last."""
-    return status.outer_step + (status.phase in (RunPhase.COLLECTING.value, RunPhase.COMMITTING.value))
+def _drains_to(status: RunStatus) -> int:
+    """Return the outer step at which this aggregator can end at the earliest, when the others still are to be asked."""
+    return status.outer_step + 2 * (status.phase in (RunPhase.COLLECTING.value, RunPhase.COMMITTING.value))
 
 
 def evict_peer(peer_id: str, reason: str) -> Callable[[Any], Awaitable[None]]:

@@ -422,9 +422,9 @@ def report(
     from peers.watching import read_status
 
     folder = PeerFolder(home)
+    check_outside(out, (home, *(beside or ())))
     if folder.of_swarm():
         operate("report", home, "--out", out, *beside_words(beside))
-    check_outside(out, (home, *(beside or ())))
     told = overlaid(asyncio.run(read_status(folder)), runs_beside(beside or ()))
     try:
         out.write_text(render_page(told), encoding="utf-8")

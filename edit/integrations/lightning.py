@@ -16,6 +16,7 @@ from edit.worker.worker import EditWorker, WorkerConfig
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.trainer.states import TrainerStatus
 except ImportError as error:
     raise ImportError(
         f"edit.integrations.lightning needs lightning ({error}): pip install 'edit-localsgd[lightning]'"
@@ -86,7 +87,7 @@ class EditCallback(Callback):
             pl_module, trainer.optimizers, self._collective, self._config, self._leave, evaluate_outer=self._evaluate_outer
         )
         if self._evaluate_outer:
-            self._save_outer(self._attached, trainer.strategy)
+            self._save_outer(self._attached, trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Take an outcome that is there, because a training_step calls parts of the module and never the module itself."""
@@ -138,16 +139,19 @@ class EditCallback(Callback):
             attached, self._attached = self._attached, None
             attached.abandon(exception)
 
-    def _save_outer(self, attached: Attachment, strategy: Strategy) -> None:
+    def _save_outer(self, attached: Attachment, trainer: Trainer) -> None:
         """Have checkpoints hold the outer parameters; those of weights only reach no hook of a callback.
 
-        After an exception until the strategy's `teardown`: Lightning then calls that of no callback.
+        After an exception until the strategy's `teardown`: Lightning then calls that of no callback. Where a callback's
+        `on_exception` raises it does not call the strategy's, either: then until the Trainer is at work again.
         """
+        strategy = trainer.strategy
         local: Callable[[], dict[str, Any]] = strategy.lightning_module_state_dict
         teardown: Callable[[], None] = strategy.teardown
 
         def outer() -> dict[str, Any]:
-            if attached.showing:
+            over = self._attached is None and trainer.state.status is not TrainerStatus.INTERRUPTED
+            if attached.showing or over:
                 return local()
             attached.show_outer()
             try:
@@ -160,9 +164,21 @@ class EditCallback(Callback):
             self._restored.close()
             teardown()
 
-        strategy.lightning_module_state_dict, strategy.teardown = outer, restore_and_teardown
-        for name in ("lightning_module_state_dict", "teardown"):
-            self._restored.callback(strategy.__dict__.pop, name, None)
+        self._replace(strategy, "lightning_module_state_dict", outer)
+        self._replace(strategy, "teardown", restore_and_teardown)
+
+    def _replace(self, strategy: Strategy, name: str, by: Callable[[], Any]) -> None:
+        """Replace a method until `_restored` is closed: then it is as before, unless somebody else has replaced it since."""
+        before = strategy.__dict__.get(name)
+
+        def restore() -> None:
+            if strategy.__dict__.get(name) is by:
+                del strategy.__dict__[name]
+                if before is not None:
+                    setattr(strategy, name, before)
+
+        setattr(strategy, name, by)
+        self._restored.callback(restore)
 
 
 def _input_ids(batch: Any) -> int:

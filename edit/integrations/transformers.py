@@ -209,9 +209,13 @@ class EditCallback(TrainerCallback):
             if state.log_history:
                 state.log_history[-1].update(said)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Prepare what the Trainer does once per pass over the data."""
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Prepare what the Trainer does once per pass over the data; stop where that was the run's last step."""
         self._prepare(control)
+        control.should_training_stop |= self._present().worker.finished
+        return control
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Wait for the last outcome and leave the run."""

@@ -37,7 +37,7 @@ GiveOrder = Callable[[str, str], Awaitable[None]]  # order, peer_id; raises Edit
 ORDERS = {
     "pause": "The run is paused.",
     "resume": "The run goes on.",
-    "drain": "The run ends with the open round, all its parts at one outer step.",
+    "drain": "The run ends soon, at the outer step that is shown.",
     "evict": "{} is evicted.",
 }
 MOST_STREAMS = 64

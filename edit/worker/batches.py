@@ -32,7 +32,8 @@ def epochs(data: Iterable[_Batch], first: int = 0, skip: int = 0) -> Iterator[_B
             f"data: leaves out its first {skipped} batches in every pass; give the loader itself, and skip={skipped}"
         )
     for epoch in count(first):
-        for shuffled in _parts(data):
+        own = callable(getattr(data, "set_epoch", None))  # a loader that is told tells its parts, but for its sampler
+        for shuffled in (data, getattr(data, "sampler", None)) if own else _parts(data):
             if callable(set_epoch := getattr(shuffled, "set_epoch", None)):
                 set_epoch(epoch)
         batches, out = iter(data), skip if epoch == first else 0
@@ -49,9 +50,11 @@ def epochs(data: Iterable[_Batch], first: int = 0, skip: int = 0) -> Iterator[_B
 
 
 def _parts(data: object) -> list[object]:
-    """Return a loader, and what decides on its order, each once: dataset, sampler, batch sampler and the sampler of that."""
-    batches = getattr(data, "batch_sampler", None)
-    parts = (data, getattr(data, "dataset", None), getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
+    """Return a loader, and what decides on its order, each once: dataset, samplers, and batch samplers around one another."""
+    parts, part = [getattr(data, "dataset", None)], data
+    while part is not None:
+        parts += [part, getattr(part, "sampler", None)]
+        part = getattr(part, "batch_sampler", None)
     return list({id(part): part for part in parts}.values())
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from edit.command_line import CALLED_AS, SHORT_HELP, loading, need_stdout
+from edit.durable_files import check_outside
 from edit.errors import ConfigError
 from edit.view.again import WatchOption
 from peers.command_options import (
@@ -318,6 +319,7 @@ def report(
 
     Example: edit-peer swarm report --home a --beside another-run --out report.html
     """
+    check_outside(out, (home, *(beside or ())))
     operate("report", home, "--out", out, *beside_words(beside))
 
 

@@ -299,6 +299,58 @@ def test_what_is_saved_after_an_exception_holds_the_outer_parameters_if_asked_to
     assert not {"lightning_module_state_dict", "teardown"} & set(vars(trainer.strategy)), "a later fit is a plain one"
 
 
+def test_a_fit_after_one_whose_exception_could_not_be_saved_saves_the_module(tmp_path: Path) -> None:
+    """Then Lightning tears down nothing."""
+    spy, seen = Silent(run_of(lr=0.5)), list[bool]()
+    callback = EditCallback(spy, CONFIG, evaluate_outer=True)
+    stumble = Stumble(callback, spy, ValueError("stumbled"), 6, validating=False)
+
+    class Full(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_exception(self, *_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    class Saver(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(same(trainer.strategy.lightning_module_state_dict(), parameters(pl_module)))
+
+    trainer = lightning.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        callbacks=[callback, stumble, Full()],
+        limit_val_batches=0,
+    )
+    module = Module()
+    with pytest.raises(OSError, match="No space left"):
+        trainer.fit(module, data(), data(4))
+    trainer.callbacks = [Saver()]
+    trainer.fit(module, data(), data(4))
+    assert seen and all(seen)
+    assert not {"lightning_module_state_dict", "teardown"} & set(vars(trainer.strategy))
+
+
+def test_a_teardown_that_somebody_else_has_put_on_the_strategy_is_called(tmp_path: Path) -> None:
+    called = list[str]()
+
+    class Theirs(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            before = trainer.strategy.teardown
+
+            def teardown() -> None:
+                called.append("theirs")
+                before()
+
+            trainer.strategy.teardown = teardown
+
+    callback = EditCallback(run_of().collective("me"), CONFIG, evaluate_outer=True)
+    fit(tmp_path, Module(), [Theirs(), callback])
+    assert called == ["theirs"]
+
+
 def test_what_is_saved_when_the_last_outcome_fails_holds_the_outer_parameters(tmp_path: Path) -> None:
     run, outer = run_of(lr=0.5), dict[str, Tensor]()
     config = worker_config(every=EVERY, codec="fp32", mode="delayed")

@@ -305,6 +305,19 @@ def test_training_stops_when_the_run_has_finished(
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == expected
 
 
+@pytest.mark.parametrize("mode", ["blocking", "forward"])
+def test_training_stops_at_the_end_of_the_epoch_in_which_the_run_has_finished(tmp_path: Path, mode: str) -> None:
+    """Where a drain or sync.tokens ends it, so that the last step is not known before."""
+    run = run_of(outer_steps=2)
+    config = worker_config(every=EVERY, codec="fp32", mode=mode, outer_steps=1000)
+    settings = {"eval_strategy": "epoch", "save_strategy": "epoch"}
+    trainer = trainer_of(tmp_path, [EditCallback(run.collective("me"), config)], steps=100, **settings)
+    trainer.train_dataset = rows(2 * EVERY)  # two in a batch
+    trainer.train()
+    assert run.finished and trainer.state.global_step == 2 * EVERY
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [EVERY, 2 * EVERY]
+
+
 @pytest.mark.parametrize("ends", ["the run", "the Trainer"])
 def test_the_trainer_evaluates_and_saves_at_the_end_whichever_ends_first(tmp_path: Path, ends: str) -> None:
     run = run_of(outer_steps=2 if ends == "the run" else 100)

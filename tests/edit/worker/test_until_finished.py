@@ -230,9 +230,12 @@ def test_a_loader_that_leaves_out_batches_in_every_pass_is_refused() -> None:
     accelerate = pytest.importorskip("accelerate")
     data = DataLoader(torch.arange(6), batch_size=1)
     prepared = accelerate.Accelerator(cpu=True).prepare(data)
-    for loader in (data, prepared):
+    of_two = accelerate.data_loader.prepare_data_loader(
+        accelerate.skip_first_batches(data, 4), num_processes=2, process_index=0
+    )
+    for loader in (accelerate.skip_first_batches(data, 4), accelerate.skip_first_batches(prepared, 4), of_two):
         with pytest.raises(ConfigError, match=r"leaves out its first 4 batches in every pass; .*skip=4"):
-            taken(accelerate.skip_first_batches(loader, 4))
+            taken(loader)
     data.skip_batches = 4  # type: ignore[attr-defined]  # of a loader of the user's own, whatever it means there
     assert len(taken(data)) == 12
     with pytest.raises(ConfigError, match="skip = 7: data has 6 batches"):
