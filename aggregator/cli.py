@@ -406,14 +406,11 @@ def report(
     from aggregator.past import whole_status
     from aggregator.swarm.beside import runs_beside
     from edit.view.overlaid import overlaid
-    from edit.web.page import render_page
+    from edit.web.page import write_page
 
     check_outside(out, (state, *(beside or ())))
     status = whole_status(StateFolder(state))
-    try:
-        out.write_text(render_page(overlaid(status, runs_beside(beside or ()))), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    write_page(out, overlaid(status, runs_beside(beside or ())))
     typer.echo(f"{out}: {status.phase}, outer step {status.outer_step} of {status.outer_steps}")
 
 

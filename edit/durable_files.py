@@ -28,6 +28,7 @@ __all__ = [
     "hidden_prefix",
     "lock_file",
     "make_folder",
+    "names_in",
     "read_json",
     "read_private",
     "rename",
@@ -68,6 +69,16 @@ def write_atomic_with(
     could not be synced. A device or a pipe is not replaced; a link is, and what it leads to stays.
     """
     _replace(path, lambda temporary, _: write(temporary), mode, failures, shared=shared)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder; none where there is no folder. Raises StorageError where they cannot be read."""
+    try:
+        return [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # not as `Path.glob`, to which a folder that may not be read is an empty one
+        raise StorageError(f"{folder}: cannot be read ({error.strerror})") from error
 
 
 def hidden_prefix(path: Path) -> str:

@@ -416,7 +416,7 @@ def report(
     """
     check_installed()
     from edit.view.overlaid import overlaid
-    from edit.web.page import render_page
+    from edit.web.page import write_page
     from peers.identity.peer_folder import PeerFolder
     from peers.swarm.beside import runs_beside
     from peers.watching import read_status
@@ -426,10 +426,7 @@ def report(
     if folder.of_swarm():
         operate("report", home, "--out", out, *beside_words(beside))
     told = overlaid(asyncio.run(read_status(folder)), runs_beside(beside or ()))
-    try:
-        out.write_text(render_page(told), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    write_page(out, told)
     typer.echo(f"{out}: {told.phase}, outer step {told.outer_step} of {told.outer_steps}")
 
 

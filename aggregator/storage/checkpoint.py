@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from edit.durable_files import check_format, make_folder, write_atomic_with
+from edit.durable_files import check_format, make_folder, names_in, write_atomic_with
 from edit.errors import LocalProtocolError, StorageError
 from edit.plain_text import parse_json
 
@@ -169,17 +169,16 @@ def _step(metadata: Mapping[str, Any]) -> int:
 
 
 def _steps(folder: Path, suffix: str) -> list[int]:
-    """Return the outer steps of the files step-N<suffix>, ascending."""
-    names = (path.name for path in folder.glob(f"step-*{suffix}"))
+    """Return the outer steps of the files step-N<suffix>, ascending. Raises StorageError."""
+    names = (name for name in names_in(folder) if name.startswith("step-") and name.endswith(suffix))
     numbers = (name.removeprefix("step-").removesuffix(suffix) for name in names)
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def _remove_old(folder: Path, keep: int) -> None:
     """Remove what is older than the `keep` newest checkpoints; what cannot be removed now is removed after the next one."""
-    steps = _steps(folder, ".safetensors")
-    oldest = steps[-keep:][0]
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StorageError):
+        oldest = _steps(folder, ".safetensors")[-keep:][0]
         for suffix in (".safetensors", ".journal", ".updates", ".safetensors.damaged"):
             for step in _steps(folder, suffix):
                 if step < oldest:

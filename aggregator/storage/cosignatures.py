@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edit.durable_files import write_atomic
+from edit.durable_files import names_in, write_atomic
 from edit.errors import StorageError
 from edit.trust.checkpoints import (
     MOST_SIGNATURES,
@@ -35,11 +35,7 @@ def note_files(folder: Path) -> dict[int, Path]:
 
     Raises StorageError.
     """
-    try:
-        found = list(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be read ({error.strerror})") from error
-    sizes = {path: path.name.removesuffix(_SUFFIX) for path in found if path.name.endswith(_SUFFIX)}
+    sizes = {folder / name: name.removesuffix(_SUFFIX) for name in names_in(folder) if name.endswith(_SUFFIX)}
     return {int(size): path for path, size in sorted(sizes.items(), key=lambda one: one[1].zfill(20)) if size.isdecimal()}
 
 

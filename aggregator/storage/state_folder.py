@@ -14,7 +14,7 @@ from pathlib import Path
 from edit import plugins
 from edit.config.overrides import with_settings
 from edit.config.run import RunConfig, ServerConfig
-from edit.durable_files import lock_file, read_json, write_atomic, write_json
+from edit.durable_files import lock_file, names_in, read_json, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 from edit.plain_text import parse_json, quoted, reason_of
 from edit.records import ROUNDS_PER_START
@@ -288,8 +288,8 @@ class StateFolder:
 
     @property
     def founded(self) -> bool:
-        """Whether the run has, or had, parameters."""
-        return self.high_water.exists() or (self.outer.is_dir() and any(self.outer.iterdir()))
+        """Whether the run has, or had, parameters. Raises StorageError."""
+        return self.high_water.exists() or bool(names_in(self.outer))
 
     def bound(self) -> Mapping[str, str]:
         """Return the addresses that `serve` bound last, by the names that they have in run.toml; empty before the first time.

@@ -36,7 +36,7 @@ from edit import plugins
 from edit.config.in_force import in_force
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
-from edit.durable_files import read_json, write_json
+from edit.durable_files import names_in, read_json, write_json
 from edit.errors import ConfigError, EditError, RefusedError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.injection import Injected, Injection
@@ -149,17 +149,22 @@ class Store:
     # ---- writing -----------------------------------------------------------------------------------------------------------
 
     def found(self, outer: OuterState) -> None:
-        """Write the first state of the run. Raises StorageError: the run is not founded, and nothing of this state stays."""
+        """Write the first state of the run. Raises StorageError: the run is not founded, and nothing of this state stays.
+
+        A file that was there before, and could not be replaced, stays.
+        """
         if self.audit is not None:
             self.audit.attach((), outer)
         if self.part_log is not None:
             self.part_log.found(outer)
+        before = set(names_in(self._folder))
         try:
             self.checkpoint(outer)
         except StorageError:
             with contextlib.suppress(OSError):  # what cannot be removed is replaced by the next founding
                 for path_of in (checkpoint.segment_of, checkpoint.path_of):  # in this order: no segment without its checkpoint
-                    path_of(self._folder, outer.outer_step).unlink(missing_ok=True)
+                    if (path := path_of(self._folder, outer.outer_step)).name not in before:
+                        path.unlink(missing_ok=True)
             raise
 
     def round_opened(self, round_id: int) -> None:

@@ -159,14 +159,11 @@ def report(
     check_installed()
     from aggregator.swarm.beside import runs_beside
     from aggregator.swarm.watching import whole_status
-    from edit.web.page import render_page
+    from edit.web.page import write_page
 
     check_outside(out, (folder, *(beside or ())))
     told = overlaid(whole_status(folder), runs_beside(beside or ()))
-    try:
-        out.write_text(render_page(told), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    write_page(out, told)
     typer.echo(f"{out}: {told.phase}, outer step {told.outer_step} of {told.outer_steps}")
 
 
@@ -325,7 +322,7 @@ def print_report(console: Console, told: Report) -> None:
     if told.holders:
         console.print(_words(f"the authority's key: {', '.join(told.holders)}", "dim"), soft_wrap=True)
     console.print(
-        _table(("part", "owner", "outer step", "digest", "held by", "round"), [_part(told, row) for row in told.parts])
+        _table(("part", "owner", "outer step", "state", "held by", "round"), [_part(told, row) for row in told.parts])
     )
     console.print(_table(("member", "votes", "state", "owns", "why"), [_member(row) for row in told.members]))
     for peer_id, reason in told.evicted.items():

@@ -29,6 +29,7 @@ from aggregator.worker_thread import Background
 from edit.config.run import RunConfig
 from edit.council.record import Phase
 from edit.durable_files import make_folder
+from edit.errors import StorageError
 from edit.merging.outer_state import OuterState
 from editpb import control_pb2_grpc
 from editpb.transport.chunk_frames import data_handlers, handlers_of
@@ -84,7 +85,10 @@ class Engine:
     ) -> None:
         make_folder(folder, 0o700)
         orders = folder / "orders.json"
-        orders.unlink(missing_ok=True)  # of an earlier grant
+        try:
+            orders.unlink(missing_ok=True)  # of an earlier grant
+        except OSError as error:
+            raise StorageError(f"{orders}: cannot be removed ({error.strerror})") from error
         feed = RunFeed(clock.unix)
         feed.subscribe(EventLog().on_event)
         feed.subscribe(MetricsLog(folder / "metrics.jsonl", files).on_event)

@@ -6,6 +6,7 @@ All three come from the same templates. A file has its style, scripts and data i
 from __future__ import annotations
 
 import hashlib
+import os
 from base64 import b64encode
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,23 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from edit.durable_files import write_atomic
+from edit.errors import ConfigError, StorageError
 from edit.plain_text import json_text
 from edit.web import view
 from editpb.run_status import RunStatus
 
-__all__ = ["PARTS", "STATIC", "charts_json", "render_live", "render_notice", "render_page", "render_part", "round_json"]
+__all__ = [
+    "PARTS",
+    "STATIC",
+    "charts_json",
+    "render_live",
+    "render_notice",
+    "render_page",
+    "render_part",
+    "round_json",
+    "write_page",
+]
 
 STATIC = Path(__file__).with_name("static")
 PARTS = ("summary", "members", "council", "key", "rounds", "events", "settings", "leaving")  # each has a template
@@ -41,6 +54,23 @@ def render_page(status: RunStatus) -> str:
         ),
         rounds_data=_data(rounds),
     )
+
+
+def write_page(out: Path, status: RunStatus) -> None:
+    """Write the page that `render_page` returns to a file; an older one stays where this one cannot be written.
+
+    Raises ConfigError.
+    """
+    page, file = render_page(status).encode(), Path(os.path.realpath(out))  # of a link, what it leads to is replaced
+    try:
+        if file.exists() and not file.is_file():
+            file.write_bytes(page)  # a pipe, or the terminal
+        else:
+            write_atomic(file, page, shared=True)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
 
 
 def render_live(status: RunStatus, *, problem: str = "", csrf: str = "", viewer: str = "") -> str:

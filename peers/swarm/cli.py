@@ -589,7 +589,8 @@ def operate(*words: object) -> NoReturn:
     """Become the aggregator's command, which prints, asks and exits as it does."""
     from peers.swarm.aggregator_process import command
 
-    sys.stdout.flush()
+    if sys.stdout is not None:  # None: it was closed
+        sys.stdout.flush()
     line = command(*words)
     os.execve(line[0], line, {**os.environ, CALLED_AS: "edit-peer swarm"})
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,23 @@ def test_a_run_that_was_drained_has_ended_until_a_further_round_is_closed(tmp_pa
     assert past.alone(*about).phase == "finished" and past.alone(*about).waiting_for == ""
     past.take({"kind": "round", "t": 2.0, **REPORT.as_json()})
     assert past.alone(*about).phase == "stopped"
+
+
+def test_a_report_for_which_the_disk_has_no_room_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = new_folder(tmp_path / "run"), tmp_path / "report.html"
+    report(folder, out)
+    before, write = out.read_bytes(), os.write
+
+    def full(descriptor: int, data: memoryview) -> int:
+        if len(data) < 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:1000])
+
+    monkeypatch.setattr("edit.durable_files.os.write", full)
+    result = CliRunner().invoke(app, ["report", "--state", str(folder.path), "--out", str(out)])
+    with pytest.raises(ConfigError, match=r"report\.html: cannot be written \(No space left on device\)"):
+        raise result.exception or AssertionError
+    assert out.read_bytes() == before and [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -77,6 +77,20 @@ def test_an_empty_folder_has_nothing_to_recover(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
 
 
+def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who took it for one would found the run anew."""
+    save(tmp_path, 20)
+
+    def refused(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(os, "scandir", refused)  # what `Path.glob` asks
+    monkeypatch.setattr(Path, "iterdir", refused)
+    for look in (checkpoint.recover, checkpoint.latest, checkpoint.segments, lambda folder: checkpoint.recover(folder, at=20)):
+        with pytest.raises(StorageError, match=r"cannot be read \(Permission denied\)"):
+            look(tmp_path)
+
+
 def test_recovery_begins_with_the_newest(tmp_path: Path) -> None:
     save(tmp_path, 20), journal(tmp_path, 20, 21, 22)
     save(tmp_path, 22), journal(tmp_path, 22, 23)

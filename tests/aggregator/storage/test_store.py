@@ -341,6 +341,19 @@ def test_killed_while_a_checkpoint_is_written_nothing_is_missing(tmp_path: Path,
     again.close()
 
 
+def test_a_founding_that_fails_removes_nothing_that_was_there_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    founded(Store(tmp_path, config(1), "run"), 1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def save(*_: object, **__: object) -> None:
+        raise StorageError("cannot be written")
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    with pytest.raises(StorageError, match="cannot be written"):
+        founded(Store(tmp_path, config(1), "run"), 1)
+    assert before and {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("refused", ["the new segment", "the checkpoint"])
 def test_a_checkpoint_that_the_disk_refused_loses_no_later_commit(

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from edit.errors import EditError, EvictedError, TransportError
-from peers.swarm import aggregator_process
+from peers.swarm import aggregator_process, cli
 from peers.swarm.aggregator_process import MOST_RESTARTS, HostProcess, ask
 from tests.support.loops import WAIT_S
 
@@ -123,3 +124,11 @@ def test_a_command_that_becomes_the_aggregators_says_its_own_name(tmp_path: Path
     line = [sys.executable, "-m", "peers", "swarm", "status", "--home", str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.partition(": ")[0]) == (2, "edit-peer swarm")
+
+
+def test_a_command_whose_output_is_closed_is_handed_on_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = list[list[str]]()
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(cli, "os", SimpleNamespace(environ={}, execve=lambda program, line, environment: ran.append(line)))
+    cli.operate("status", "home")
+    assert ran[0][-2:] == ["status", "home"]
