@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from cryptography.hazmat.primitives.serialization import Encoding
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from aggregator.audit_verification import entries_of, verified_log
 from aggregator.storage.configurations import authorities_of
@@ -233,7 +233,8 @@ def usage_values(log: LogVerifier) -> dict[str, object]:
 
 def print_usage(log: LogVerifier) -> None:
     """Print what a verified log says of each peer."""
-    table = Table("peer", "outer steps", "tokens", "share", "missing", "verdicts by fragment", box=None)
+    headers = ("peer", "outer steps", "tokens", "share", "missing", "verdicts by fragment")
+    table = Table(*(Column(header, overflow="fold") for header in headers), box=None)  # never cut
     for peer, one in _peers(log).items():
         verdicts = ", ".join(f"{count} {printable(verdict)}" for verdict, count in sorted(one.verdicts.items()))
         share = one.share / log.commits if log.commits else 0.0

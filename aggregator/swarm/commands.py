@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from aggregator.swarm import operate
@@ -345,7 +345,8 @@ def _lost(told: Report) -> str:
 
 
 def _table(headers: tuple[str, ...], rows: list[tuple[Text, ...]]) -> Table:
-    table = Table(*headers, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    columns = (Column(header, overflow="fold") for header in headers)  # never cut
+    table = Table(*columns, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*row)
     return table

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from edit.plain_text import parse_json, printable
@@ -23,7 +23,8 @@ def print_status(console: Console, run: RunStatus, rounds: int) -> None:
     for one in run.aggregators:
         _print_headline(console, Text(f"aggregator {one.aggregator}"), one)
     print_members(console, run.members)
-    table = Table("round", "outer step", "result", "reason", "s", "MB in", "MB out", box=None, header_style="dim")
+    headers = ("round", "outer step", "result", "reason", "s", "MB in", "MB out")
+    table = Table(*(Column(header, overflow="fold") for header in headers), box=None, header_style="dim")  # never cut
     for report in run.rounds[-rounds:] if rounds else ():
         table.add_row(
             str(report.number),

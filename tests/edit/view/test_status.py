@@ -44,6 +44,13 @@ def test_no_fact_of_the_headline_is_broken(width: int) -> None:
         assert any(fact in line and len(line) <= width for line in told), fact
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_nothing_of_the_last_rounds_is_cut(width: int) -> None:
+    words = "all 4 contributors in, of whom incomprehensibilities took longest"
+    told = lines(width, rounds=(replace(status().rounds[-1], outer_step=123456, reason=words),), members=())
+    assert "MB" in "".join(told) and "…" not in "".join(told)
+
+
 def test_what_is_not_known_is_left_out() -> None:
     told = "\n".join(lines(80, digest="", parameters=0, rounds=()))
     assert "digest" not in told and "parameters" not in told and "MB in" not in told
