@@ -79,7 +79,9 @@ class Members:
             raise StorageError(
                 f"{path}: is missing: it says who is a member and who was evicted; restore it from a copy{without}"
             ) from None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+        except (ValueError, TypeError, KeyError) as error:
             raise StorageError(f"{path}: is damaged; restore it from a copy ({error})") from error
 
     @property

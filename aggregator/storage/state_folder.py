@@ -278,7 +278,9 @@ class StateFolder:
             if self.founded:
                 raise StorageError(f"{self.incarnation}: is missing; {mend}") from None
             last = 0
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise StorageError(f"{self.incarnation}: cannot be read ({reason_of(error)})") from error
+        except ValueError as error:
             raise StorageError(f"{self.incarnation}: is damaged; {mend}") from error
         if not 0 <= last < MAX_STARTS - _NOT_MET:
             raise StorageError(f"{self.incarnation}: {last} is not a number of a start; {mend}")
@@ -294,13 +296,15 @@ class StateFolder:
     def bound(self) -> Mapping[str, str]:
         """Return the addresses that `serve` bound last, by the names that they have in run.toml; empty before the first time.
 
-        Raises ConfigError when the file is damaged.
+        Raises ConfigError when the file is damaged, or cannot be read.
         """
         try:
             values = parse_json(self.addresses.read_bytes())
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ConfigError(f"{self.addresses}: cannot be read ({reason_of(error)})") from error
+        except ValueError as error:
             raise ConfigError(f"{self.addresses}: is damaged ({error}); {_SERVE_WRITES}") from error
         if not isinstance(values, dict) or not all(isinstance(values.get(name), str) for name in ("listen", "enrol_listen")):
             raise ConfigError(f"{self.addresses}: is damaged (no addresses); {_SERVE_WRITES}")

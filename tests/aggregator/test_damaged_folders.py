@@ -69,6 +69,16 @@ def write(name: str, text: str) -> Callable[[Path], object]:
     return lambda path: (path / name).write_text(text)
 
 
+def folder_for(name: str) -> Callable[[Path], object]:
+    """What cannot be read, also by root."""
+
+    def damage(path: Path) -> None:
+        (path / name).unlink()
+        (path / name).mkdir()
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -81,6 +91,9 @@ def write(name: str, text: str) -> Callable[[Path], object]:
         (write("members.json", OBJECT_DEEP), r"members\.json: is damaged; .*nested too deeply"),
         (write("orders.json", DEEP), r"orders\.json: is damaged .*nested too deeply"),
         (write("high-water.json", DEEP), r"high-water\.json: is damaged .*nested too deeply"),
+        (folder_for("addresses.json"), r"addresses\.json: cannot be read \(Is a directory\)$"),
+        (folder_for("members.json"), r"members\.json: cannot be read \(Is a directory\)$"),
+        (folder_for("incarnation"), r"incarnation: cannot be read \(Is a directory\)$"),
         (write("incarnation", "two"), r"incarnation: is damaged; write a number larger than any before into it"),
         (write("incarnation", "-3"), r"incarnation: -3 is not a number of a start"),
         (write("incarnation", str(MAX_STARTS)), r"incarnation: \d+ is not a number of a start"),
