@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,17 @@ def test_what_is_saved_after_an_exception_holds_the_outer_parameters_if_asked_to
     assert not {"lightning_module_state_dict", "teardown"} & set(vars(trainer.strategy)), "a later fit is a plain one"
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Where Lightning tears down nothing, its handlers of signals stay."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_fit_after_one_whose_exception_could_not_be_saved_saves_the_module(tmp_path: Path) -> None:
     """Then Lightning tears down nothing."""
     spy, seen = Silent(run_of(lr=0.5)), list[bool]()
