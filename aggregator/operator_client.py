@@ -137,26 +137,30 @@ async def ask_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -
 async def _ask_at_once(folder: StateFolder, numbers: Collection[int], call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
     """Run one call at these aggregators, at the same time. At the end raise what the coordinator's refusal means."""
     addresses = further_addresses(folder)
+    said: dict[int, _T] = {}
+    failures: dict[int, str] = {}
+    refusals: list[EditError] = []  # of the coordinator
 
-    async def ask(number: int) -> _T | EditError:
+    async def ask_coordinator() -> None:
         try:
-            if number == 0:
-                return await ask_operator(folder, call)
-            who = f"aggregator {number} ({addresses[number - 1]})"
-            return await _ask(partial(_connect_further, folder, addresses[number - 1]), call, who)
+            said[0] = await ask_operator(folder, call)
+        except TransportError as error:
+            failures[0] = str(error)
         except EditError as error:
-            return error
+            refusals.append(error)
 
-    answers: Answers[_T] = Answers({}, [])
-    for number, answer in zip(numbers, await asyncio.gather(*map(ask, numbers)), strict=True):
-        if not isinstance(answer, EditError):
-            answers.said[number] = answer
-        elif number == 0 and not isinstance(answer, TransportError):
-            raise answer
-        else:
-            who = f"aggregator {number} ({addresses[number - 1]})" if number else ""
-            answers.failures.append(str(answer) if str(answer).startswith(who) else f"{who}: {answer}")
-    return answers
+    async def ask_further(number: int, address: str) -> None:
+        who = f"aggregator {number} ({address})"
+        try:
+            said[number] = await _ask(partial(_connect_further, folder, address), call, who)
+        except EditError as error:
+            why = str(error)
+            failures[number] = why if why.startswith(who) else f"{who}: {why}"
+
+    await asyncio.gather(*(ask_further(n, addresses[n - 1]) if n else ask_coordinator() for n in numbers))
+    if refusals:
+        raise refusals[0]
+    return Answers(dict(sorted(said.items())), [failures[number] for number in sorted(failures)])
 
 
 def call_operator(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -> _T:
@@ -240,7 +244,7 @@ async def drain_every(folder: StateFolder) -> Answers[int | None]:
     if not further_addresses(folder):
         return await ask_every(folder, drain_run)
     statuses = await ask_every(folder, read_status)
-    outer_step = max(map(_drains_to, statuses.said.values()), default=0)
+    outer_step = max(map(_earliest_end, statuses.said.values()), default=0)
     answers = await _ask_at_once(folder, statuses.said, partial(drain_run, outer_step=outer_step))
     ends = {end for end in answers.said.values() if end is not None}
     if len(ends) > 1:  # one went on in between
@@ -250,7 +254,7 @@ async def drain_every(folder: StateFolder) -> Answers[int | None]:
     return Answers(dict(sorted((answers.said | late.said).items())), [*answers.failures, *late.failures])
 
 
-def _drains_to(status: RunStatus) -> int:
+def _earliest_end(status: RunStatus) -> int:
     """Return the outer step at which this aggregator can end at the earliest, when the others still are to be asked."""
     return status.outer_step + 2 * (status.phase in (RunPhase.COLLECTING.value, RunPhase.COMMITTING.value))
 

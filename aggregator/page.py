@@ -8,11 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 
-from aggregator.operator_client import Answers, ask_every, drain_every, evict_peer, pause_run, resume_run, watch_run
+from aggregator.operator_client import ask_every, drain_every, evict_peer, pause_run, resume_run, watch_run
 from aggregator.past import last_status
 from aggregator.security.members import OPERATOR_ID, Members
 from aggregator.storage.state_folder import StateFolder
@@ -100,9 +99,7 @@ def statuses_of_operator(folder: StateFolder, beside: Mapping[str, RunStatus]) -
 
 async def give_order(folder: StateFolder, order: str, peer_id: str) -> None:
     """Carry out one of `edit.web.app.ORDERS` at every aggregator of the run. Raises as `operator_client.ask_every`."""
-    answers: Answers[Any]
     if order == "drain":
-        answers = await drain_every(folder)
+        (await drain_every(folder)).check()
     else:
-        answers = await ask_every(folder, _ORDERS.get(order) or evict_peer(peer_id, _EVICTED))
-    answers.check()
+        (await ask_every(folder, _ORDERS.get(order) or evict_peer(peer_id, _EVICTED))).check()
