@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import json
 import os
 import secrets
@@ -71,10 +72,13 @@ def write_atomic_with(
     _replace(path, lambda temporary, _: write(temporary), mode, failures, shared=shared)
 
 
-def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; none where there is no folder. Raises StorageError where they cannot be read."""
+def names_in(folder: Path, pattern: str = "*") -> list[str]:
+    """Return the names in a folder that match a pattern of the shell, sorted; none where there is no folder.
+
+    Raises StorageError where they cannot be read.
+    """
     try:
-        return [path.name for path in folder.iterdir()]
+        return sorted(path.name for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
     except FileNotFoundError:
         return []
     except OSError as error:  # not as `Path.glob`, to which a folder that may not be read is an empty one

@@ -39,7 +39,7 @@ from aggregator.security.certificates import (
     public_key_of,
 )
 from aggregator.security.members import OPERATOR_ID, Members
-from edit.durable_files import read_json, read_private, write_atomic, write_json
+from edit.durable_files import names_in, read_json, read_private, write_atomic, write_json
 from edit.errors import ConfigError, RefusedError, StaleError, StorageError
 from edit.plain_text import reason_of
 from editpb.identity import INVITED, Identity, is_signed_by
@@ -312,7 +312,7 @@ class Authority:
     def _redeemed(self) -> set[str]:
         """Return the hashes of the tokens that were redeemed. The folder is read once: only this process adds to them."""
         if self._used is None:
-            self._used = {path.name.partition(".")[0] for path in self._invitations.glob("*.used")}
+            self._used = {name.partition(".")[0] for name in names_in(self._invitations, "*.used")}
         return self._used
 
     def _last_redeemed(self, peer_id: str) -> int:
@@ -326,7 +326,7 @@ class Authority:
         had numbers: nobody knows which earlier ones are void.
         """
         last = 0
-        for path in self._invitations.glob(pattern):
+        for path in (self._invitations / name for name in names_in(self._invitations, pattern)):
             try:
                 record = _read_record(path)
             except StorageError:

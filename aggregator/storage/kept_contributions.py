@@ -25,6 +25,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from aggregator.storage.journal_records import BadRecord, Buffer, frame, outlines, records
+from edit.durable_files import names_in
 from edit.errors import EditError, GoneError, RefusedError, StorageError
 from edit.fragments.schema import Schema
 from edit.rounds.work_claims import Work
@@ -133,9 +134,10 @@ class KeptContributions:
 
     def committed(self, outer_step: int) -> None:
         """Let go of what is older than the last outer steps, and of what did not become one. outer_step: the last one."""
-        for step, path in _kept(self._folder):
-            if step <= outer_step - self._steps or step > outer_step:
-                shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(StorageError):  # what cannot be removed now is removed after the next one
+            for step, path in _kept(self._folder):
+                if step <= outer_step - self._steps or step > outer_step:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def decided(self, outer_step: int, round_id: int, schema: Schema) -> None:
         """Let go of what is kept of this outer step if it is of another round than became it. Damaged files stay."""
@@ -230,9 +232,9 @@ def _name(fragment_id: int) -> str:
 
 def _kept(folder: Path) -> list[tuple[int, Path]]:
     found = []
-    for path in folder.glob("step-*"):
+    for name in names_in(folder, "step-*"):
         with contextlib.suppress(ValueError):
-            found.append((int(path.name.removeprefix("step-")), path))
+            found.append((int(name.removeprefix("step-")), folder / name))
     return sorted(found)
 
 

@@ -127,7 +127,7 @@ class StateFolder:
     def begun(cls, path: Path) -> bool:
         """Return whether `init` has failed here: the run has no authority, and nobody was invited to it, or served it, yet.
 
-        Raises ConfigError, OSError.
+        Raises ConfigError, StorageError, OSError.
         """
         if not cls.exists(path) or cls(path).aggregator:
             return False
@@ -135,12 +135,12 @@ class StateFolder:
 
     @staticmethod
     def _unused(path: Path) -> bool:
-        """Whether nobody was invited to the run, or served it, yet."""
-        return not any(each.exists() for each in (path / "incarnation", path / "outer", *(path / "invitations").glob("*")))
+        """Whether nobody was invited to the run, or served it, yet. Raises StorageError."""
+        return not ((path / "incarnation").exists() or (path / "outer").exists() or names_in(path / "invitations"))
 
     @classmethod
     def _make_for_new(cls, path: Path) -> None:
-        """Make the folder of a new run, if need be. Raises ConfigError where it holds a run or something else."""
+        """Make the folder of a new run, if need be. Raises ConfigError where it holds a run or something else, StorageError."""
         try:
             begun = cls.begun(path)
             if cls.exists(path) and not begun:
@@ -323,8 +323,12 @@ def contributions_of(folder: Path) -> Path:
 
 
 def part_logs(folder: Path) -> list[tuple[int, Path]]:
-    """Return the audit logs of a swarm's part, each with the number of its first entry, in order. folder: of the part."""
+    """Return the audit logs of a swarm's part, each with the number of its first entry, in order. folder: of the part.
+
+    Raises StorageError.
+    """
     name = Path(AUDIT_LOG)
-    named = ((path.stem.removeprefix(f"{name.stem}-"), path) for path in folder.glob(f"{name.stem}-*{name.suffix}"))
+    names = names_in(folder, f"{name.stem}-*{name.suffix}")
+    named = ((each.removeprefix(f"{name.stem}-").removesuffix(name.suffix), folder / each) for each in names)
     found = [(int(number), path) for number, path in named if number.isascii() and number.isdigit()]
     return sorted([*([(0, folder / AUDIT_LOG)] if (folder / AUDIT_LOG).exists() else []), *found])

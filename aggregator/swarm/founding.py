@@ -30,7 +30,7 @@ from aggregator.swarm.member_folder import MemberFolder
 from edit import plugins
 from edit.config.plugins import AGREED
 from edit.config.run import RunConfig
-from edit.durable_files import write_atomic, write_json
+from edit.durable_files import names_in, write_atomic, write_json
 from edit.errors import ConfigError, StorageError
 from edit.fragments.schema import Schema
 from edit.merging.outer_state import OuterState
@@ -66,7 +66,7 @@ def _found(path: Path, peer_id: str, theta: Path, now: float) -> str:
     if not folder.founded:
         _certify(path, authority, identity, now)
         first = _first_parameters(theta, [schema for _, schema in schemas])
-        for part in path.glob("part-*"):  # of a founding that was not completed
+        for part in (path / name for name in names_in(path, "part-*")):  # of a founding that was not completed
             shutil.rmtree(part)
         found_swarm(
             authority.run_id,

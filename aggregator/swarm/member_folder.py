@@ -17,7 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from edit.council.record import MOST_COUNT, Saved
-from edit.durable_files import write_atomic
+from edit.durable_files import names_in, write_atomic
 from edit.errors import StorageError
 from editpb.seen_entries import SEEN_FILES
 
@@ -60,7 +60,7 @@ class MemberFolder:
         What the peer has counted of its privacy budget is not among them: what was spent in a lost lineage stays spent.
         """
         patterns = ("part-*", "engine-*", "phi", "settling", "checkpoints", SEEN_FILES)
-        return [*(each for pattern in patterns for each in sorted(self._path.glob(pattern))), self._council]
+        return [*(self._path / name for pattern in patterns for name in names_in(self._path, pattern)), self._council]
 
     def port(self) -> int:
         """Return the port of last time, or 0."""
@@ -99,7 +99,7 @@ class MemberFolder:
         try:
             return Saved.decode(self._council.read_bytes(), self._council)
         except FileNotFoundError:
-            if any(self._path.glob("part-*")):
+            if names_in(self._path, "part-*"):
                 raise StorageError(f"{self._council}: is missing beside the parts; join anew with an empty folder") from None
             return None
         except OSError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -295,6 +297,23 @@ def test_an_invitation_of_before_there_were_numbers_counts_until_a_later_one_was
     redeem(authority, later, new_key())
     with pytest.raises(RefusedError, match="a later invitation for alice was used"):
         redeem(authority, tokens[0], new_key())
+
+
+def test_invitations_that_cannot_be_listed_were_not_all_unused(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = invite(authority).token
+    redeem(authority, token, new_key())
+    again = Authority.load(tmp_path, RUN)
+
+    def refused(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(os, "scandir", refused)  # what `Path.glob` asks
+    monkeypatch.setattr(Path, "iterdir", refused)
+    for ask in (lambda: invite(again), lambda: redeem(again, token, new_key())):
+        with pytest.raises(StorageError, match=r"invitations: cannot be read \(Permission denied\)"):
+            ask()
 
 
 def test_a_damaged_invitation_concerns_nobody_else(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,19 @@ def test_a_vote_is_never_forgotten_silently(tmp_path: Path) -> None:
         (tmp_path / "council.json").write_bytes(damage)
         with pytest.raises((StorageError, FormatError), match=r"council\.json"):
             folder.saved()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MemberFolder(tmp_path).part(0).mkdir()
+
+    def refused(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(os, "scandir", refused)  # what `Path.glob` asks
+    monkeypatch.setattr(Path, "iterdir", refused)
+    for look in (MemberFolder(tmp_path).saved, MemberFolder(tmp_path).of_lineage):
+        with pytest.raises(StorageError, match=r"cannot be read \(Permission denied\)"):
+            look()
 
 
 def test_a_save_that_fails_is_an_error_and_the_one_before_stays(tmp_path: Path) -> None:
