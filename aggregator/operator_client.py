@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -129,12 +129,17 @@ async def ask_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -
     further = range(1, 1 + len(further_addresses(folder)))
     if not further:
         return Answers({0: await ask_operator(folder, call)}, [])
-    first = await _ask_at_once(folder, (0,), call)
-    others = await _ask_at_once(folder, further, call)
+    return await _ask_in_order(folder, {0, *further}, call)
+
+
+async def _ask_in_order(folder: StateFolder, numbers: Set[int], call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
+    """Run one call at these aggregators: at the coordinator first, whose refusal is raised; then at the others at once."""
+    first = await _ask_at_once(folder, numbers & {0}, call)
+    others = await _ask_at_once(folder, numbers - {0}, call)
     return Answers(first.said | others.said, [*first.failures, *others.failures])
 
 
-async def _ask_at_once(folder: StateFolder, numbers: Collection[int], call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
+async def _ask_at_once(folder: StateFolder, numbers: Set[int], call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
     """Run one call at these aggregators, at the same time. At the end raise what the coordinator's refusal means."""
     addresses = further_addresses(folder)
     said: dict[int, _T] = {}
@@ -245,17 +250,22 @@ async def drain_every(folder: StateFolder) -> Answers[int | None]:
         return await ask_every(folder, drain_run)
     statuses = await ask_every(folder, read_status)
     outer_step = max(map(_earliest_end, statuses.said.values()), default=0)
-    answers = await _ask_at_once(folder, statuses.said, partial(drain_run, outer_step=outer_step))
+    answers = await _ask_in_order(folder, statuses.said.keys(), partial(drain_run, outer_step=outer_step))
     ends = {end for end in answers.said.values() if end is not None}
     if len(ends) > 1:  # one went on in between
-        answers = await _ask_at_once(folder, statuses.said, partial(drain_run, outer_step=max(ends)))
+        answers = await _ask_in_order(folder, statuses.said.keys(), partial(drain_run, outer_step=max(ends)))
     silent = set(range(1 + len(further_addresses(folder)))) - statuses.said.keys()
-    late = await _ask_at_once(folder, sorted(silent), partial(drain_run, outer_step=max(ends, default=outer_step)))
+    late = await _ask_at_once(folder, silent, partial(drain_run, outer_step=max(ends, default=outer_step)))
     return Answers(dict(sorted((answers.said | late.said).items())), [*answers.failures, *late.failures])
 
 
 def _earliest_end(status: RunStatus) -> int:
-    """Return the outer step at which this aggregator can end at the earliest, when the others still are to be asked."""
+    """Return the outer step at which this aggregator can end at the earliest, when the others still are to be asked.
+
+    Where it drains already, it is where it ends: whoever repeats the command moves no end.
+    """
+    if status.draining and status.last_step:
+        return status.last_step
     return status.outer_step + 2 * (status.phase in (RunPhase.COLLECTING.value, RunPhase.COMMITTING.value))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -71,6 +72,7 @@ class EditCallback(Callback):
         self._tokens = tokens or _input_ids
         self._attached: Attachment | None = None
         self._used = False
+        self._raised: BaseException | None = None  # out of training, until `_restored` is closed
         self._restored = ExitStack()  # when training has ended: what saves the module's own parameters
 
     @property
@@ -137,21 +139,21 @@ class EditCallback(Callback):
         """Take the hooks away; no outcome is waited for. Lightning calls this before it saves a checkpoint of the exception."""
         if self._attached is not None:
             attached, self._attached = self._attached, None
+            self._raised = exception
             attached.abandon(exception)
 
     def _save_outer(self, attached: Attachment, trainer: Trainer) -> None:
         """Have checkpoints hold the outer parameters; those of weights only reach no hook of a callback.
 
         After an exception until the strategy's `teardown`: Lightning then calls that of no callback. Where a callback's
-        `on_exception` raises it does not call the strategy's, either: then until the Trainer is at work again.
+        `on_exception` raises it does not call the strategy's, either: then while that exception is handled.
         """
         strategy = trainer.strategy
         local: Callable[[], dict[str, Any]] = strategy.lightning_module_state_dict
         teardown: Callable[[], None] = strategy.teardown
 
         def outer() -> dict[str, Any]:
-            over = self._attached is None and trainer.state.status is not TrainerStatus.INTERRUPTED
-            if attached.showing or over:
+            if attached.showing or (self._attached is None and not interrupted()):
                 return local()
             attached.show_outer()
             try:
@@ -160,7 +162,13 @@ class EditCallback(Callback):
             finally:
                 attached.hide_outer()
 
+        def interrupted() -> bool:
+            """Whether the exception that ended this training is being handled, not that of a later `fit`."""
+            handled = self._raised is not None and sys.exc_info()[1] is self._raised
+            return handled and trainer.state.status is TrainerStatus.INTERRUPTED
+
         def restore_and_teardown() -> None:
+            self._raised = None
             self._restored.close()
             teardown()
 

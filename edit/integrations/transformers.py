@@ -181,11 +181,7 @@ class EditCallback(TrainerCallback):
         if _looks(control) or attached.worker.outer_step + 1 >= self._config.sync.outer_steps:
             attached.take_fresh_outcome()
         if attached.worker.finished:
-            control.should_training_stop = True
-            if args.eval_strategy == "steps" and args.eval_delay <= state.global_step:
-                control.should_evaluate = True
-            if args.save_strategy == "steps":
-                control.should_save = True
+            _end(args, state, control)
         self._prepare(control)
         return control
 
@@ -214,7 +210,9 @@ class EditCallback(TrainerCallback):
     ) -> TrainerControl:
         """Prepare what the Trainer does once per pass over the data; stop where that was the run's last step."""
         self._prepare(control)
-        control.should_training_stop |= self._present().worker.finished
+        if self._present().worker.finished and not control.should_training_stop:
+            _end(args, state, control)
+            self._prepare(control)
         return control
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -244,6 +242,15 @@ class EditCallback(TrainerCallback):
         if self._attached is None:
             raise ConfigError("EditCallback: this Trainer does not call on_train_begin; it cannot train with others")
         return self._attached
+
+
+def _end(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    """Have the Trainer stop, and before that evaluate and save where it does so every so many steps."""
+    control.should_training_stop = True
+    if args.eval_strategy == "steps" and args.eval_delay <= state.global_step:
+        control.should_evaluate = True
+    if args.save_strategy == "steps":
+        control.should_save = True
 
 
 def _looks(control: TrainerControl) -> bool:

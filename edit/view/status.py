@@ -149,7 +149,8 @@ def print_members(console: Console, rows: Sequence[MemberStatus]) -> None:
     ):
         shown.remove(max(shown, key=lambda column: column[2]))
     headers = [header for header, _, _ in shown]
-    table = Table(*headers, box=None, header_style="dim", pad_edge=False, padding=(0, gap, 0, 0))
+    columns = (Column(header, overflow="fold") for header in headers)  # never cut
+    table = Table(*columns, box=None, header_style="dim", pad_edge=False, padding=(0, gap, 0, 0))
     for i in range(len(rows)):
         table.add_row(*(cells[header][i] for header in headers))
     console.print(table)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from base64 import b64encode
 from functools import cache
 from pathlib import Path
@@ -61,12 +62,13 @@ def write_page(out: Path, status: RunStatus) -> None:
 
     Raises ConfigError.
     """
-    page, file = render_page(status).encode(), Path(os.path.realpath(out))  # of a link, what it leads to is replaced
+    page = render_page(status).encode()
     try:
-        if file.exists() and not file.is_file():
-            file.write_bytes(page)  # a pipe, or the terminal
+        mode = out.stat().st_mode if out.exists() else stat.S_IFREG | 0o644
+        if stat.S_ISREG(mode):  # of a link, what it leads to is replaced
+            write_atomic(Path(os.path.realpath(out)), page, mode=stat.S_IMODE(mode), shared=True)
         else:
-            write_atomic(file, page, shared=True)
+            out.write_bytes(page)  # a pipe, or the terminal
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
     except StorageError as error:

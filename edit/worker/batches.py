@@ -32,8 +32,7 @@ def epochs(data: Iterable[_Batch], first: int = 0, skip: int = 0) -> Iterator[_B
             f"data: leaves out its first {skipped} batches in every pass; give the loader itself, and skip={skipped}"
         )
     for epoch in count(first):
-        own = callable(getattr(data, "set_epoch", None))  # a loader that is told tells its parts, but for its sampler
-        for shuffled in (data, getattr(data, "sampler", None)) if own else _parts(data):
+        for shuffled in _parts(data):
             if callable(set_epoch := getattr(shuffled, "set_epoch", None)):
                 set_epoch(epoch)
         batches, out = iter(data), skip if epoch == first else 0
@@ -51,8 +50,10 @@ def epochs(data: Iterable[_Batch], first: int = 0, skip: int = 0) -> Iterator[_B
 
 def _parts(data: object) -> list[object]:
     """Return a loader, and what decides on its order, each once: dataset, samplers, and batch samplers around one another."""
-    parts, part = [getattr(data, "dataset", None)], data
-    while part is not None:
+    parts, around = [getattr(data, "dataset", None)], list[object]()
+    part: object = data
+    while part is not None and not any(part is each for each in around):
+        around.append(part)
         parts += [part, getattr(part, "sampler", None)]
         part = getattr(part, "batch_sampler", None)
     return list({id(part): part for part in parts}.values())

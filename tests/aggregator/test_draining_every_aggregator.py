@@ -14,7 +14,7 @@ import pytest
 from aggregator import operator_client
 from aggregator.operator_client import drain_every
 from edit.config.run import RoundsConfig
-from edit.errors import TransportError
+from edit.errors import StorageError, TransportError
 from edit.rounds.events import Arrived, CommitSucceeded, Drain, MemberReady, Pause, Reduced
 from edit.rounds.machine import RoundMachine
 from editpb import control_pb2 as pb
@@ -36,6 +36,7 @@ class Hub:
             machine.handle(MemberReady("a", step), 0.0)
         self.away = set[int]()
         self.old = set[int]()  # those of a version that does not say where they end
+        self.full = set[int]()  # those that cannot write the order down
         self._between = between
         monkeypatch.setattr(operator_client, "further_addresses", lambda folder: [f"host:{n}" for n in range(1, len(steps))])
         monkeypatch.setattr(operator_client, "ask_operator", lambda folder, call: self._ask(0, call))
@@ -64,6 +65,8 @@ class Hub:
         machine = self.machines[number]
 
         async def drain(request: pb.DrainRequest, **_: float) -> pb.DrainReply:
+            if number in self.full:
+                raise StorageError("orders.json: cannot be written (No space left on device)")
             self._between(self)
             machine.handle(Drain(0 if number in self.old else request.outer_step), 1.0)
             ends = machine.outer_step if machine.last_step is None else machine.last_step
@@ -73,7 +76,9 @@ class Hub:
 
     @staticmethod
     async def _status(stub: Any) -> Any:
-        return SimpleNamespace(outer_step=stub.machine.outer_step, phase=stub.machine.phase.value)
+        machine: RoundMachine = stub.machine
+        phase, last_step = machine.phase.value, machine.last_step or 0
+        return SimpleNamespace(outer_step=machine.outer_step, phase=phase, draining=machine.draining, last_step=last_step)
 
 
 def drained(hub: Hub, tmp_path: Path) -> operator_client.Answers[int | None]:
@@ -92,6 +97,23 @@ def test_all_end_at_one_outer_step(
     ends = hub.ends()
     assert len(set(ends)) == 1 and ends[0] >= max(steps) + 2 and not said.failures
     assert set(said.said.values()) == {ends[0]}
+
+
+def test_repeating_it_moves_no_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub, folder = Hub(monkeypatch, 5, 4), new_folder(tmp_path / "run")
+    said = asyncio.run(drain_every(folder)).said
+    for _ in range(5):
+        hub.commit()
+        assert asyncio.run(drain_every(folder)).said == said
+    assert hub.ends() == [said[0], said[1]]
+
+
+def test_where_the_coordinator_refuses_nobody_drains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub = Hub(monkeypatch, 5, 5, 5)
+    hub.full = {0}
+    with pytest.raises(StorageError, match="No space left on device"):
+        drained(hub, tmp_path)
+    assert not any(machine.draining for machine in hub.machines)
 
 
 def test_a_paused_run_ends_where_the_furthest_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

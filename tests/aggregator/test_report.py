@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,15 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", "--state", str(folder.path), "--out", str(tmp_path)])
     with pytest.raises(ConfigError, match="cannot be written"):
         raise result.exception or AssertionError
+
+
+def test_a_report_keeps_the_permissions_of_the_older_one_and_goes_into_a_pipe(tmp_path: Path) -> None:
+    folder, out = new_folder(tmp_path / "run", toml=SHORT), tmp_path / "report.html"
+    out.touch(mode=0o600)
+    assert "<html" in report(folder, out) and out.stat().st_mode & 0o777 == 0o600
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as end, ThreadPoolExecutor() as pool:
+        page = pool.submit(end.read)
+        done = CliRunner().invoke(app, ["report", "--state", str(folder.path), "--out", f"/dev/fd/{writing}"])
+        os.close(writing)
+        assert done.exit_code == 0 and b"</html>" in page.result()

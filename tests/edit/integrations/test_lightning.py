@@ -345,6 +345,54 @@ def test_a_fit_after_one_whose_exception_could_not_be_saved_saves_the_module(tmp
     assert not {"lightning_module_state_dict", "teardown"} & set(vars(trainer.strategy))
 
 
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("again", ["within the handler", "after it"])
+def test_the_exception_of_a_later_fit_saves_the_module(tmp_path: Path, again: str) -> None:
+    """Where a callback's `on_exception` raised, so that Lightning tore down nothing."""
+    spy = Silent(run_of(lr=0.5))
+    callback = EditCallback(spy, CONFIG, evaluate_outer=True)
+    stumble = Stumble(callback, spy, ValueError("stumbled"), 6, validating=False)
+    local = dict[str, Tensor]()
+
+    class Full(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_exception(self, *_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    class Raise(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step >= 9:
+                local.update(parameters(pl_module))
+                raise ValueError("again")
+
+    trainer = lightning.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        callbacks=[callback, stumble, Full()],
+        limit_val_batches=0,
+    )
+    module = Module()
+
+    def fit_again() -> None:
+        trainer.callbacks = [Raise(), lightning.callbacks.OnExceptionCheckpoint(tmp_path / "kept")]
+        with pytest.raises(ValueError, match="again"):
+            trainer.fit(module, data(), data(4))
+
+    try:
+        trainer.fit(module, data(), data(4))
+    except OSError:
+        if again == "within the handler":
+            fit_again()
+    if again == "after it":
+        fit_again()
+    (saved,) = (tmp_path / "kept").glob("*.ckpt")
+    assert local and same(torch.load(saved, weights_only=True)["state_dict"], local)
+
+
 def test_a_teardown_that_somebody_else_has_put_on_the_strategy_is_called(tmp_path: Path) -> None:
     called = list[str]()
 

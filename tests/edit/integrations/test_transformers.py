@@ -318,6 +318,25 @@ def test_training_stops_at_the_end_of_the_epoch_in_which_the_run_has_finished(tm
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [EVERY, 2 * EVERY]
 
 
+@pytest.mark.parametrize("evaluate_outer", [True, False])
+@pytest.mark.parametrize(("evaluates", "saves"), [("epoch", "steps"), ("steps", "epoch"), ("no", "steps"), ("steps", "no")])
+def test_the_end_of_an_epoch_with_the_run_evaluates_and_saves_what_is_due_every_so_many_steps(
+    tmp_path: Path, evaluates: str, saves: str, evaluate_outer: bool
+) -> None:
+    run = run_of(outer_steps=2)
+    config = worker_config(every=EVERY, codec="fp32", mode="blocking", outer_steps=1000)
+    settings = {"eval_strategy": evaluates, "eval_steps": 50, "save_strategy": saves, "save_steps": 50}
+    callback = EditCallback(run.collective("me"), config, evaluate_outer=evaluate_outer)
+    trainer = trainer_of(tmp_path, [callback], steps=100, **settings)
+    trainer.train_dataset = rows(2 * EVERY)  # two in a batch
+    trainer.train()
+    last = trainer.state.global_step
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert run.finished and [*dict.fromkeys(evaluated)] == evaluated
+    assert (evaluated[-1:] == [last]) == (evaluates != "no")
+    assert (tmp_path / f"checkpoint-{last}").is_dir() == (saves != "no")
+
+
 @pytest.mark.parametrize("ends", ["the run", "the Trainer"])
 def test_the_trainer_evaluates_and_saves_at_the_end_whichever_ends_first(tmp_path: Path, ends: str) -> None:
     run = run_of(outer_steps=2 if ends == "the run" else 100)

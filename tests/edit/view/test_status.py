@@ -51,6 +51,14 @@ def test_nothing_of_the_last_rounds_is_cut(width: int) -> None:
     assert "MB" in "".join(told) and "…" not in "".join(told)
 
 
+def test_no_name_of_a_member_is_cut() -> None:
+    names = [f"hospital-of-saint-john-in-north-{which}" for which in ("wing", "ward", "gate")]
+    members = tuple(replace(member, peer_id=name) for member, name in zip(status().members, names, strict=False))
+    told = "".join("".join(lines(36, members=members, rounds=())).split())
+    assert "…" not in told and len(members) >= 2
+    assert all(member.peer_id[-4:] in told for member in members)
+
+
 def test_what_is_not_known_is_left_out() -> None:
     told = "\n".join(lines(80, digest="", parameters=0, rounds=()))
     assert "digest" not in told and "parameters" not in told and "MB in" not in told

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
 from edit import ConfigError, EditWorker, LocalRun, OuterConfig, RunConfig, WorkerConfig
 from edit.config.run import PenaltyConfig, SyncConfig
 from edit.records import Finished
 from edit.replica.ranks import ALONE
 from edit.replica.replica import Replica
+from edit.worker.batches import epochs
 from tests.support.lone_peer import EVERY, parameters, run_of, same, theta
 from tests.support.models import regression_batches, small_mlp, train_step
 from tests.support.ranks import at_every_rank
@@ -147,6 +148,23 @@ class Shuffled(list[Any]):
         self.passes.append(epoch)
 
 
+class Told(Sampler[list[int]]):
+    """A batch sampler around another that is told the number of each pass."""
+
+    def __init__(self, inner: BatchSampler) -> None:
+        self.batch_sampler, self.passes = inner, list[int]()
+        self.batch_size, self.drop_last = inner.batch_size, inner.drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        self.passes.append(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
 class TestTheData:
     def test_is_begun_again_after_its_end(self) -> None:
         model, batches = small_mlp(), regression_batches(0)
@@ -176,6 +194,36 @@ class TestTheData:
         resumed = taken(loader, epoch=3)
         assert rows.passes == [3, 4, 5, 6, 7, 8, 9] and sampler.epoch == 9
         assert taken(loader) != resumed and taken(loader, epoch=3) == resumed
+
+    def test_the_parts_of_a_loader_that_is_told_itself_are_told_the_pass_too(self) -> None:
+        class Told(DataLoader[Any]):
+            def set_epoch(self, epoch: int) -> None:
+                pass
+
+        rows = Shuffled(*range(8))
+        sampler: Any = DistributedSampler(rows, num_replicas=1, rank=0)  # type: ignore[arg-type]
+        taken(Told(rows, batch_sampler=BatchSampler(sampler, 4, drop_last=False)), epoch=3)  # type: ignore[arg-type]
+        assert rows.passes[:2] == [3, 4] and sampler.epoch == rows.passes[-1]
+
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_the_parts_of_a_loader_of_accelerate_are_told_the_pass(self, processes: int) -> None:
+        rows = Shuffled(*range(8 * processes))
+        sampler: Any = DistributedSampler(rows, num_replicas=1, rank=0)  # type: ignore[arg-type]
+        batches = Told(BatchSampler(sampler, 4, drop_last=False))
+        loader = DataLoader(rows, batch_sampler=batches)  # type: ignore[arg-type]
+        accelerate = pytest.importorskip("accelerate")
+        prepared = accelerate.data_loader.prepare_data_loader(loader, num_processes=processes, process_index=0)
+        taken(prepared, epoch=3)
+        last = rows.passes[-1]
+        assert {*rows.passes} == {*batches.passes} == {*range(3, last + 1)} and sampler.epoch == last > 3
+
+    def test_batches_that_are_their_own_batch_sampler_are_no_endless_loop(self) -> None:
+        class Own(list[Any]):
+            @property
+            def batch_sampler(self) -> object:
+                return self
+
+        assert next(epochs(Own([1, 2]))) == 1
 
     def test_an_iterator_ends_the_loop_with_its_last_batch(self) -> None:
         model, batches = small_mlp(), regression_batches(0)
