@@ -47,6 +47,7 @@ from aggregator.run_feed import (
 from aggregator.storage.configurations import Configurations
 from aggregator.storage.cosignatures import Cosignatures
 from aggregator.storage.high_water import Mark
+from aggregator.storage.pending_injection import Promised, Sender
 from aggregator.storage.privacy_budget import PrivacyBudget
 from aggregator.storage.store import Entries
 from edit.config.run import RunConfig
@@ -249,6 +250,7 @@ class Run:
     def _adopt(self, outer: OuterState) -> None:
         """Take the run's parameters: rounds may begin, as far as the operator's orders of an earlier process let them."""
         resources = self._resources
+        self._check_promised()
         published = PublishedState(outer, resources.store, resources.background, self.clock.monotonic)
         self._rounds = RoundRunner(
             outer,
@@ -264,6 +266,21 @@ class Run:
         if resources.orders.draining:
             self._rounds.feed(events.Drain())
         self._rounds.feed(events.Tick())
+
+    def _check_promised(self) -> None:
+        """Drop what a region brought that no commit has, if the region was evicted or has another key since.
+
+        Where its file does not say which one brought it, that was the run's only region; with several it is dropped.
+        """
+        injections = self._resources.store.injections
+        if (promised := injections.pending) is None:
+            return
+        regions = [Sender(one.peer_id, one.key) for one in self.members.all() if one.role == "region"]
+        sender = promised.sender or (regions[0] if len(regions) == 1 else None)
+        if sender is not None and self.members.still_counts(sender.name, sender.key):
+            injections.pending = Promised(promised.injection, sender)
+            return
+        injections.drop("the region that brought it was evicted or has another key, or nobody knows which one it was")
 
     # ---- what follows from an event ------------------------------------------------------------------------------------
 
@@ -513,6 +530,7 @@ class Run:
     def evict(self, peer_id: str, reason: str) -> None:
         """Shut this identity out for good, with all its ranks. Raises RefusedError for an unknown one, StorageError."""
         self.members.evict(peer_id, reason)
+        self._check_promised()
         if self._rounds is not None:
             # First: its loss alone could close the round with what it delivered.
             self._rounds.withdraw(peer_id, "was evicted", f"evicted: {reason}")
@@ -527,6 +545,7 @@ class Run:
         before, self._keys = self._keys, self.members.keys
         if self._keys is before:
             return
+        self._check_promised()
         for peer_id in [each for each, key in before.items() if self._keys.get(each, key) != key]:
             reason = _replaced(peer_id)
             if self._rounds is not None:

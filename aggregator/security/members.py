@@ -189,6 +189,11 @@ class Members:
             return 0.0
         return max(own, record.expires) if record is not None else own
 
+    def still_counts(self, peer_id: str, key: str) -> bool:
+        """Return whether what a member sent with this key (`public_hash`) counts: it was not evicted, and has no other key."""
+        record = self._records.get(peer_id)
+        return record is not None and record.evicted is None and self.keys.get(peer_id, key) == key
+
     def evicted(self, peer_id: str) -> bool:
         """Return whether the operator shut this member out."""
         record = self._records.get(peer_id)
