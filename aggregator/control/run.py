@@ -528,8 +528,12 @@ class Run:
     # ---- the operator's orders -------------------------------------------------------------------------------------------
 
     def evict(self, peer_id: str, reason: str) -> None:
-        """Shut this identity out for good, with all its ranks. Raises RefusedError for an unknown one, StorageError."""
-        self.members.evict(peer_id, reason)
+        """Shut this identity out for good, with all its ranks, also one that is only invited.
+
+        Raises RefusedError for an unknown one, StorageError.
+        """
+        invited = self._resources.invited(peer_id) if self.members.get(peer_id) is None else ""
+        self.members.evict(peer_id, reason, invited)
         self._check_promised()
         if self._rounds is not None:
             # First: its loss alone could close the round with what it delivered.
