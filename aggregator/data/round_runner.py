@@ -318,6 +318,8 @@ class RoundRunner:
             what: happened to it, as the reason of a round that is aborted says it: "was evicted".
             reason: a stream that still sends gets it.
         """
+        if self.scores is not None:
+            self.scores.withdraw(peer_id)
         if self.machine.is_merging(peer_id):
             return
         if self.machine.is_merged_early(peer_id) or self._is_brought_early(peer_id):

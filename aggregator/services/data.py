@@ -320,14 +320,16 @@ class DataService:
     async def Score(self, request: dpb.Scores, context: Context) -> dpb.ScoresReply:
         """Take what a scorer says of the last commit's contributions."""
         async with abort_on_error(context):
-            identity = self._authorizer.authorize(context, "scorer")
-            report = scores_from_pb(request)
-            self._run.check_run_id(report.run_id)
-            if self._signed:
-                check_scores(report, identity.peer_id)
-                if key_hash(report.public_key) != public_hash(self._authorizer.certificate(context)):
-                    raise RemoteProtocolError(f"{identity.peer_id} signs its scores with another key than its certificate's")
-            await self._run.rounds.score(identity.peer_id, report)
+            with self._authorizer.admit(context, "scorer") as identity:
+                report = scores_from_pb(request)
+                self._run.check_run_id(report.run_id)
+                if self._signed:
+                    check_scores(report, identity.peer_id)
+                    if key_hash(report.public_key) != public_hash(self._authorizer.certificate(context)):
+                        raise RemoteProtocolError(
+                            f"{identity.peer_id} signs its scores with another key than its certificate's"
+                        )
+                await self._run.rounds.score(identity.peer_id, report)
         return dpb.ScoresReply()
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
