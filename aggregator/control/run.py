@@ -392,7 +392,7 @@ class Run:
     @property
     def governance(self) -> str:
         """Say for whose approvals a changed configuration waits; '': none does."""
-        return self._configurations.text if self._configurations is not None else ""
+        return self._configurations.text(self.members.evicted) if self._configurations is not None else ""
 
     def proposal(self, known: int) -> Proposal:
         """Return what waits for approvals. known: as for `told`."""
@@ -417,11 +417,11 @@ class Run:
         await self._resources.background.in_worker(audit.approve, name, approval)
         if name not in configurations.approvals:
             configurations.approvals[name] = approval
-            self.feed.publish(Approved(name, configurations.text))
+            self.feed.publish(Approved(name, configurations.text(self.members.evicted)))
             if not configurations.missing:
                 self.approved.set()
             self._show_change()
-        return configurations.text
+        return configurations.text(self.members.evicted)
 
     def cosigned(self, peer_id: str, public_key: bytes, cosigned: Cosignature) -> None:
         """Take a head of the audit log that a member vouches for. Raises RemoteProtocolError where it has not signed it.
