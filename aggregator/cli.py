@@ -468,6 +468,9 @@ def evict(
 ) -> None:
     """Remove a member from the run permanently: its certificate is refused from now on.
 
+    The name of somebody who was invited and has not joined can be evicted, too: no invitation for it works any more. An evicted
+    name is not invited again: choose another one.
+
     Example: edit-coordinator evict --state my-run university-a --reason "key lost"
     """
     from aggregator.operator_client import call_every, evict_peer

@@ -43,6 +43,8 @@ class Resources:
     privacy: PrivacyBudget | None = None  # with privacy.level = "organisation"
     # Is given the schema of what is recovered; raises ConfigError where the settings do not fit it.
     fits: Callable[[Schema], None] = lambda schema: None
+    # Returns the role for which a name has an open invitation; '': it has none.
+    invited: Callable[[str], str] = lambda peer_id: ""
     # Makes the settings those of the next start, too: once they fit what is recovered, before anything is written with them.
     keep_settings: Callable[[], None] = lambda: None
     clock: Clock = field(default_factory=Clock)

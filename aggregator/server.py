@@ -172,6 +172,7 @@ class Coordinator:
             privacy=PrivacyBudget(folder.privacy_ledger, config) if config.privacy.of_organisations else None,
             fits=partial(check_founded, folder.config(), folder.aggregator),
             keep_settings=folder.keep_settings,
+            invited=lambda peer_id: authority.invited(peer_id, clock.unix()) if authority else "",
             clock=clock,
         )
         first_round_id = folder.first_round_id(clock.unix())

@@ -47,6 +47,7 @@ from aggregator.run_feed import (
 from aggregator.storage.configurations import Configurations
 from aggregator.storage.cosignatures import Cosignatures
 from aggregator.storage.high_water import Mark
+from aggregator.storage.pending_injection import Promised, Sender
 from aggregator.storage.privacy_budget import PrivacyBudget
 from aggregator.storage.store import Entries
 from edit.config.run import RunConfig
@@ -249,6 +250,7 @@ class Run:
     def _adopt(self, outer: OuterState) -> None:
         """Take the run's parameters: rounds may begin, as far as the operator's orders of an earlier process let them."""
         resources = self._resources
+        self._check_promised()
         published = PublishedState(outer, resources.store, resources.background, self.clock.monotonic)
         self._rounds = RoundRunner(
             outer,
@@ -264,6 +266,21 @@ class Run:
         if resources.orders.draining:
             self._rounds.feed(events.Drain())
         self._rounds.feed(events.Tick())
+
+    def _check_promised(self) -> None:
+        """Drop what a region brought that no commit has, if the region was evicted or has another key since.
+
+        Where its file does not say which one brought it, that was the run's only region; with several it is dropped.
+        """
+        injections = self._resources.store.injections
+        if (promised := injections.pending) is None:
+            return
+        regions = [Sender(one.peer_id, one.key) for one in self.members.all() if one.role == "region"]
+        sender = promised.sender or (regions[0] if len(regions) == 1 else None)
+        if sender is not None and self.members.still_counts(sender.name, sender.key):
+            injections.pending = Promised(promised.injection, sender)
+            return
+        injections.drop("the region that brought it was evicted or has another key, or nobody knows which one it was")
 
     # ---- what follows from an event ------------------------------------------------------------------------------------
 
@@ -375,7 +392,7 @@ class Run:
     @property
     def governance(self) -> str:
         """Say for whose approvals a changed configuration waits; '': none does."""
-        return self._configurations.text if self._configurations is not None else ""
+        return self._configurations.text(self.members.evicted) if self._configurations is not None else ""
 
     def proposal(self, known: int) -> Proposal:
         """Return what waits for approvals. known: as for `told`."""
@@ -400,11 +417,11 @@ class Run:
         await self._resources.background.in_worker(audit.approve, name, approval)
         if name not in configurations.approvals:
             configurations.approvals[name] = approval
-            self.feed.publish(Approved(name, configurations.text))
+            self.feed.publish(Approved(name, configurations.text(self.members.evicted)))
             if not configurations.missing:
                 self.approved.set()
             self._show_change()
-        return configurations.text
+        return configurations.text(self.members.evicted)
 
     def cosigned(self, peer_id: str, public_key: bytes, cosigned: Cosignature) -> None:
         """Take a head of the audit log that a member vouches for. Raises RemoteProtocolError where it has not signed it.
@@ -511,8 +528,13 @@ class Run:
     # ---- the operator's orders -------------------------------------------------------------------------------------------
 
     def evict(self, peer_id: str, reason: str) -> None:
-        """Shut this identity out for good, with all its ranks. Raises RefusedError for an unknown one, StorageError."""
-        self.members.evict(peer_id, reason)
+        """Shut this identity out for good, with all its ranks, also one that is only invited.
+
+        Raises RefusedError for an unknown one, StorageError.
+        """
+        invited = self._resources.invited(peer_id) if self.members.get(peer_id) is None else ""
+        self.members.evict(peer_id, reason, invited)
+        self._check_promised()
         if self._rounds is not None:
             # First: its loss alone could close the round with what it delivered.
             self._rounds.withdraw(peer_id, "was evicted", f"evicted: {reason}")
@@ -527,6 +549,7 @@ class Run:
         before, self._keys = self._keys, self.members.keys
         if self._keys is before:
             return
+        self._check_promised()
         for peer_id in [each for each, key in before.items() if self._keys.get(each, key) != key]:
             reason = _replaced(peer_id)
             if self._rounds is not None:

@@ -43,7 +43,7 @@ from aggregator.run_feed import (
     StepCommitted,
 )
 from aggregator.storage.kept_contributions import Kept, KeptContributions, KeptShard
-from aggregator.storage.pending_injection import check_bytes
+from aggregator.storage.pending_injection import Promised, Sender, check_bytes
 from aggregator.storage.privacy_budget import PrivacyBudget
 from edit.config.in_force import in_force
 from edit.config.run import RunConfig
@@ -119,11 +119,16 @@ class _Round:
     first_byte_at: float = math.inf
     last_byte_at: float = 0.0
     commit: Commit | None = None
-    injection: Injection | None = None  # what its commit brings of a run above
+    promised: Promised | None = None  # what its commit brings of a run above
     injection_fixed: bool = False  # its first fragment has been reduced: the others bring the same injection
     unmasked: asyncio.Task[tuple[JudgedClaims, Opening | None]] | None = None  # with masks, once it is closed
     private: asyncio.Task[tuple[Clipped, SecretNoise]] | None = None  # with privacy of organisations, once it is closed
     chosen: asyncio.Task[Chosen] | None = None  # with robust.scope = "model", once it is closed
+
+    @property
+    def injection(self) -> Injection | None:
+        """What its commit brings of a run above."""
+        return self.promised.injection if self.promised is not None else None
 
 
 class RoundRunner:
@@ -307,19 +312,27 @@ class RoundRunner:
         self.feed(events.Faulted(peer_id, round_id, reason))
 
     def withdraw(self, peer_id: str, what: str, reason: str) -> None:
-        """Drop all that a peer delivered, also what was merged early; a round that is closed is merged with it.
+        """Drop all that a member delivered, also what was merged early; a round that is closed is merged with it.
 
         Args:
             what: happened to it, as the reason of a round that is aborted says it: "was evicted".
             reason: a stream that still sends gets it.
         """
+        if self.scores is not None:
+            self.scores.withdraw(peer_id)
         if self.machine.is_merging(peer_id):
             return
-        if self.machine.is_merged_early(peer_id):
+        if self.machine.is_merged_early(peer_id) or self._is_brought_early(peer_id):
             why = f"{peer_id} {what}, and a part of what it sent is merged already"
             self.feed(events.RoundFailed(self.machine.round_id, why))
         self.feed(events.Withdrawn(peer_id))
         self._contributions.drop(peer_id, reason)
+
+    def _is_brought_early(self, peer_id: str) -> bool:
+        """Return whether what this region brought is merged with a part of the round while the collection is still open."""
+        promised = self._round.promised if self._round is not None else None
+        brought = promised is not None and promised.sender is not None and promised.sender.name == peer_id
+        return brought and self.machine.phase is Phase.COLLECTING
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -403,7 +416,7 @@ class RoundRunner:
             sources = self._sources(fragment_id, measured) if self._verified or kept is not None else []
             signed = self._headers(fragment_id, measured) if self._store.entries is not None else ()
             if not current.injection_fixed:
-                current.injection, current.injection_fixed = self._store.injections.pending, True
+                current.promised, current.injection_fixed = self._store.injections.pending, True
             run: Callable[..., Awaitable[tuple[MergeRecord, Future[None]]]] = self._background.in_worker
             if self._budget is not None:
                 if current.private is None:
@@ -835,25 +848,25 @@ class RoundRunner:
 
     @property
     def accepted(self) -> Injected | None:
-        """What of a run above is on disk and comes in with the next commit."""
-        pending = self._store.injections.pending
-        return pending.brings if pending is not None else None
+        """What of a run above comes in with the next commit: it is on disk, or in a commit under way."""
+        coming = self._store.injections.pending or (self._round.promised if self._round is not None else None)
+        return coming.injection.brings if coming is not None else None
 
     def check_injection(self, brings: Injected, base: Injected | None, replaces: bool) -> None:
         """Raise unless this run takes it as it stands; the errors are those of `edit.merging.injection`."""
         check_run(self.outer.config)
         check_order(brings, base, replaces, self.published.injected, self.published.outer_step)
 
-    async def inject(self, injection: Injection, claimed_digest: str) -> None:
+    async def inject(self, injection: Injection, claimed_digest: str, sender: Sender) -> None:
         """Write an injection, and bring it in with the next commit. Raises as `check_injection`, StorageError."""
 
         def save() -> None:
             check_bytes(injection, self.outer.schema, claimed_digest)
-            self._store.injections.save(injection)
+            self._store.injections.save(injection, sender)
 
         await self._background.in_worker(save)
         self.check_injection(injection.brings, injection.base, injection.replaces)  # a commit may have come meanwhile
-        self._store.injections.pending = injection
+        self._store.injections.pending = Promised(injection, sender)
         _log.info("outer step %d of run %s comes in with the next commit", injection.brings.upper_step, injection.brings.run_id)
 
 

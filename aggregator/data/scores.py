@@ -4,6 +4,7 @@
    is late, or is of none: StaleError.
 2. A scorer reports once of each outer step. The same report again changes nothing; another one is refused.
 3. A commit takes what is there when it begins, and waits for nobody. What comes later is late.
+4. The report of a scorer that was evicted, or has another key, is withdrawn, unless a commit has taken it already.
 
 Runs on the event loop.
 """
@@ -56,6 +57,10 @@ class Scores:
             raise StaleError(f"scores of outer step {outer_step}; the last one is {self._outer_step}, and only that is scored")
         if self._committing:
             raise StaleError(f"scores of outer step {outer_step} come too late: the next one is being committed")
+
+    def withdraw(self, scorer: str) -> None:
+        """Forget what was reported (rule 4)."""
+        self._reports.pop(scorer, None)
 
     def begin_commit(self) -> tuple[tuple[str, ...], dict[str, float]]:
         """Return who has reported, and what they say together; from now on reports are late."""

@@ -16,6 +16,7 @@ One process at a time redeems, renews and evicts (the one that holds the folder'
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import logging
 import math
@@ -204,6 +205,15 @@ class Authority:
         record = {"peer_id": peer_id, "role": role, "expires": expires, "number": number}
         write_json(self._invitations / f"{_hash(token.encode())}.json", record, version=INVITATION_FORMAT, mode=0o600)
         return Invitation(identity=identity, token=token, enrol=tuple(enrol), ca=self.ca_der, expires=expires)
+
+    def invited(self, peer_id: str, now: float) -> str:
+        """Return the role for which a name that is no member can still be enrolled by an invitation; '': it cannot."""
+        for path in (self._invitations / name for name in names_in(self._invitations, "*")):
+            with contextlib.suppress(StorageError):  # nobody can redeem what is damaged
+                record = _read_record(path)
+                if record["peer_id"] == peer_id and now < record["expires"]:
+                    return str(record["role"])
+        return ""
 
     def withdraw(self, invitation: Invitation) -> None:
         """Take an invitation back, which nobody has redeemed; it is unknown from now on. Raises OSError."""

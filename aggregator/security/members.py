@@ -1,4 +1,4 @@
-"""members.json: who was ever enrolled in the run, with which certificate, and who was evicted."""
+"""members.json: who was ever enrolled in the run, with which certificate, and who was evicted, also before it was enrolled."""
 
 from __future__ import annotations
 
@@ -189,6 +189,11 @@ class Members:
             return 0.0
         return max(own, record.expires) if record is not None else own
 
+    def still_counts(self, peer_id: str, key: str) -> bool:
+        """Return whether what a member sent with this key (`public_hash`) counts: it was not evicted, and has no other key."""
+        record = self._records.get(peer_id)
+        return record is not None and record.evicted is None and self.keys.get(peer_id, key) == key
+
     def evicted(self, peer_id: str) -> bool:
         """Return whether the operator shut this member out."""
         record = self._records.get(peer_id)
@@ -207,15 +212,19 @@ class Members:
         last = max(redeemed, self.redeemed(identity.peer_id))
         self._save({**self._records, identity.peer_id: record}, {**self._redeemed, identity.peer_id: last} if last else None)
 
-    def evict(self, peer_id: str, reason: str) -> None:
-        """Shut a member out for good. Raises RefusedError for one that was never enrolled, and for the run's own operator."""
+    def evict(self, peer_id: str, reason: str, invited: str = "") -> None:
+        """Shut a member out for good, or who is invited: no invitation of an evicted name can be redeemed.
+
+        invited: the role for which the name has an open invitation; '': it has none. Raises RefusedError for a name that was
+        neither enrolled nor invited, and for the run's own operator.
+        """
         if peer_id == OPERATOR_ID:
             raise RefusedError(f"{OPERATOR_ID} is this folder's own identity and cannot be evicted")
         record = self._records.get(peer_id)
-        if record is None and not self._enrols:
-            record = MemberRecord(peer_id=peer_id, role="peer", serial="", issued=0.0)
+        if record is None and (invited or not self._enrols):
+            record = MemberRecord(peer_id=peer_id, role=invited or "peer", serial="", issued=0.0)
         if record is None:
-            raise RefusedError(f"{one_line(peer_id, 64)} is not a member of this run")
+            raise RefusedError(f"{one_line(peer_id, 64)} is not a member of this run, and has no open invitation")
         reason = one_line(reason) or "evicted by the operator"
         self._save({**self._records, peer_id: dataclasses.replace(record, evicted=reason)})
 

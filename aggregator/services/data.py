@@ -20,6 +20,7 @@ from aggregator.security.certificates import public_hash
 from aggregator.services.authorization import Authorizer
 from aggregator.services.readers import SnapshotReaders, UpdateReaders, send
 from aggregator.storage.kept_contributions import KeptShard
+from aggregator.storage.pending_injection import Sender
 from edit.errors import EditError, GoneError, RefusedError, RemoteProtocolError, StaleError, StorageError
 from edit.fragments.schema import FragmentSpec
 from edit.fragments.shards import Shard
@@ -319,14 +320,16 @@ class DataService:
     async def Score(self, request: dpb.Scores, context: Context) -> dpb.ScoresReply:
         """Take what a scorer says of the last commit's contributions."""
         async with abort_on_error(context):
-            identity = self._authorizer.authorize(context, "scorer")
-            report = scores_from_pb(request)
-            self._run.check_run_id(report.run_id)
-            if self._signed:
-                check_scores(report, identity.peer_id)
-                if key_hash(report.public_key) != public_hash(self._authorizer.certificate(context)):
-                    raise RemoteProtocolError(f"{identity.peer_id} signs its scores with another key than its certificate's")
-            await self._run.rounds.score(identity.peer_id, report)
+            with self._authorizer.admit(context, "scorer") as identity:
+                report = scores_from_pb(request)
+                self._run.check_run_id(report.run_id)
+                if self._signed:
+                    check_scores(report, identity.peer_id)
+                    if key_hash(report.public_key) != public_hash(self._authorizer.certificate(context)):
+                        raise RemoteProtocolError(
+                            f"{identity.peer_id} signs its scores with another key than its certificate's"
+                        )
+                await self._run.rounds.score(identity.peer_id, report)
         return dpb.ScoresReply()
 
     async def Found(self, parts: AsyncIterator[dpb.FoundPart], context: Context) -> dpb.FoundReply:
@@ -349,7 +352,8 @@ class DataService:
     async def Inject(self, parts: AsyncIterator[dpb.InjectPart], context: Context) -> dpb.InjectReply:
         """Receive what the run above has decided; the regional aggregator alone may send it."""
         async with abort_on_error(context):
-            with self._authorizer.admit(context, "region"):
+            with self._authorizer.admit(context, "region") as identity:
+                sender = Sender(identity.peer_id, public_hash(self._authorizer.certificate(context)))
                 async with _drained_on_error(parts):
                     rounds, schema = self._run.rounds, self._run.rounds.published.schema
                     header = inject_header_from_pb((await _first(parts, "an injection")).header, schema)
@@ -359,7 +363,7 @@ class DataService:
                     rounds.check_injection(header.brings, header.base, header.replaces)
                     tensors = await _receive_fragments([schema.fragments[i] for i in header.fragments], parts)
                     injection = Injection(brings=header.brings, base=header.base, replaces=header.replaces, fragments=tensors)
-                    await rounds.inject(injection, header.digest)
+                    await rounds.inject(injection, header.digest, sender)
         return dpb.InjectReply()
 
     async def DescribeInjection(self, request: dpb.InjectionStateRequest, context: Context) -> dpb.InjectionState:

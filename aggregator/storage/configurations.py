@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,17 +53,18 @@ class Configurations:
         """How many more approvals the proposed configuration needs; 0 where none waits."""
         return still_needed(self.in_force, self.proposed.text, self.approvals) if self.proposed is not None else 0
 
-    @property
-    def text(self) -> str:
-        """Say what is waited for; '': nothing."""
+    def text(self, evicted: Callable[[str], bool]) -> str:
+        """Say what is waited for; '': nothing. evicted: whether a member was, and can approve nothing more."""
         if (proposed := self.proposed) is None:
             return ""
         if not (missing := self.missing):
             return f"configuration sha256:{proposed.digest} has its approvals, of {_names(self.approvals)}"
         others = [name for name in governance_of(self.in_force.text).names if name not in self.approvals]
+        able, gone = [name for name in others if not evicted(name)], [name for name in others if evicted(name)]
         more = f"waiting for {missing} more approval{'s' * (missing > 1)} of configuration sha256:{proposed.digest}"
         given = f"; {_names(self.approvals)} approved it" if self.approvals else ""
-        return f"{more}: approvers {', '.join(others)}{given}"
+        few = f" (too few are left: {', '.join(gone)} evicted)" if len(able) < missing else ""
+        return f"{more}: approvers {', '.join(able) or 'none'}{few}{given}"
 
     def since(self, number: int) -> tuple[ConfigChange, ...]:
         """Return the changes since a configuration that a peer knows, the last ones where they are too many.

@@ -20,7 +20,7 @@ from aggregator.server import Coordinator
 from aggregator.storage.operator_flags import OperatorFlags
 from aggregator.storage.store import load_outer
 from edit.codecs import decode
-from edit.errors import ConfigError, StorageError
+from edit.errors import ConfigError, RefusedError, StorageError
 from edit.fragments.digest import digest
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.records import Verdict
@@ -31,8 +31,9 @@ from editpb.identity import Identity
 from editpb.messages import PROTOCOL, Expel, Hello, RunPhase
 from editpb.status_messages import status_from_pb
 from editpb.transport.chunks import make_chunks
+from tests.aggregator.security.test_authority import new_key, request
 from tests.support.encoded import encode
-from tests.support.loops import until
+from tests.support.loops import on_a_loop, until
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 
@@ -446,6 +447,31 @@ def test_an_evicted_peer_hears_why_and_stays_out_after_a_restart(tmp_path: Path)
         assert members.why_refused(Identity(folder.run_id, "peer", "a")) == "key lost"
 
     asyncio.run(scenario())
+
+
+@on_a_loop
+async def test_a_name_that_is_only_invited_can_be_evicted_and_nobody_joins_with_it(tmp_path: Path) -> None:
+    folder, now = new_folder(tmp_path / "run"), time.time()
+    async with served(folder) as run, run.channel("op", "operator") as channel:
+        authority = Authority.load(folder.path, folder.run_id)  # of `invite`, a process of its own
+        leaked, other = (
+            authority.invite(name, role=role, enrol=("127.0.0.1:1",), lifetime_s=3600, now=now)
+            for name, role in (("b", "region"), ("c", "peer"))
+        )
+        control = BarePeer("op", folder.run_id, channel, SCHEMA).control
+        await control.Evict(control_pb2.EvictRequest(peer_id="b", reason="it leaked"))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await control.Evict(control_pb2.EvictRequest(peer_id="stranger", reason="x"))
+        assert refused.value.details() == "stranger is not a member of this run, and has no open invitation"
+        enrols = [run.coordinator.authority, Authority.load(folder.path, folder.run_id)]  # also that of a restart
+        for each in enrols:
+            assert each is not None
+            with pytest.raises(RefusedError, match=r"b was evicted \(it leaked\); choose another name"):
+                each.redeem(leaked.token, request(new_key()), now=now)
+            with pytest.raises(RefusedError, match="choose another name"):
+                each.invite("b", role="region", enrol=("127.0.0.1:1",), lifetime_s=3600, now=now)
+        assert enrols[0] is not None
+        assert enrols[0].redeem(other.token, request(new_key()), now=now)[1].peer_id == "c"
 
 
 def test_pause_aborts_the_round_and_resume_opens_another(tmp_path: Path) -> None:

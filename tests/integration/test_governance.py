@@ -132,6 +132,22 @@ def test_a_changed_configuration_waits_for_its_approvals_over_kills_and_then_cou
     assert change_.approvers == ("ann", "bob") and log.commits == 3 and log.continued == []
 
 
+@on_a_loop
+async def test_the_status_waits_for_no_approver_who_was_evicted(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=GOVERNED)
+    await founded(folder)
+    change(folder, "every = 2", "every = 3")
+    wait = f"of configuration sha256:{Configuration(2, folder.config().to_json()).digest}: approvers"
+    async with served(folder) as at:
+        ann, _, _ = (Member(at, name) for name in ("ann", "bob", "cyd"))
+        at.coordinator.run.evict("bob", "left")
+        assert run_status(at.coordinator.run).governance == f"waiting for 2 more approvals {wait} ann, cyd"
+        at.coordinator.run.evict("cyd", "left")
+        few = "(too few are left: bob, cyd evicted)"
+        assert run_status(at.coordinator.run).governance == f"waiting for 2 more approvals {wait} ann {few}"
+        assert await ann.approves(at) == f"waiting for 1 more approval {wait} none {few}; ann approved it"
+
+
 def test_serve_goes_on_under_the_configuration_that_was_approved(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run", toml=GOVERNED)
 

@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from aggregator.security.members import Members
+from aggregator.storage import checkpoint
+from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
+from edit.errors import StorageError
 from edit.fragments.digest import digest
 from edit.merging.injection import Injected
 from editpb import data_pb2, data_pb2_grpc, tensors_pb2
@@ -19,6 +23,8 @@ from editpb.control_messages import coordinator_message_from_pb, peer_message_to
 from editpb.injection_messages import inject_header_to_pb, injection_state_from_pb
 from editpb.messages import Hello, InjectHeader, InjectionState, View
 from editpb.transport.chunks import make_chunks
+from tests.support.encoded import encode
+from tests.support.loops import on_a_loop, until
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 
 ABOVE = "above"
@@ -160,6 +166,153 @@ def test_a_killed_coordinator_brings_it_in_once_and_to_the_bit(tmp_path: Path, k
     whole, interrupted = asyncio.run(scenario())
     assert whole == interrupted and len(set(whole)) == 5
     assert not list((tmp_path / "two" / "outer" / "injection").glob("step-*"))
+
+
+def replace_key(run: Served) -> None:
+    """The region has another machine from now on."""
+    run.certificate("the-region", "region", anew=True)
+    run.coordinator.run.end_replaced()
+
+
+def evict(run: Served) -> None:
+    run.coordinator.run.evict("the-region", "stolen key")
+
+
+def files(folder: StateFolder) -> list[Path]:
+    return list((folder.outer / "injection").glob("step-*"))
+
+
+def without_the_sender(folder: StateFolder) -> None:
+    """Write the file as a version did that did not say who brought it."""
+    (path,) = files(folder)
+    tensors, metadata = checkpoint.load(path)
+    del metadata["sender"]
+    checkpoint.save(path.parent, tensors, metadata, keep=1)
+
+
+AS_WITHOUT = digest([t - d for t, d in zip(theta(), delta(0), strict=True)])
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["", "killed then"])
+@pytest.mark.parametrize("shut_out", [evict, replace_key])
+@on_a_loop
+async def test_what_a_region_brought_that_is_shut_out_is_dropped(
+    tmp_path: Path, shut_out: Callable[[Served], None], killed: bool
+) -> None:
+    folder = new_folder(tmp_path / "run")
+    async with served(folder, kill=True) as run, run.peer("a") as a:
+        await found_run(a)
+        await inject(run, theta(seed=9), replaces=True)
+        assert run.coordinator.run.rounds.accepted and files(folder)
+        shut_out(run)
+        assert run.coordinator.run.rounds.accepted is None and not files(folder)
+        if not killed:
+            assert (await commit(a, 0)).digest == AS_WITHOUT
+    if killed:
+        async with served(folder) as run, run.peer("a") as a:
+            await a.attend()
+            await a.report(0)
+            assert (await commit(a, 0)).digest == AS_WITHOUT
+
+
+@pytest.mark.parametrize("shut_out", ["evicted", "another key"])
+@pytest.mark.parametrize("noted", [True, False], ids=["", "by an older version"])
+@on_a_loop
+async def test_what_a_region_brought_is_dropped_when_only_the_members_were_written_before_a_kill(
+    tmp_path: Path, shut_out: str, noted: bool
+) -> None:
+    folder = new_folder(tmp_path / "run")
+    async with served(folder, kill=True) as run, run.peer("a") as a:
+        await found_run(a)
+        await inject(run, theta(seed=9), replaces=True)
+    if shut_out == "evicted":
+        Members(folder.path / "members.json").evict("the-region", "stolen key")
+    else:
+        run.certificate("the-region", "region", anew=True)
+    if not noted:
+        without_the_sender(folder)
+    async with served(folder) as run, run.peer("a") as a:
+        comes_in = shut_out == "another key" and not noted  # nobody knows whose it was
+        assert (run.coordinator.run.rounds.accepted is not None) == bool(files(folder)) == comes_in
+        if comes_in:
+            replace_key(run)
+        await a.attend()
+        await a.report(0)
+        assert (await commit(a, 0)).digest == AS_WITHOUT
+
+
+@on_a_loop
+async def test_what_an_older_version_promised_comes_in(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run")
+    async with served(folder, kill=True) as run, run.peer("a") as a:
+        await found_run(a)
+        await inject(run, ONES)
+    without_the_sender(folder)
+    async with served(folder) as run, run.peer("a") as a:
+        await a.attend()
+        await a.report(0)
+        assert (await commit(a, 0)).digest == digest(moved(theta(), delta(0), ONES))
+
+
+@on_a_loop
+async def test_another_machine_of_the_region_brings_it_once(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+        await found_run(a)
+        await inject(run, ONES)
+        replace_key(run)
+        assert (await state(run)).accepted is None, "so the region brings it again"
+        await inject(run, ONES)
+        first = await commit(a, 0)
+        expected = moved(theta(), delta(0), ONES)
+        assert first.digest == digest(expected)
+        assert (await state(run)).injected == Injected(ABOVE, 5, 0)
+        assert (await commit(a, 1)).digest == digest([t - d for t, d in zip(expected, delta(1), strict=True)])
+
+
+@on_a_loop
+async def test_a_round_that_merged_a_part_with_what_an_evicted_region_brought_is_aborted(tmp_path: Path) -> None:
+    async with served(new_folder(tmp_path / "run", start=2)) as run, run.peer("a") as a, run.peer("b") as b:
+        round_id, machine = (await found_run(a, b)).round_id, run.coordinator.run.rounds.machine
+        await inject(run, ONES)
+        for peer in (a, b):
+            data = bytes(encode("fp32", delta(0)[0]).data)
+            await peer.send(peer.header(round_id, 0, 0, len(data)), list(make_chunks(data, 512)))
+        await until(lambda: machine._round is not None and machine._round.reduced == {0})
+        evict(run)
+        aborted = await a.view(lambda view: view.round_id > round_id)
+        assert aborted.last_reason == "the-region was evicted, and a part of what it sent is merged already"
+        for peer in (a, b):
+            await peer.contribute(aborted.round_id, 0, delta(0))
+        assert (await a.view(lambda view: view.outer_step == 1)).digest == AS_WITHOUT
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["committed", "failed"])
+@on_a_loop
+async def test_what_an_evicted_region_brought_is_in_the_commit_under_way_or_in_none(tmp_path: Path, fails: bool) -> None:
+    async with served(new_folder(tmp_path / "run")) as run, run.peer("a") as a:
+        round_id = (await found_run(a)).round_id
+        await inject(run, ONES)
+        rounds = run.coordinator.run.rounds
+        begin, accepted = rounds.published.begin, list[Injected | None]()
+
+        def evict_and_begin() -> None:
+            evict(run)
+            accepted.append(rounds.accepted)  # for this commit another machine of the region waits
+            rounds.published.begin = begin
+            if fails:
+                raise StorageError("the disk is full")
+            begin()
+
+        rounds.published.begin = evict_and_begin
+        await a.contribute(round_id, 0, delta(0))
+        if fails:
+            await a.view(lambda view: view.round_id > round_id)
+            assert rounds.accepted is None
+            after = await commit(a, 0)
+        else:
+            after = await a.view(lambda view: view.outer_step == 1)
+        assert accepted == [Injected(ABOVE, 5, 0)] and rounds.accepted is None
+        assert after.digest == (AS_WITHOUT if fails else digest(moved(theta(), delta(0), ONES)))
 
 
 def test_a_promise_that_the_disk_lost_is_told_and_can_be_repeated(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from aggregator.data.scores import Scores
 from aggregator.security.certificates import key_pem, new_key
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
-from edit.errors import GoneError, RefusedError, RemoteProtocolError, StaleError
+from edit.errors import EvictedError, GoneError, RefusedError, RemoteProtocolError, StaleError
 from edit.merging.trust import Trust, after_scores
 from edit.records import Verdict
 from editpb import data_pb2, data_pb2_grpc
@@ -33,7 +34,7 @@ from peers.carriers.hub.data_calls import DataCalls, once
 from peers.carriers.run_connection import Traffic
 from peers.scoring import Scorer
 from tests.integration.test_audit import verified
-from tests.support.loops import until
+from tests.support.loops import on_a_loop, until
 from tests.support.served import SCHEMA, TOML, BarePeer, Served, found_run, new_folder, served, theta
 from tests.support.wire import commit
 
@@ -313,6 +314,53 @@ def test_a_run_without_trust_by_loss_has_nothing_for_scorers(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
+def evict(run: Served) -> None:
+    run.coordinator.run.evict("judge", "it lies")
+
+
+def replace_key(run: Served) -> None:
+    run.coordinator.run.end_replaced()  # notes the key until now, as each tick does
+    run.certificate("judge", "scorer", anew=True)
+    run.coordinator.run.end_replaced()
+
+
+@pytest.mark.parametrize("shut_out", [evict, replace_key])
+@on_a_loop
+async def test_the_report_of_a_scorer_that_is_shut_out_counts_no_more(
+    tmp_path: Path, shut_out: Callable[[Served], None]
+) -> None:
+    folder = new_folder(tmp_path / "run", start=4, toml=SCORED)
+    async with served(folder) as run, data_calls(run) as calls, data_calls(run, "other") as others, AsyncExitStack() as stack:
+        peers = await all_peers(run, stack, 0)
+        await commit_one(run, peers, 0)
+        await calls.score(1, {"a": -1.0, "x": 1.0}, once)
+        await others.score(1, {"a": 0.1}, once)
+        shut_out(run)
+        await commit_one(run, peers, 1)
+        assert run.coordinator.run.rounds.outer.trust == {"a": Trust(0.1, 1)}
+
+
+@on_a_loop
+async def test_a_report_that_is_being_logged_when_its_scorer_is_evicted_does_not_count(tmp_path: Path) -> None:
+    folder, logged = new_folder(tmp_path / "run", start=4, toml=AUDITED), threading.Event()
+    async with served(folder) as run, signing_calls(run) as (calls, sign), AsyncExitStack() as stack:
+        peers = await all_peers(run, stack, 0)
+        await commit_one(run, peers, 0)
+        scores = run.coordinator.run.rounds.scores
+        assert scores is not None
+        holding = asyncio.ensure_future(run.coordinator.background.in_worker(logged.wait))
+        report = asyncio.ensure_future(calls.score(1, {"a": -1.0, "x": 1.0}, once, sign=sign))
+        await until(lambda: scores._being_logged)
+        evict(run)
+        logged.set()
+        with pytest.raises(EvictedError, match="it lies"):
+            await report
+        await holding
+        await commit_one(run, peers, 1)
+        assert run.coordinator.run.rounds.outer.trust == {}
+    verified(folder.path)
+
+
 def test_what_comes_while_a_commit_is_made_is_late_and_a_commit_that_fails_keeps_what_was_said() -> None:
     scores = Scores(commit())
     step = commit().outer_step
@@ -328,6 +376,9 @@ def test_what_comes_while_a_commit_is_made_is_late_and_a_commit_that_fails_keeps
     with scores.report("other", step, {peer: 0.1}) as new:
         assert new
     assert scores.begin_commit() == (("judge", "other"), {peer: 0.3})
+    scores.withdraw("judge")  # the commit has taken it; the next try has not
+    scores.undo_commit()
+    assert scores.begin_commit() == (("other",), {peer: 0.1})
     scores.undo_commit()
     with pytest.raises(StaleError, match="only that is scored"), scores.report("third", step, {peer: 0.1}):
         scores.committed(commit())

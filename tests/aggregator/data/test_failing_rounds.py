@@ -16,6 +16,7 @@ import torch
 from aggregator.control.membership import Membership
 from aggregator.server import serve_run
 from aggregator.storage.journal import Disk
+from aggregator.storage.pending_injection import Sender
 from aggregator.worker_thread import Background
 from edit.command_line import run_command
 from edit.errors import ConfigError, FormatError, LocalProtocolError, RemoteProtocolError, StorageError
@@ -112,7 +113,7 @@ def test_an_injection_is_neither_lost_nor_brought_twice(tmp_path: Path) -> None:
         async with open_rounds(tmp_path) as rounds:
             injected = Injected("above", 3, 0)
             injection = Injection(brings=injected, base=None, replaces=False, fragments=dict(enumerate(ONES)))
-            await rounds.runner.inject(injection, digest(ONES))
+            await rounds.runner.inject(injection, digest(ONES), Sender("west", ""))
             rounds.outer.record = Failing(RuntimeError("boom"), rounds.outer.record)
             rounds.ready("a")
             for round_id, accepted in ((1, injected), (2, None), (3, None)):

@@ -454,6 +454,13 @@ def test_an_evicted_member_stays_out(authority: Authority, tmp_path: Path) -> No
             attempt()
 
 
+def test_an_open_invitation_is_told_until_it_expires(authority: Authority, tmp_path: Path) -> None:
+    invite(authority, "alice", "region", lifetime_s=60.0)
+    (tmp_path / "invitations" / f"{'0' * 64}.json").write_text("damaged")
+    assert [authority.invited(name, NOW) for name in ("alice", "bob")] == ["region", ""]
+    assert authority.invited("alice", NOW + 60) == ""
+
+
 def test_who_was_never_enrolled_is_refused_and_cannot_be_evicted(authority: Authority) -> None:
     assert authority.members.why_refused(Identity(RUN, "peer", "mallory")) == "mallory is not a member of this run"
     for peer_id, reason in (("mallory", "not a member"), ("operator", "cannot be evicted")):

@@ -20,7 +20,7 @@ from aggregator.security.members import Members
 from aggregator.server import serve_run
 from aggregator.storage import checkpoint, journal, journal_records, operator_flags, published_updates, state_folder
 from aggregator.storage.operator_flags import OperatorFlags
-from aggregator.storage.pending_injection import Injections
+from aggregator.storage.pending_injection import Injections, Sender
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import Store
 from edit.command_line import run_command
@@ -46,7 +46,8 @@ def read_outer(folder: Path) -> None:
 
 def write_injection(folder: Path) -> None:
     fragments = {0: torch.ones(3)}
-    Injections(folder).save(Injection(brings=Injected("above", 3, 0), base=None, replaces=False, fragments=fragments))
+    injection = Injection(brings=Injected("above", 3, 0), base=None, replaces=False, fragments=fragments)
+    Injections(folder).save(injection, Sender("west", ""))
 
 
 def write_run(folder: Path) -> None:
