@@ -71,7 +71,8 @@ MembersOption = Annotated[
     Path | None,
     typer.Option(
         help="A file with the line of each member's `edit-peer fingerprint`: in a run with secagg.enabled, share keys with "
-        "these members only; with audit.enabled, stop when the log names another key of one."
+        "these members only; with audit.enabled, stop when the log names another key of one. Of several lines of a name the "
+        "last one is the present key."
     ),
 ]
 DhtPeersOption = Annotated[

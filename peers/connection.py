@@ -56,7 +56,8 @@ def connect(
         max_mbit: what this peer sends per second, in 10^6 bits, as `edit-peer run --max-mbit`; None: no bound.
         allow: names of codecs that are plug-ins, which you trust; as `edit-peer run --allow`.
         members: a file of the members that you know; in a run with secagg.enabled this peer shares keys with no other, and with
-            audit.enabled it stops when the log names another key of one. As `edit-peer run --members`.
+            audit.enabled it stops when the log names another key of one. Of several lines of a name the last one is the present
+            key. As `edit-peer run --members`.
     """
     folder = PeerFolder(Path(home))
     enrolled = folder.load(time.time())

@@ -13,7 +13,6 @@ from typing import Annotated, NamedTuple
 
 import typer
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 
 from aggregator.audit_commands import print_keys, print_usage, usage_values
 from aggregator.audit_verification import entries_of, verified_log
@@ -26,6 +25,7 @@ from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.canonical import parse_canonical
 from editpb.audit_log import LogFault, LogVerifier
+from editpb.earlier_keys import earlier_keys, public_key_of
 from editpb.seen_entries import SeenBy, SeenEntry, seen_entries, seen_file
 
 __all__ = ["audit"]
@@ -239,10 +239,10 @@ def _seen(folder: Path, part: int) -> list[SeenEntry]:
     if not path.exists() or not (folder / "peer.pem").exists():
         return []
     identity = identity_of(folder)
-    key = x509.load_pem_x509_certificate(_content(folder / "peer.pem")).public_key()
-    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    present = x509.load_pem_x509_certificate(_content(folder / "peer.pem"))
+    keys = (public_key_of(present), *earlier_keys(folder, identity))
     by = SeenBy(identity.run_id, identity.peer_id, part)
-    return list(seen_entries(path, _content(path).split(b"\n")[:-1], by, der))
+    return list(seen_entries(path, _content(path).split(b"\n")[:-1], by, keys))
 
 
 def _check_seen(log: LogVerifier, seen: Sequence[SeenEntry], *, newest: bool) -> None:

@@ -1,7 +1,8 @@
 """The members that this peer's operator knows: with whom a peer shares the keys of masked rounds, and with nobody else.
 
 The run's operator enrols members, and could enrol some that it invented. Members send each other the line of their own
-`edit-peer fingerprint` over another channel; a file of these lines is the --members of `edit-peer run`.
+`edit-peer fingerprint` over another channel; a file of these lines is the --members of `edit-peer run`. Of a member that got a
+new key the file has several: earlier ones are for what it has signed before, and keys are shared with the last one only.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def fingerprint(peer_id: str, key: bytes) -> str:
     return f"{peer_id} sha256:{key_hash(Signer(key).public_key)}"
 
 
-def read_members(path: Path) -> dict[str, str]:
-    """Return the hash of each member's public key, by name. Empty lines and those that begin with # count for nothing.
+def read_members(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return the hashes of each member's public keys, by name, in the order of their lines: the last one is the present key.
+
+    Empty lines and those that begin with # count for nothing.
 
     Raises ConfigError that names the line.
     """
@@ -33,15 +36,15 @@ def read_members(path: Path) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--members {path}: cannot be read ({reason_of(error)})") from error
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line)
         if match is None:
             raise ConfigError(f"--members {path}: line {number} is not NAME sha256:HASH, as `edit-peer fingerprint` prints it")
-        if found.setdefault(match["name"], match["hash"]) != match["hash"]:
-            raise ConfigError(f"--members {path}: line {number} has another key of {match['name']} than a line before")
+        name, key = match["name"], match["hash"]
+        found[name] = (*(each for each in found.get(name, ()) if each != key), key)
     if len(found) > MOST_SHARES:
         raise ConfigError(f"--members {path}: {len(found)} members; no masked round has more than {MOST_SHARES}")
     return found

@@ -1,6 +1,7 @@
 """The peer's folder: identity.json (with the coordinator's addresses), peer.key (0600), peer.pem and ca.pem, with their checks.
 
-identity.json is written last: a folder without it is not enrolled. In a swarm there are no addresses in it. join.lock is
+identity.json is written last: a folder without it is not enrolled. Where the member had another key before, its certificate is
+in earlier.pem (`editpb.earlier_keys`). In a swarm there are no addresses in it. join.lock is
 locked by whoever joins.
 """
 
@@ -23,6 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from edit.durable_files import lock_file, read_json, read_private, write_atomic, write_json
 from edit.errors import ConfigError, RemoteProtocolError, StorageError
 from edit.plain_text import quoted
+from editpb.earlier_keys import keep_earlier
 from editpb.identity import MAX_CERTIFICATE_BYTES, Identity, certificate_fault
 from editpb.invitation import MAX_ENDPOINTS, is_endpoint
 from editpb.server_certificate import ServerCertificate
@@ -160,7 +162,12 @@ class PeerFolder:
         return _load_key(self._key, self._read_key())
 
     def store(self, identity: Identity, endpoints: Sequence[str], certificate_der: bytes, ca_der: bytes) -> None:
-        """Store the result of an enrolment; identity.json last. Raises StorageError. endpoints: empty in a swarm."""
+        """Store the result of an enrolment; identity.json last. endpoints: empty in a swarm.
+
+        The certificate of an earlier key is kept (`editpb.earlier_keys`). Raises StorageError, and ConfigError where what is
+        kept of these is damaged.
+        """
+        keep_earlier(self.path, identity, self._certificate, x509.load_der_x509_certificate(certificate_der))
         write_atomic(self._ca, _pem(ca_der))
         write_atomic(self._certificate, _pem(certificate_der))
         values = {

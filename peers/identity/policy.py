@@ -285,8 +285,8 @@ class SitePolicy:
             now=now,
         )
 
-    def members(self, given: Mapping[str, str] | None, option: str) -> Mapping[str, str] | None:
-        """Return the key hashes of the members with whom keys are shared, by name; None: all.
+    def members(self, given: Mapping[str, tuple[str, ...]] | None, option: str) -> Mapping[str, tuple[str, ...]] | None:
+        """Return the key hashes of the members with whom keys are shared, as `read_members`; None: all.
 
         given: what the `option` said. Raises ConfigError where the policy names a file, and there is the option, too.
         """

@@ -46,7 +46,7 @@ def run_region(
     below: Path,
     max_mbit: float | None = None,
     allowed: frozenset[str] = frozenset(),
-    members: Mapping[str, str] | None = None,
+    members: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
     """Be the peer that `home` is enrolled as, on behalf of the run that `below` is enrolled in.
 

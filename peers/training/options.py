@@ -47,9 +47,7 @@ class PeerOptions:
     serve_snapshots: str | None = None  # HOST:PORT; None: serves none
     advertise: str | None = None  # the host by which members reach serve_snapshots; None: its HOST
     dht_peers: tuple[str, ...] = ()  # libp2p nodes of the DHT in which a lost coordinator is looked for
-    members: Mapping[str, str] | None = (
-        None  # with masks: the key hashes of the members that keys are shared with; None: of all
-    )
+    members: Mapping[str, tuple[str, ...]] | None = None  # as `MaskFolder`'s
     max_mbit: float | None = None  # what this peer sends per second, in 10^6 bits; None: no bound
     trackers: TrackerChoice = NO_TRACKERS
     hide_loss: bool = False  # its training loss is said to nobody

@@ -90,11 +90,11 @@ class ApprovalRules:
     Args:
         authorities: those that sign the certificates of its members; empty: whoever signed a certificate, it counts, which is
             for those who do not know the authority.
-        known: hashes of the public keys of members, by name, where they are known otherwise; None: of none.
+        known: hashes of the public keys of members, by name, earlier ones, too, where they are known otherwise; None: of none.
     """
 
     def __init__(
-        self, run_id: str, authorities: Collection[x509.Certificate] = (), known: Mapping[str, str] | None = None
+        self, run_id: str, authorities: Collection[x509.Certificate] = (), known: Mapping[str, tuple[str, ...]] | None = None
     ) -> None:
         self.run_id, self._authorities, self._known = run_id, tuple(authorities), known or {}
 
@@ -115,8 +115,9 @@ class ApprovalRules:
             certificate = x509.load_der_x509_certificate(approval.certificate)
             if not any(is_signed_by(certificate, each) for each in self._authorities):
                 raise RemoteProtocolError(f"the certificate of {name} is not signed by the run's authority")
-        for pinned, where in ((governance.keys, "governance.approvers names"), (self._known, "is known here")):
-            if name in pinned and pinned[name] != key_hash(key):
+        pinned = {peer: (pin,) for peer, pin in governance.keys.items()}
+        for keys, where in ((pinned, "governance.approvers names"), (self._known, "is known here")):
+            if name in keys and key_hash(key) not in keys[name]:
                 raise RemoteProtocolError(f"the approval of {name} is by another key than {where}")
         if approval.config_digest != config_digest:
             raise RemoteProtocolError(f"{name} approves another configuration, sha256:{approval.config_digest}")

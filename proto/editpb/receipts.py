@@ -66,6 +66,11 @@ class Mine:
     # Rounds that have said that they have some of it whole, and that take nothing that was sent for another round.
     delivered: frozenset[int] = frozenset()
     masks: Mapping[int, SeenMasks] = field(default_factory=dict)  # by masked round
+    earlier: frozenset[str] = frozenset()  # hashes of the keys that it had before, as its own folder or operator says
+
+    def has(self, key: bytes) -> bool:
+        """Return whether a public key (DER) is this peer's, or was."""
+        return key == self.public_key or key_hash(key) in self.earlier
 
     def with_signed(self, header: ContributionHeader) -> Mine:
         """Return it with what the peer has signed now, too."""
@@ -97,7 +102,8 @@ class Expected:
     manifest: UpdateManifest  # of the update that the receipt came with
     before: str  # digest of theta before the step; empty: not known
     mine: Mine
-    members: Mapping[str, str] | None = None  # hashes of the keys of the members that this peer knows, by name; None: of none
+    # Hashes of the keys of the members that this peer knows, by name, earlier ones, too; None: of none.
+    members: Mapping[str, tuple[str, ...]] | None = None
     masked: bool = False  # whether contributions are masked in this run
 
 
@@ -179,10 +185,8 @@ def _check_contributions(entry: dict[str, Any], expected: Expected) -> None:
     for peer, given in entry["contributions"].items():
         for values in given["parts"]:
             contributed.setdefault(values[0], set()).add(peer)
-    for peer in sorted(entry["contributions"].keys() & (expected.members or {}).keys()):
-        key = base64.b64decode(entry["contributions"][peer]["key"], validate=True)
-        if expected.members and key_hash(key) != expected.members[peer]:
-            raise ReceiptFault(f"the log names another key of {peer} than the one that this peer knows")
+    for peer, given in sorted(entry["contributions"].items()):
+        _check_known(expected, peer, base64.b64decode(given["key"], validate=True))
     mine = expected.mine.peer_id
     for fragment in entry["fragments"]:
         named, judged = contributed.get(fragment["fragment"], set()), set(fragment["verdicts"])
@@ -195,8 +199,18 @@ def _check_contributions(entry: dict[str, Any], expected: Expected) -> None:
             raise ReceiptFault(f"fragment {fragment['fragment']}: of {who} the log has a verdict or a contribution, not both")
 
 
+def _check_known(expected: Expected, peer_id: str, key: bytes) -> None:
+    """Check that a key is one that this peer knows of a member, if it knows any of it."""
+    known = (expected.members or {}).get(peer_id)
+    own = peer_id == expected.mine.peer_id and expected.mine.has(key)
+    if known is not None and not own and key_hash(key) not in known:
+        raise ReceiptFault(f"the log names another key of {peer_id} than the one that this peer knows")
+
+
 def check_mine(entry: Mapping[str, Any], mine: Mine, signed: Signed) -> None:
     """Check that an entry names a peer's own contribution as it was sent, or says that it is not in it.
+
+    One that is signed with an earlier key of the peer must be from before this process sent anything.
 
     Raises ReceiptFault, and what DAMAGE has for what is no entry of a commit.
     """
@@ -209,16 +223,17 @@ def check_mine(entry: Mapping[str, Any], mine: Mine, signed: Signed) -> None:
                 f"the log neither names the contribution of this peer to round {round_id}, nor says that it is missing"
             )
         return
-    if (key := base64.b64decode(given["key"], validate=True)) != mine.public_key:
+    if not mine.has(key := base64.b64decode(given["key"], validate=True)):
         raise ReceiptFault("the log names another key as this peer's")
     heads = seen_heads(given)
     for values in given["parts"]:
         part = dict(zip(PART, values, strict=False))
         known = mine.signatures.get(part["round_id"])
         signature = base64.b64decode(part["signature"], validate=True)
-        unknown = (
-            part["rank"] or known is None or part["attempt"] < mine.since
-        )  # then it counts whether this peer has signed it
+        # Then it counts whether this peer has signed it.
+        unknown = part["rank"] or known is None or part["attempt"] < mine.since
+        if key != mine.public_key:  # this process has signed nothing with it
+            unknown = not mine.signatures or part["attempt"] < mine.since
         sent = unknown or (known is not None and signature in known.get(part["fragment"], ()))
         if not sent or not is_signed_part(signed, mine.peer_id, key, values, heads):
             raise ReceiptFault(
@@ -247,9 +262,7 @@ def _check_masked(entry: dict[str, Any], expected: Expected) -> None:
             f"this peer has signed for that of {', '.join(sorted(seen.agreed[1]))}"
         )
     for advert in agreed.roster.adverts:
-        known = (expected.members or {}).get(advert.peer_id)
-        if known is not None and key_hash(advert.public_key) != known:
-            raise ReceiptFault(f"the log names another key of {advert.peer_id} than the one that this peer knows")
+        _check_known(expected, advert.peer_id, advert.public_key)
 
 
 def _check_seen(receipt: LogReceipt, entry: dict[str, Any], head: Head, expected: Expected) -> None:

@@ -4,11 +4,12 @@
 
 The statement ("edit-seen-entry-v1") has the run, the peer, the part, the outer step, the hash of its entry, and the root of the
 tree of all entries up to it. So a changed line, or that of another peer, is found, and nobody is accused over it.
+A line from before the peer was invited again is signed with its key of then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,8 @@ def seen_line(by: SeenBy, seen: SeenEntry, signer: Signer) -> bytes:
     )
 
 
-def read_seen(path: Path, line: bytes, by: SeenBy, public_key: bytes) -> SeenEntry:
-    """Return what a line says. public_key: of the peer (DER).
+def read_seen(path: Path, line: bytes, by: SeenBy, public_keys: Collection[bytes]) -> SeenEntry:
+    """Return what a line says. public_keys: of the peer (DER), earlier ones, too.
 
     Raises ValueError where it is damaged, or of another peer or part, and FormatError for one of another format.
     """
@@ -84,22 +85,22 @@ def read_seen(path: Path, line: bytes, by: SeenBy, public_key: bytes) -> SeenEnt
         raise ValueError("it is not a JSON object")
     try:
         check_format(path, said["format"], SEEN_FORMAT)
-        return _checked(said, by, public_key)
+        return _checked(said, by, public_keys)
     except (KeyError, TypeError) as error:
         raise ValueError(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from error
 
 
-def seen_entries(path: Path, lines: Iterable[bytes], by: SeenBy, public_key: bytes) -> Iterator[SeenEntry]:
+def seen_entries(path: Path, lines: Iterable[bytes], by: SeenBy, public_keys: Collection[bytes]) -> Iterator[SeenEntry]:
     """Yield what the lines of a file say, as `read_seen`. Raises ConfigError that names the line, and the mend."""
     for number, line in enumerate(lines, start=1):
         try:
-            yield read_seen(path, line, by, public_key)
+            yield read_seen(path, line, by, public_keys)
         except ValueError as error:
-            mend = "restore it from a copy; without it nobody notices here if the audit log was changed before"
+            mend = "restore it from a copy, or move it away; without it nobody notices here if the audit log was changed before"
             raise ConfigError(f"{path}: line {number} cannot be used: {error}; {mend}") from error
 
 
-def _checked(said: Mapping[str, Any], by: SeenBy, public_key: bytes) -> SeenEntry:
+def _checked(said: Mapping[str, Any], by: SeenBy, public_keys: Collection[bytes]) -> SeenEntry:
     found = SeenBy(*(said[name] for name in ("run_id", "peer_id", "part")))
     if found != by:
         raise ValueError(
@@ -110,8 +111,8 @@ def _checked(said: Mapping[str, Any], by: SeenBy, public_key: bytes) -> SeenEntr
         )
     leaf, root, signature = (_bytes(said[name]) for name in ("leaf", "root", "signature"))
     seen = SeenEntry(said["outer_step"], leaf, root)
-    if not is_signed(public_key, signature, by.statement(seen)):
-        raise ValueError("it is not signed with this peer's key")
+    if not any(is_signed(key, signature, by.statement(seen)) for key in public_keys):
+        raise ValueError("it is not signed with a key of this peer")
     return seen
 
 

@@ -492,7 +492,7 @@ def test_the_status_and_the_audit_log_of_a_masked_run(tmp_path: Path) -> None:
 
 def test_keys_are_shared_with_known_members_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = new_folder(tmp_path / "run", toml=toml())
-    members = {"a": "0" * 64, "d": "1" * 64}  # other keys than the authority has enrolled
+    members = {"a": ("0" * 64,), "d": ("1" * 64,)}  # other keys than the authority has enrolled
     with running(folder) as here, ExitStack() as stack:
         collectives = stack.enter_context(connected(folder, here, tmp_path, NAMES[:3]))
         wary = stack.enter_context(connected(folder, here, tmp_path, ("d",), members))

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, RefusedError
@@ -31,6 +32,7 @@ from editpb import council_pb2_grpc
 from editpb.audit_log import LogVerifier, RoundFacts
 from editpb.consents import signed_consent
 from editpb.council_messages import LogDoubt, doubt_to_pb, goes_on_from_pb, logged_from_pb
+from editpb.earlier_keys import keep_earlier
 from editpb.identity import Identity
 from editpb.messages import Consent, DataStatement, LoggedEntry
 from editpb.owner_signatures import signed_by_owner
@@ -397,6 +399,31 @@ def test_after_a_restart_a_log_that_lost_or_changed_what_the_peer_has_seen_is_fo
             path.write_bytes(b"".join(kept.splitlines(keepends=True)[:2]))  # as if it had not seen the fourth entry yet
             (said,) = await at.takes(4)
             assert "outer step 4: the log does not go on from the 3 entries that this peer has seen" in said
+
+    run_held(body())
+
+
+def test_after_a_new_key_it_goes_on_from_what_was_seen_with_the_earlier_one_which_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with hosts(tmp_path, config=audited()) as swarm:
+            await grown(swarm)
+            for step in (1, 2):
+                await take_step(swarm, step)
+            at = Restarted(swarm, tmp_path / "b", monkeypatch, caplog)
+            assert await at.takes(1) == []
+            first, key = (at.home / "receipts-part-0.jsonl").read_bytes(), Signer(at.key).public_key
+
+            identity, before = Identity(swarm.run_id, "peer", "b"), swarm.keys.pop("b")
+            (at.home / "peer.pem").write_bytes(before[1])
+            keep_earlier(at.home, identity, at.home / "peer.pem", x509.load_pem_x509_certificate(swarm.own("b")[1]))
+            mine = at.opened().parts[0].mine
+            assert mine.has(key) and mine.public_key != key
+            assert await at.takes(2) == []
+            assert (at.home / "receipts-part-0.jsonl").read_bytes().startswith(first)
+            kept = at.opened().parts[0].kept
+            assert kept.at(1) is not None and kept.at(2) is not None
 
     run_held(body())
 

@@ -16,7 +16,7 @@ from edit.errors import ConfigError, FormatError, TransportError
 from edit.trust.canonical import canonical
 from edit.trust.checkpoints import Cosigner, LogSigner, NoteKey, signature_of
 from edit.trust.merkle import MerkleTree, leaf_hash
-from edit.trust.signatures import key_hash
+from edit.trust.signatures import Signer, key_hash
 from editpb import data_pb2
 from editpb.audit_log import log_origin
 from editpb.data_messages import receipt_from_pb, receipt_to_pb, update_manifest_from_pb, update_request_to_pb
@@ -214,6 +214,24 @@ def test_what_an_earlier_process_has_signed_counts_and_of_the_present_one_only_w
         check_receipt(told.last, replace(told.expected, mine=replace(mine, signatures=others)))
 
 
+def test_what_an_earlier_key_of_this_peer_has_signed_counts_until_this_process_sends_something(told: Told) -> None:
+    signed, earlier = told.expected.mine, frozenset({key_hash(told.expected.mine.public_key)})
+    new = Mine("a", Signer(member_key()).public_key, earlier=earlier)
+
+    def check(mine: Mine, receipt: LogReceipt = told.last) -> None:
+        check_receipt(receipt, replace(told.expected, mine=mine))
+
+    check(new)
+    check(replace(new, signatures=signed.signatures, since=1))  # it was sent before
+    with pytest.raises(ReceiptFault, match="names another contribution of this peer"):
+        check(replace(new, signatures={99: {0: (bytes(64),)}}))
+    with pytest.raises(ReceiptFault, match="the log names another key as this peer's"):
+        check(replace(new, earlier=frozenset({"0" * 64})))
+    for lie in ("my tokens", "my signature"):
+        with pytest.raises(ReceiptFault, match="names another contribution of this peer"):
+            check(new, rewritten(told, LIES[lie][0]))
+
+
 def test_a_log_that_leaves_a_peer_out_must_say_so(told: Told) -> None:
     fragments = tuple(
         replace(one, commit=replace(one.commit, verdicts=tuple(v for v in one.commit.verdicts if v.peer_id != "a")))
@@ -297,7 +315,7 @@ def test_the_key_of_a_member_that_the_peer_knows_is_compared(told: Told) -> None
     key = base64.b64decode(json.loads(told.last.entry)["contributions"]["b"]["key"])
     check_receipt(told.last, replace(told.expected, members={"b": key_hash(key), "z": "0" * 64}))
     with pytest.raises(ReceiptFault, match="names another key of b than the one that this peer knows"):
-        check_receipt(told.last, replace(told.expected, members={"b": "0" * 64}))
+        check_receipt(told.last, replace(told.expected, members={"b": ("0" * 64, "1" * 64)}))
 
 
 def test_what_is_too_large_or_no_receipt_is_refused(told: Told) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import shutil
 import threading
@@ -12,11 +13,13 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 import pytest
 import torch
+from cryptography import x509
 from torch import nn
 
 from aggregator.control.status import run_status
@@ -29,8 +32,10 @@ from edit.errors import RefusedError
 from edit.records import Commit, Committed
 from edit.replica.ranks import Ranks
 from edit.trust.checkpoints import Cosigner, LogSigner, NoteKey, open_note, parse_checkpoint, signature_of
+from edit.trust.signatures import Signer, key_hash
 from editpb.audit_log import LogVerifier
 from editpb.control_messages import peer_message_to_pb
+from editpb.earlier_keys import keep_earlier
 from editpb.identity import Identity
 from editpb.invitation import Invitation
 from editpb.messages import Cosignature, Heartbeat, LogReceipt, PeerState, SeenHead
@@ -93,8 +98,19 @@ class Member(Learner):
 
 
 @contextmanager
-def members(folder: StateFolder, here: Running, homes: Path, names: str = "ab") -> Iterator[dict[str, Member]]:
-    """Peers that attend, each with the home of its name; those that were there before have the same key."""
+def members(
+    folder: StateFolder,
+    here: Running,
+    homes: Path,
+    names: str = "ab",
+    *,
+    known: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({}),
+    resumed: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType({}),
+) -> Iterator[dict[str, Member]]:
+    """Peers that attend, each with the home of its name; those that were there before have the same key.
+
+    known: the keys of members that each of them knows. resumed: `saved` of those that go on from there.
+    """
     settings = folder.config()
     with ExitStack() as stack:
         io = stack.enter_context(IoThread())
@@ -108,12 +124,23 @@ def members(folder: StateFolder, here: Running, homes: Path, names: str = "ab") 
             key, certificate = ((home / file).read_bytes() for file in ("peer.key", "peer.pem"))
             credentials = grpc.ssl_channel_credentials(here.served.ca, key, certificate)
             channels = Channels([address(folder)], credentials)
-            masks, identity = MaskFolder(home / "revealed.json"), Identity(folder.run_id, "peer", name)
+            masks, identity = MaskFolder(home / "revealed.json", known.get(name)), Identity(folder.run_id, "peer", name)
             hub = HubCollective(io, channels, identity, site=Site(key=key, masks=masks, receipts=home))
             stack.callback(hub.close)
-            found[name] = Member(name, hub, settings, home=home)
+            one = found[name] = Member(name, hub, settings, home=home)
+            for each, state in zip(has_state(one), resumed.get(name, ()), strict=False):
+                each.load_state_dict(state)
         enter_together(stack, [one.worker for one in found.values()])
         yield found
+
+
+def has_state(member: Member) -> tuple[Any, ...]:
+    """What a member resumes from."""
+    return member.worker, member.model, member.optimizer
+
+
+def saved(member: Member) -> tuple[dict[str, Any], ...]:
+    return tuple(copy.deepcopy(each.state_dict()) for each in has_state(member))
 
 
 def vouched(member: Member) -> Cosignature | None:
@@ -174,6 +201,40 @@ def test_an_honest_run_goes_on(tmp_path: Path, sync: str, rounds: str) -> None:
         [len(given.get("seen", ())) for given in line["contributions"].values()] for line in lines if line["kind"] == "commit"
     ]
     assert seen == [[0, 0], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("said", ["in its folder", "by its operator", ""])
+def test_updates_with_what_a_member_signed_before_it_got_a_new_key_are_taken(tmp_path: Path, said: str) -> None:
+    """Its checkpoint and another member's are from before. Unless it is known that the key was its own, that is a fault."""
+    folder = new_folder(tmp_path / "run", toml=toml(4, "strict = true", more="[storage]\nkeep_updates = 5\n"))
+    home, identity = tmp_path / "b", Identity(folder.run_id, "peer", "b")
+
+    def key() -> str:
+        return key_hash(Signer((home / "peer.key").read_bytes()).public_key)
+
+    with running(folder) as here, ExitStack() as left:
+        with members(folder, here, tmp_path) as two:
+            exchange(two)
+            states = {name: saved(one) for name, one in two.items()}
+            exchange(two)
+        before = key()
+        new = here.served.certificate("b", anew=True)
+        if said == "in its folder":
+            keep_earlier(home, identity, home / "peer.pem", x509.load_pem_x509_certificate(new[1]))
+        for file, data in zip(("peer.key", "peer.pem"), new, strict=True):
+            (home / file).write_bytes(data)
+        here.tell(lambda run: run.end_replaced())
+        known = {"a": {"b": (before, key()) if said else (key(),)}}
+        if said == "by its operator":
+            known["b"] = known["a"]
+        if not said:
+            left.enter_context(pytest.raises(RefusedError, match="the log names another key"))
+        two = left.enter_context(members(folder, here, tmp_path, known=known, resumed=states))
+        assert {one.worker.outer_step for one in two.values()} == {1}
+        exchange(two)
+        exchange(two)
+        assert {one.worker.outer_step for one in two.values()} == {3}
+        assert [one.fault for one in two.values()] == ["", ""]
 
 
 def test_masked_contributions_have_receipts(tmp_path: Path) -> None:

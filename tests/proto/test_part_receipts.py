@@ -16,7 +16,7 @@ from edit.errors import FormatError
 from edit.lab.council.parts_on_disk import RUN
 from edit.records import Commit
 from edit.trust.canonical import canonical, parse_canonical
-from edit.trust.signatures import Signer
+from edit.trust.signatures import Signer, key_hash
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import LoggedEntry
 from editpb.owner_signatures import signed_by_owner
@@ -90,6 +90,9 @@ def test_a_contribution_of_an_earlier_life_is_one_of_this_peer(told: Told) -> No
     other = told.expected(sent=False, schema_hash="", mine=Mine("p", Signer(KEYS["q"]).public_key))
     with pytest.raises(ReceiptFault, match="the log names another key as this peer's"):
         check_logged(told.logged[1], other)
+    before = replace(other.mine, earlier=frozenset({key_hash(Signer(KEYS["p"]).public_key)}))
+    for known in (other, told.expected(sent=False)):
+        assert check_logged(told.logged[1], replace(known, mine=before)).outcome is Outcome.MERGED
 
 
 def out(entry: Entry) -> None:
@@ -217,22 +220,26 @@ BY = SeenBy(RUN, "p", 0)
 def test_any_changed_byte_of_a_kept_line_is_found(tmp_path: Path) -> None:
     signer, seen = Signer(KEYS["p"]), SeenEntry(7, bytes(range(32)), bytes(range(1, 33)))
     line = seen_line(BY, seen, signer)
-    assert read_seen(tmp_path, line, BY, signer.public_key) == seen
+    assert read_seen(tmp_path, line, BY, [signer.public_key]) == seen
     for at, bit in itertools.product(range(len(line)), (1, 32)):
         changed = line[:at] + bytes([line[at] ^ bit]) + line[at + 1 :]
         with pytest.raises((ValueError, FormatError)):
-            read_seen(tmp_path, changed, BY, signer.public_key)
+            read_seen(tmp_path, changed, BY, [signer.public_key])
 
 
 @pytest.mark.parametrize("by", [SeenBy("another-run", "p", 0), SeenBy(RUN, "q", 0), SeenBy(RUN, "p", 1)])
 def test_a_line_of_another_peer_part_or_run_names_both(by: SeenBy, tmp_path: Path) -> None:
     signer = Signer(KEYS["p"])
     line = seen_line(BY, SeenEntry(7, bytes(32), bytes(32)), signer)
+    others = [Signer(KEYS["q"]).public_key]
+    with pytest.raises(ValueError, match="it is not signed with a key of this peer"):
+        read_seen(tmp_path, line, BY, others)
+    assert read_seen(tmp_path, line, BY, [*others, signer.public_key]).outer_step == 7
     with pytest.raises(ValueError, match=f"p has seen it, of part 0 of the run {RUN}; this is {by.peer_id}, part {by.part}"):
-        read_seen(tmp_path, line, by, signer.public_key)
+        read_seen(tmp_path, line, by, [signer.public_key])
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b"{}", b"7", b"[" * 100_000, b'{"format":1,"part":[],"peer_id":{},"run_id":1}'])
 def test_what_is_no_kept_line_is_said_so(line: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
-        read_seen(tmp_path, line, BY, Signer(KEYS["p"]).public_key)
+        read_seen(tmp_path, line, BY, [Signer(KEYS["p"]).public_key])

@@ -58,7 +58,8 @@ from edit.records import (
 from edit.replica.ranks import ALONE, Ranks
 from edit.trust.checkpoints import Cosigner
 from edit.trust.mask_plan import FragmentPlan
-from edit.trust.signatures import Signer
+from edit.trust.signatures import Signer, key_hash
+from editpb.earlier_keys import earlier_keys
 from editpb.identity import Identity
 from editpb.messages import ContributionHeader, Expel, Heartbeat, Hello, PeerState, RunPhase, View
 from editpb.receipts import Mine, SeenMasks
@@ -381,14 +382,16 @@ class HubCollective:
         if not config.audit.enabled or self._site.receipts is None or not self._site.key:
             return
         assert self._session.welcome is not None
+        members = self._site.masks.members if self._site.masks is not None else None
+        earlier = {*map(key_hash, earlier_keys(self._site.receipts, self._identity)), *(members or {}).get(self.peer_id, ())}
         self._receipts = Receipts.open(
             self._site.receipts,
             self._session.welcome.log_key,
             self._identity.run_id,
             schema_hash,
-            Mine(self.peer_id, Signer(self._site.key).public_key),
+            Mine(self.peer_id, Signer(self._site.key).public_key, earlier=frozenset(earlier)),
             self._refuse,
-            self._site.masks.members if self._site.masks is not None else None,
+            members,
             Cosigner(self._site.key) if config.audit.cosign else None,
             aggregator=self._aggregator,
             masked=config.secagg.enabled,
@@ -427,7 +430,7 @@ class HubCollective:
             min_peers=config.secagg.min_peers,
             quorum=config.rounds.quorum,
             file=self._site.masks.revealed,
-            members=self._site.masks.members,
+            members=self._site.masks.pinned,
             saw=self._saw_masks,
         )
 

@@ -36,12 +36,14 @@ class KeptConfiguration:
         self._path, self._rules, self._known = path, rules, known
 
     @classmethod
-    def open(cls, home: Path, run_id: str, authorities: bytes, members: Mapping[str, str] | None = None) -> KeptConfiguration:
+    def open(
+        cls, home: Path, run_id: str, authorities: bytes, members: Mapping[str, tuple[str, ...]] | None = None
+    ) -> KeptConfiguration:
         """Read what is kept in a peer's folder.
 
         Args:
             authorities: of the run, PEM.
-            members: hashes of the keys of the members that this peer knows, by name; None: of none.
+            members: hashes of the keys of the members that this peer knows, by name, earlier ones, too; None: of none.
 
         Raises ConfigError where the file is damaged.
         """

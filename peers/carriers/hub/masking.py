@@ -67,8 +67,14 @@ class MaskFolder:
 
     # The file that says which masked sums this peer helped to open.
     revealed: Path
-    # As `MaskingSession`'s.
-    members: Mapping[str, str] | None = None
+    # Hashes of the keys of the members that this peer's operator knows, by name, the present key last; None: whom the
+    # coordinator names is believed.
+    members: Mapping[str, tuple[str, ...]] | None = None
+
+    @property
+    def pinned(self) -> Mapping[str, str] | None:
+        """The present key of each member: keys are shared with no other. As `MaskingSession`'s members."""
+        return {name: keys[-1] for name, keys in self.members.items()} if self.members is not None else None
 
 
 @dataclass(frozen=True, slots=True)

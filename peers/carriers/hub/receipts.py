@@ -34,7 +34,7 @@ class Receipts:
     run_id: str
     schema_hash: str
     mine: Mine
-    members: Mapping[str, str] | None  # hashes of the keys of the members that are known, by name; None: of none
+    members: Mapping[str, tuple[str, ...]] | None  # see `Expected`
     failed: Callable[[str], object]  # told why the peer must not go on
     kept: KeptReceipts
     cosigner: Cosigner | None = None  # None: this peer does not cosign
@@ -54,7 +54,7 @@ class Receipts:
         schema_hash: str,
         mine: Mine,
         failed: Callable[[str], object],
-        members: Mapping[str, str] | None = None,
+        members: Mapping[str, tuple[str, ...]] | None = None,
         cosigner: Cosigner | None = None,
         *,
         aggregator: int = 0,

@@ -21,10 +21,11 @@ from edit.durable_files import write_json
 from edit.errors import EditError, RemoteProtocolError, StaleError, StorageError, TransportError
 from edit.records import Commit
 from edit.trust.merkle import MerkleTree, verify_consistency
-from edit.trust.signatures import Signer
+from edit.trust.signatures import Signer, key_hash
 from editpb import council_pb2 as pb
 from editpb import council_pb2_grpc
 from editpb.council_messages import LogDoubt, doubt_to_pb, goes_on_from_pb, logged_from_pb
+from editpb.earlier_keys import earlier_keys
 from editpb.identity import Identity
 from editpb.limits import one_line
 from editpb.messages import ContributionHeader, LoggedEntry
@@ -188,7 +189,8 @@ class ReceiptChecks:
     ) -> None:
         self._identity, self._channels, self._home = identity, channels, home
         self._woken = asyncio.Event()
-        mine, run_id, woken = Mine(identity.peer_id, signer.public_key), identity.run_id, self._woken.set
+        earlier = frozenset(map(key_hash, earlier_keys(home, identity)))
+        mine, run_id, woken = Mine(identity.peer_id, signer.public_key, earlier=earlier), identity.run_id, self._woken.set
         kept = [SeenLog.open(home, part, identity, signer) for part in range(parts)]
         self.parts: Sequence[PartReceipts] = tuple(
             PartReceipts(run_id, part, config_digest, mine, each, woken, alone=alone) for part, each in enumerate(kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from edit.trust.signatures import Signer
+from editpb.earlier_keys import earlier_keys
 from editpb.identity import Identity
 from editpb.seen_entries import SeenBy, SeenEntry, seen_entries, seen_file, seen_line
 from peers.carriers.kept_lines import KeptLines
@@ -25,9 +26,9 @@ class SeenLog:
     def open(cls, home: Path, part: int, identity: Identity, signer: Signer) -> SeenLog:
         """Read what is kept; a torn last line is passed over. Raises ConfigError where it is damaged, or another peer's."""
         by, path = SeenBy(identity.run_id, identity.peer_id, part), seen_file(home, part)
-        file = KeptLines.open(path, MOST_SEEN)
+        file, keys = KeptLines.open(path, MOST_SEEN), (signer.public_key, *earlier_keys(home, identity))
         log = cls(by, signer, file, {})
-        for each in seen_entries(path, file.lines, by, signer.public_key):
+        for each in seen_entries(path, file.lines, by, keys):
             log._note(each)
         return log
 

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from aggregator.security.authority import Authority
+from aggregator.security.certificates import new_key
 from aggregator.storage import checkpoint, part_log
 from aggregator.storage.journal import Disk, replay_segments
 from aggregator.storage.state_folder import part_log_of, part_logs
@@ -39,6 +40,7 @@ from edit.trust.merkle import verify_consistency
 from edit.trust.signatures import Signer, key_hash
 from editpb.audit_log import LogFault, LogVerifier, RoundFacts, config_entry, consent_entry, continued_entry, entry_line
 from editpb.consents import signed_consent
+from editpb.earlier_keys import keep_earlier
 from editpb.identity import Identity
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import Consent, DataStatement, SeenHead
@@ -800,6 +802,10 @@ def test_a_log_that_lost_what_the_members_own_peer_has_seen_does_not_verify(
     tree, by = owner.log.tree, SeenBy(RUN, "a", 0)
     lines = [seen_line(by, SeenEntry(step, tree.leaf(step), tree.root(step + 1)), Signer(KEYS["a"])) for step in (1, 2, 3)]
     seen_file(home, 0).write_bytes(b"".join(line + b"\n" for line in lines))
+    assert "seen        the log has the last 3 entries that this member's peer has seen" in command(capsys, "verify", home)
+    renewed = issuer.issue(Identity(RUN, "peer", "a"), new_key().public_key(), lifetime_s=3600, now=time.time())
+    keep_earlier(home, Identity(RUN, "peer", "a"), home / "peer.pem", renewed)  # it was invited again
+    (home / "peer.pem").write_bytes(renewed.public_bytes(serialization.Encoding.PEM))
     assert "seen        the log has the last 3 entries that this member's peer has seen" in command(capsys, "verify", home)
     path = home / "part-0" / "audit-log.jsonl"
     whole = path.read_bytes()

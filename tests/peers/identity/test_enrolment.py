@@ -37,12 +37,13 @@ from edit.errors import (
 from edit.lab.link import Link, LinkShape
 from editpb import enrolment_pb2 as pb
 from editpb import enrolment_pb2_grpc
+from editpb.earlier_keys import earlier_keys, public_key_of
 from editpb.identity import Identity, from_auth_context
 from editpb.invitation import Invitation
 from editpb.transport.abort_on_error import abort_on_error
 from peers import cli
 from peers.daemon import PeerOptions, server_of
-from peers.identity import seeking
+from peers.identity import peer_folder, seeking
 from peers.identity.enrolment import UntrustedServerError, invitation_text, join
 from peers.identity.peer_folder import PeerFolder
 from peers.training.torchrun import ALONE
@@ -420,7 +421,32 @@ def test_joining_again_renews_the_certificate_with_the_same_key(run: Run, home: 
     key, certificate = (home / "peer.key").read_bytes(), (home / "peer.pem").read_bytes()
     serving(run.pair(), run.service(NOW + 30), lambda port: join(run.invite(port).encode(), home, NOW))
     assert (home / "peer.key").read_bytes() == key and (home / "peer.pem").read_bytes() != certificate
-    assert PeerFolder(home).load(NOW).identity == ALICE
+    assert PeerFolder(home).load(NOW).identity == ALICE and earlier_keys(home, ALICE) == ()
+
+
+def test_joining_with_a_new_key_keeps_the_earlier_one_before_the_new_one_counts(
+    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = public_key_of(x509.load_pem_x509_certificate((home / "peer.pem").read_bytes()))
+    (home / "peer.key").unlink()
+
+    def joined(port: int) -> Identity:
+        text, written = run.invite(port).encode(), peer_folder.write_atomic
+
+        def full(path: Path, data: bytes, **named: Any) -> None:
+            if path.name == "peer.pem":
+                raise StorageError(f"{path}: the disk is full")
+            written(path, data, **named)
+
+        monkeypatch.setattr(peer_folder, "write_atomic", full)
+        with pytest.raises(StorageError, match=r"peer\.pem"):
+            join(text, home, NOW)
+        assert earlier_keys(home, ALICE) == (key,)
+        monkeypatch.setattr(peer_folder, "write_atomic", written)
+        return join(text, home, NOW)
+
+    assert serving(run.pair(), run.service(), joined) == ALICE
+    assert earlier_keys(home, ALICE) == (key,) and PeerFolder(home).load(NOW).identity == ALICE
 
 
 def test_a_certificate_from_before_peers_could_serve_still_trains_but_serves_nothing(run: Run, home: Path) -> None:

@@ -177,10 +177,10 @@ def test_a_consent_is_to_one_configuration_and_to_what_may_change_unasked(tmp_pa
 
 
 def test_the_members_are_those_that_the_policy_names(tmp_path: Path) -> None:
-    assert policy(tmp_path).members({"b": "0" * 64}, "--members") == {"b": "0" * 64}
+    assert policy(tmp_path).members({"b": ("0" * 64,)}, "--members") == {"b": ("0" * 64,)}
     (tmp_path / "members.txt").write_text(f"c sha256:{'1' * 64}\n")
     found = policy(tmp_path, '[require]\nsecagg = true\nmembers = "members.txt"\n')
-    assert found.members(None, "--members") == {"c": "1" * 64}
+    assert found.members(None, "--members") == {"c": ("1" * 64,)}
     with pytest.raises(ConfigError, match=r"^--members: .*policy.toml names the members \(require\.members\); leave it out$"):
         found.members({}, "--members")
 

@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from typer.testing import CliRunner
 
 from aggregator.security.authority import Authority
+from aggregator.storage.state_folder import StateFolder
 from edit.config.run import RunConfig
 from edit.errors import ConfigError
 from edit.trust.signatures import Signer
@@ -34,15 +35,20 @@ def test_a_member_of_several_ranks_is_refused_with_gossip() -> None:
 
 def member(tmp_path: Path) -> Path:
     """The folder of a member of a swarm, as it is once its host was told the settings."""
-    run = new_folder(tmp_path / "run")
-    authority, home = Authority.load(run.path, run.run_id), tmp_path / "home"
+    home = tmp_path / "home"
+    enrol(new_folder(tmp_path / "run"), home)
+    (home / "run.toml").write_text(audited_toml())
+    return home
+
+
+def enrol(run: StateFolder, home: Path) -> None:
+    """As joining does; with a new key, if there is none."""
+    authority = Authority.load(run.path, run.run_id)
     folder, identity = PeerFolder(home), Identity(run.run_id, "peer", "a")
     certificate = authority.issuer.issue(identity, folder.make_key().public_key(), lifetime_s=3600, now=time.time())
     der = serialization.Encoding.DER
     ca = x509.load_pem_x509_certificate((run.path / "ca.pem").read_bytes())
     folder.store(identity, (), certificate.public_bytes(der), ca.public_bytes(der))
-    (home / "run.toml").write_text(audited_toml())
-    return home
 
 
 @pytest.mark.parametrize(
@@ -116,6 +122,25 @@ def test_a_member_does_not_start_with_what_another_has_seen_of_the_audit_log(tmp
             continue
         with pytest.raises(ConfigError, match=why):
             check_settings(home)
+
+
+def test_a_member_with_a_new_key_goes_on_from_what_it_has_seen_with_the_earlier_one(tmp_path: Path) -> None:
+    run, home = new_folder(tmp_path / "run"), tmp_path / "home"
+    enrol(run, home)
+    (home / "run.toml").write_text(audited_toml())
+    folder, by = PeerFolder(home), SeenBy(run.run_id, "a", 0)
+
+    def line(step: int) -> bytes:
+        return seen_line(by, SeenEntry(step, bytes(32), bytes(32)), Signer(folder.key())) + b"\n"
+
+    first = line(1)
+    (home / "peer.key").unlink()
+    enrol(run, home)
+    seen_file(home, 0).write_bytes(first + line(2))
+    check_settings(home)
+    (home / "earlier.pem").unlink()
+    with pytest.raises(ConfigError, match=r"line 1 cannot be used: it is not signed with a key of this peer; .*move it away"):
+        check_settings(home)
 
 
 def test_a_command_for_a_run_with_a_coordinator_says_that_this_is_the_folder_of_a_swarms_member(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ OFF = Configuration(1, RunConfig().to_json())
 CHANGE = ConfigChange(B, (ANN.approves(A, B), BOB.approves(A, B)))
 
 
-def opened(home: Path, run_id: str = RUN, members: dict[str, str] | None = None) -> KeptConfiguration:
+def opened(home: Path, run_id: str = RUN, members: dict[str, tuple[str, ...]] | None = None) -> KeptConfiguration:
     return KeptConfiguration.open(home, run_id, PEM, members)
 
 
@@ -63,9 +63,11 @@ def test_a_number_that_a_coordinator_only_says_is_not_kept(tmp_path: Path) -> No
 
 def test_the_keys_of_known_members_count(tmp_path: Path) -> None:
     opened(tmp_path).keep(A)
-    known = {"ann": key_hash(ANN.signer.public_key), "bob": "0" * 64}
+    known = {"ann": (key_hash(ANN.signer.public_key),), "bob": ("0" * 64,)}
     with pytest.raises(RefusedError, match="the approval of bob is by another key than is known here"):
         opened(tmp_path, members=known).check(B, [CHANGE])
+    known["bob"] = (key_hash(BOB.signer.public_key), "0" * 64)  # the approval is from before it got a new key
+    assert opened(tmp_path, members=known).check(B, [CHANGE]) == ("ann", "bob")
 
 
 def test_what_another_run_had_counts_for_nothing(tmp_path: Path) -> None:
