@@ -369,7 +369,10 @@ def verify(
     """Verify the logs in --home: every entry, its owner's signature, the signatures of contributions, the chain of digests.
 
     It needs no connection, and --home may be a folder that `export` has written. Two members have the same log of a part if
-    their lines `head` are the same. Exit codes: 0 all logs are intact; 2 one is not, and the message names the entry.
+    their lines `head` are the same. The lines `owned` name the keys of owners: compare them with `edit-peer fingerprint`. In a
+    member's folder a key that its owner was not enrolled for is a fault.
+
+    Exit codes: 0 all logs are intact; 2 one is not, and the message names the entry.
 
     Example: edit-peer swarm audit verify --home a
     """

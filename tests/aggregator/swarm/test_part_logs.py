@@ -26,11 +26,12 @@ from aggregator.storage.state_folder import part_log_of, part_logs
 from aggregator.swarm import operate
 from aggregator.swarm.commands import app
 from aggregator.swarm.enrolments import Enrolments
+from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.owner_entries import OwnerEntries
 from aggregator.swarm.replication import Claimed, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
-from edit.council.record import Enrolled, Update, update_id
+from edit.council.record import Enrolled, Root, Saved, Update, update_id
 from edit.errors import ConfigError, GoneError, StorageError
 from edit.lab.council.parts_on_disk import RUN
 from edit.lab.council.replicated import same
@@ -42,6 +43,7 @@ from editpb.consents import signed_consent
 from editpb.identity import Identity
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import Consent, DataStatement, SeenHead
+from editpb.owner_signatures import signed_by_owner
 from editpb.part_entries import begins_line
 from editpb.seen_entries import SeenBy, SeenEntry, seen_file, seen_line
 from editpb.signed_contributions import ContributionSigner, config_digest
@@ -694,7 +696,7 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
     log, home = verified(owner.logs[0]), tmp_path / "home"
     said = command(capsys, "verify", home)
     assert f"run {RUN}\n" in said
-    assert "part 0: 3 commits, each signed by the part's owner, 12 signatures of contributions: verified" in said
+    assert "part 0: 3 commits, each signed by the owner that it names, 12 signatures of contributions: verified" in said
     assert f"head        4 entries, root {log.tree.root().hex()}" in said
     assert "left out" in command(capsys, "verify", home, "--hashes")
     assert "(those of 2 commits, drawn at random)" in command(capsys, "verify", home, "--sample", 2)
@@ -719,6 +721,74 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
     path.parent.rename(tmp_path / "copy" / "part-1")
     with pytest.raises(ConfigError, match="part-0: has no audit log, and the run has one of each part"):
         command(capsys, "verify", tmp_path / "copy")
+
+
+def last_signed_by(home: Path, owner: object, key: bytes) -> None:
+    """Have the last entry of a part's log signed by another owner, with this key."""
+    path = home / "part-0" / "audit-log.jsonl"
+    *before, last = path.read_bytes().splitlines()
+    entry = {name: each for name, each in parse_canonical(last).items() if name not in ("key", "signature")} | {"owner": owner}
+    path.write_bytes(b"".join(line + b"\n" for line in (*before, signed_by_owner(RUN, entry, Signer(key)))))
+
+
+def three_steps(home: Path) -> None:
+    owner = AuditedMember(home / "part-0").found()
+    for step in (1, 2, 3):
+        owner.take(owner.offer(step))
+    owner.store.close()
+
+
+def test_the_keys_of_owners_are_named_and_one_that_signed_no_contribution_of_its_owner_is_doubtful(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three_steps(tmp_path)
+    a, made_up = key_hash(Signer(KEYS["a"]).public_key), member_key()
+    said = command(capsys, "verify", tmp_path)
+    assert f"  owned       by a, 3 commits, key sha256:{a}\n" in said and "doubtful" not in said
+    last_signed_by(tmp_path, "q", made_up)
+    q = key_hash(Signer(made_up).public_key)
+    said = command(capsys, "verify", tmp_path)
+    assert f"  owned       by q, 1 commits, key sha256:{q}\n" in said
+    assert f"  doubtful    what q signed as owner, by a key that has signed no contribution of it: sha256:{q}\n" in said
+    (values,) = json.loads(command(capsys, "verify", tmp_path, "--json"))
+    assert values["owners"] == {"a": {a: 2}, "q": {q: 1}} and values["doubtful_owners"] == {"q": [q]}
+    last_signed_by(tmp_path, "q", KEYS["q"])
+    assert "doubtful" not in command(capsys, "verify", tmp_path), "it has contributed with this key"
+    last_signed_by(tmp_path, [], KEYS["a"])
+    with pytest.raises(LogFault, match=r"audit-log\.jsonl: entry 3: '\[\]' is no name of a peer"):
+        command(capsys, "verify", tmp_path)
+
+
+def test_an_owners_key_that_was_never_enrolled_is_a_fault_in_a_members_folder_and_one_of_before_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three_steps(tmp_path)
+    made_up, disk = member_key(), MemberFolder(tmp_path)
+
+    def knows(**enrolled: Enrolled) -> None:
+        record = replace(record_of(**enrolled), roots=(Root("AA=="),))
+        disk.save(Saved(incarnation=1, record=record))
+
+    now = Enrolled("2" * 32, key_hash(Signer(made_up).public_key))
+    for enrolled in ({}, {"a": now}):  # a was invited again after it had signed all of them
+        knows(**enrolled)
+        assert "part 0: 3 commits" in command(capsys, "verify", tmp_path)
+    knows(a=replace(now, invitation="0" * 32))
+    with pytest.raises(LogFault, match=r"audit-log\.jsonl: entry 1 is signed with a key for which a was not enrolled: sha256:"):
+        command(capsys, "verify", tmp_path)
+    last_signed_by(tmp_path, "a", made_up)
+    knows(a=now)
+    assert "part 0: 3 commits" in command(capsys, "verify", tmp_path), "it was invited again before the last one"
+    knows()
+    for owner in "aq":  # q has only contributed
+        last_signed_by(tmp_path, owner, made_up)
+        with pytest.raises(
+            LogFault, match=rf"entry 3 is signed with a key for which {owner} was not enrolled: sha256:{now.key}"
+        ):
+            command(capsys, "verify", tmp_path)
+    last_signed_by(tmp_path, "z", made_up)
+    with pytest.raises(LogFault, match="entry 3 is signed by z, and nobody of that name is enrolled by this member's record"):
+        command(capsys, "verify", tmp_path)
 
 
 def of_two_parts(home: Path) -> None:
