@@ -44,9 +44,13 @@ from edit.trust.canonical import canonical, parse_canonical
 from editpb.audit_log import DAMAGE, PART, LogFault, fragment_entry
 from editpb.signed_contributions import check_signature, config_digest
 
-__all__ = ["Replayed", "replay_part", "replay_step"]
+__all__ = ["OwnedElsewhere", "Replayed", "replay_part", "replay_step"]
 
 _MOST_SHOWN = 200  # characters of a value in a message
+
+
+class OwnedElsewhere(ConfigError):
+    """Another member owned the part at that outer step, and has what is merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +95,29 @@ def replay_part(home: Path, part: int, run_id: str, log: Path, outer_step: int, 
         entries: number of the last one that is verified, and one.
         member: whose folder it is; '': it is not known.
 
-    Raises as `replay_step`; ConfigError also where another member owned the part.
+    Raises as `replay_step`, but ConfigError for damaged files; OwnedElsewhere where it cannot be done in the folder of a member
+    that did not own the part.
     """
     folder = home / f"part-{part}"
     entry, trust = _entry_of(entries_of(log), outer_step, entries, log)
     owner = printable(str(entry["owner"]))
     owned = f"; {owner} owned part {part} then: replay it in the folder of {owner}" if owner != member else ""
+    cannot = OwnedElsewhere if owned and member else ConfigError
     if not contributions_of(folder).is_dir():
-        raise ConfigError(f"{folder}: no contributions are kept here{owned}")
+        raise cannot(f"{folder}: no contributions are kept here{owned}")
     if not (home / "run.toml").exists():
-        raise ConfigError(f"{home}: has no run.toml, without which nothing is merged here{owned}")
+        raise cannot(f"{home}: has no run.toml, without which nothing is merged here{owned}")
     _check_config(config := RunConfig.from_toml(home / "run.toml"), entry, home / "run.toml")
     try:
         kept_files(contributions_of(folder), outer_step)
         outer = read_outer(folder, config, run_id, outer_step - 1)
         if outer is None:
-            raise ConfigError(f"{folder}: this member has no state of the part")
+            raise cannot(f"{folder}: this member has no state of the part{owned}")
         kept = load_kept(contributions_of(folder), outer_step, outer.schema)
     except StorageError as error:
-        raise ConfigError(f"{error}{owned}") from error
+        raise cannot(f"{error}{owned}") from error
     if any(one.header.round_id != entry["round_id"] for one in kept):
-        raise ConfigError(f"what is kept here of outer step {outer_step} is of a round that came to nothing{owned}")
+        raise cannot(f"what is kept here of outer step {outer_step} is of a round that came to nothing{owned}")
     return _replayed(entry, trust, outer, kept)
 
 

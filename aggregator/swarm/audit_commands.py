@@ -114,8 +114,11 @@ def replay(
     part: Annotated[int | None, typer.Option("--part", min=0, help="The part.", show_default="all")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Merge the contributions behind a commit of each part once more, and compare the result with the log."""
-    from aggregator.audit_replay import replay_part
+    """Merge the contributions behind a commit of each part once more, and compare the result with the log.
+
+    A part that another member owned is named, and is no fault unless there is no other part.
+    """
+    from aggregator.audit_replay import OwnedElsewhere, Replayed, replay_part
 
     newest: dict[int, list[_Log]] = {}
     for each in _verified(folder, 0):
@@ -124,7 +127,7 @@ def replay(
         raise ConfigError(f"--part {part}: {folder} has the parts {', '.join(map(str, newest))}")
     if (run_toml := folder / "run.toml").exists() and not RunConfig.from_toml(run_toml).audit.keep_contributions:
         raise ConfigError(f"{run_toml}: audit.keep_contributions = 0: no member keeps what a replay merges")
-    found, lacking = [], list[str]()
+    found, lacking = dict[int, Replayed](), dict[int, ConfigError | LogFault]()
     member = identity_of(folder).peer_id if (folder / "peer.pem").exists() else ""
     for number, logs in newest.items():
         if part not in (None, number):
@@ -135,24 +138,29 @@ def replay(
             if not having:
                 raise ConfigError(f"no log in {folder / f'part-{number}'} has outer step {outer_step}")
             _, path, log, _ = having[-1]
-            done = replay_part(folder, number, log.run_id, path, outer_step, len(log.tree), member)
-            found.append((number, done))
-        except ConfigError as error:
-            lacking.append(f"part {number} was not merged once more: {error}")
-    if not found:
-        raise ConfigError("; ".join(lacking))
+            found[number] = replay_part(folder, number, log.run_id, path, outer_step, len(log.tree), member)
+        except (ConfigError, LogFault) as error:
+            lacking[number] = error
+    elsewhere = {number: str(error) for number, error in lacking.items() if isinstance(error, OwnedElsewhere)}
     if as_json:
-        typer.echo(json.dumps([{"part": number, **asdict(done)} for number, done in found]))
-        return
-    for number, done in found:
-        typer.echo(
-            f"part {number}, outer step {done.outer_step}: {done.bytes:,} bytes of {len(done.peers)} peers merged once more: "
-            f"the same verdicts, update and digest {printable(done.digest[:12])}"
-        )
-        for peer in done.less:
-            typer.echo(f"  {printable(peer)} claimed more inner steps or tokens than counted for it")
-    for text in lacking:
-        typer.echo(printable(text))
+        rows = [{"part": number, "merged": True, **asdict(done)} for number, done in found.items()]
+        for number, reason in lacking.items():
+            rows.append({"part": number, "merged": False, "elsewhere": number in elsewhere, "why": str(reason)})
+        typer.echo(json.dumps(rows))
+    else:
+        for number, done in found.items():
+            typer.echo(
+                f"part {number}, outer step {done.outer_step}: {done.bytes:,} bytes of {len(done.peers)} peers merged once "
+                f"more: the same verdicts, update and digest {printable(done.digest[:12])}"
+            )
+            for peer in done.less:
+                typer.echo(f"  {printable(peer)} claimed more inner steps or tokens than counted for it")
+        for number, why in elsewhere.items() if found else ():
+            typer.echo(printable(f"part {number} was not merged once more: {why}"))
+    failed = {number: reason for number, reason in lacking.items() if not (found and number in elsewhere)}
+    if failed:
+        kind = LogFault if any(isinstance(reason, LogFault) for reason in failed.values()) else ConfigError
+        raise kind("; ".join(f"part {number}: {reason}" for number, reason in failed.items()))
 
 
 @audit.command()

@@ -406,7 +406,8 @@ def replay(
     It needs audit.keep_contributions, and the folder of the member that owned the part at that outer step: nobody else has what
     the peers sent. It verifies the logs first, but not the signatures of other commits.
 
-    Exit codes: 0 the result is what the log says; 2 it is not, and the message names what differs, or it cannot be done here.
+    Exit codes: 0 the result is what the log says; 2 it is not, and the message names what differs, or it cannot be done here,
+    for one of the parts that this member owned or for the --part given.
 
     Example: edit-peer swarm audit replay --step 12 --part 0 --home a
     """

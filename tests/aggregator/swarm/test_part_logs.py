@@ -791,11 +791,13 @@ def test_an_owners_key_that_was_never_enrolled_is_a_fault_in_a_members_folder_an
         command(capsys, "verify", tmp_path)
 
 
-def of_two_parts(home: Path) -> None:
-    """A member's folder, with the logs of both parts of a model."""
+def of_two_parts(home: Path, steps: int = 0) -> None:
+    """A member's folder, with the logs of both parts of a model. a owned them."""
     config = RunConfig.from_mapping({**CONFIG, "audit": {"enabled": True}, "swarm": {"parts": 2}})
     for part in (0, 1):
         owner = AuditedMember(home / f"part-{part}", config=config, part=part).found()
+        for step in range(1, steps + 1):
+            owner.take(owner.offer(step, lambda entry, part=part: entry.update(part=part)))
         owner.store.close()
 
 
@@ -854,6 +856,15 @@ def test_an_export_is_written_whole_or_not_at_all_and_over_no_other_log(
     assert not (tmp_path / "new").exists()
 
 
+def certify(home: Path, peer_id: str) -> None:
+    """Make this the folder of a member, by its certificate."""
+    run = new_folder(home.with_name(f"run-of-{peer_id}"))
+    issuer, key = Authority.load(run.path, run.run_id).issuer, serialization.load_pem_private_key(KEYS[peer_id], None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    certificate = issuer.issue(Identity(RUN, "peer", peer_id), key.public_key(), lifetime_s=3600, now=time.time())
+    (home / "peer.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
 def test_a_log_that_lost_what_the_members_own_peer_has_seen_does_not_verify(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -862,11 +873,7 @@ def test_a_log_that_lost_what_the_members_own_peer_has_seen_does_not_verify(
     for step in (1, 2, 3):
         owner.take(owner.offer(step))
     owner.store.close()
-    run = new_folder(tmp_path / "run")
-    issuer, key = Authority.load(run.path, run.run_id).issuer, serialization.load_pem_private_key(KEYS["a"], None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    certificate = issuer.issue(Identity(RUN, "peer", "a"), key.public_key(), lifetime_s=3600, now=time.time())
-    (home / "peer.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    certify(home, "a")
     tree, by = owner.log.tree, SeenBy(RUN, "a", 0)
     lines = [seen_line(by, SeenEntry(step, tree.leaf(step), tree.root(step + 1)), Signer(KEYS["a"])) for step in (1, 2, 3)]
     seen_file(home, 0).write_bytes(b"".join(line + b"\n" for line in lines))
