@@ -6,8 +6,8 @@ contributions themselves, and the outer parameters before them, anybody can see 
 code gives the same bits on every machine.
 
  1. The log holds together up to its signed head, and has the commit.
- 2. What is kept is what the entry names: each shard has the signature that stands there, which is of its header, and its bytes
-    have the hash that was signed. Nothing is missing, nothing is there beside it.
+ 2. What is kept is what the entry names: each shard has the signature that stands there, which is of its header and of what the
+    entry says of it, and its bytes have the hash that was signed. Nothing is missing, nothing is there beside it.
  3. What counted for a contribution is no more than its peer claimed; less where the claim was not believed. Inner steps may be
     more up to the fewest that any contribution counts for (`edit.rounds.work_claims`).
  4. Verdicts, weights, norms, the merged pseudo-gradient, the update and the outer parameters after it are those of the entry.
@@ -41,7 +41,7 @@ from edit.merging.outer_state import MergeRecord, OuterState
 from edit.plain_text import printable
 from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.canonical import canonical, parse_canonical
-from editpb.audit_log import DAMAGE, PART, LogFault, fragment_entry
+from editpb.audit_log import DAMAGE, PART, LogFault, Signed, fragment_entry, is_signed_part, seen_heads
 from editpb.signed_contributions import check_signature, config_digest
 
 __all__ = ["OwnedElsewhere", "Replayed", "replay_part", "replay_step"]
@@ -181,15 +181,15 @@ def _less(one: Kept) -> bool:
 
 def _check_kept(kept: Sequence[Kept], entry: Mapping[str, Any], usual: UsualWork) -> None:
     """Rules 2 and 3. Raises LogFault, and what DAMAGE has."""
-    named: dict[tuple[str, int, int], tuple[str, str, str]] = {}
+    named: dict[tuple[str, int, int], tuple[tuple[str, str, str], Sequence[Any]]] = {}
     for peer, given in entry["contributions"].items():
         for values in given["parts"]:
             part = dict(zip(PART, values, strict=False))
-            named[peer, part["fragment"], part["rank"]] = (given["key"], part["payload"], part["signature"])
+            named[peer, part["fragment"], part["rank"]] = (given["key"], part["payload"], part["signature"]), values
     for one in kept:
         header = one.header
         what = f"the contribution of {printable(header.peer_id)} to fragment {header.fragment_id}, rank {header.rank}"
-        said = named.pop((header.peer_id, header.fragment_id, header.rank), None)
+        said, values = named.pop((header.peer_id, header.fragment_id, header.rank), (None, ()))
         given = tuple(base64.b64encode(each).decode() for each in (header.public_key, header.payload_blake3, header.signature))
         if said != given:
             raise LogFault(f"{what} is kept, and is not the one that the log names")
@@ -197,6 +197,10 @@ def _check_kept(kept: Sequence[Kept], entry: Mapping[str, Any], usual: UsualWork
             check_signature(header, entry["config_digest"])
         except EditError as error:
             raise LogFault(f"{what} is kept with a header that its peer has not signed") from error
+        signed = Signed(header.run_id, header.schema_hash, entry["config_digest"])
+        heads = seen_heads(entry["contributions"][header.peer_id])
+        if not is_signed_part(signed, header.peer_id, header.public_key, values, heads):
+            raise LogFault(f"{what}: the log says other things of it than its peer has signed")
         if blake3(one.data).digest() != header.payload_blake3:
             raise LogFault(f"{what} is kept with other bytes than were signed")
         most = usual.most_inner_steps(header.inner_steps, header.outer_step, entry["outer_step"] - 1)
