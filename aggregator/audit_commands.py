@@ -253,6 +253,10 @@ def print_keys(log: LogVerifier, indent: str = "") -> None:
     """Print keys of which somebody should ask whose they are: the log does not show it."""
     for peer, key in log.doubtful_consents.items():
         typer.echo(f"{indent}doubtful    {_doubtful(peer, key)}")
+    for owner, keys in log.doubtful_owners.items():
+        for key in keys:
+            said = f"what {printable(owner)} signed as owner, by a key that has signed no contribution of it: sha256:{key}"
+            typer.echo(f"{indent}doubtful    {said}")
     for scorer, keys in _scorers(log).items():
         typer.echo(f"{indent}scored      by {printable(scorer)}, key {', '.join(f'sha256:{key}' for key in keys)}")
     for peer, known in sorted(log.contributors.items()):

@@ -6,8 +6,8 @@ contributions themselves, and the outer parameters before them, anybody can see 
 code gives the same bits on every machine.
 
  1. The log holds together up to its signed head, and has the commit.
- 2. What is kept is what the entry names: each shard has the signature that stands there, which is of its header, and its bytes
-    have the hash that was signed. Nothing is missing, nothing is there beside it.
+ 2. What is kept is what the entry names: each shard has the signature that stands there, which is of its header and of what the
+    entry says of it, and its bytes have the hash that was signed. Nothing is missing, nothing is there beside it.
  3. What counted for a contribution is no more than its peer claimed; less where the claim was not believed. Inner steps may be
     more up to the fewest that any contribution counts for (`edit.rounds.work_claims`).
  4. Verdicts, weights, norms, the merged pseudo-gradient, the update and the outer parameters after it are those of the entry.
@@ -41,12 +41,16 @@ from edit.merging.outer_state import MergeRecord, OuterState
 from edit.plain_text import printable
 from edit.rounds.work_claims import UsualWork, Work
 from edit.trust.canonical import canonical, parse_canonical
-from editpb.audit_log import DAMAGE, PART, LogFault, fragment_entry
+from editpb.audit_log import DAMAGE, PART, LogFault, Signed, fragment_entry, is_signed_part, seen_heads
 from editpb.signed_contributions import check_signature, config_digest
 
-__all__ = ["Replayed", "replay_part", "replay_step"]
+__all__ = ["OwnedElsewhere", "Replayed", "replay_part", "replay_step"]
 
 _MOST_SHOWN = 200  # characters of a value in a message
+
+
+class OwnedElsewhere(ConfigError):
+    """Another member owned the part at that outer step, and has what is merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +95,29 @@ def replay_part(home: Path, part: int, run_id: str, log: Path, outer_step: int, 
         entries: number of the last one that is verified, and one.
         member: whose folder it is; '': it is not known.
 
-    Raises as `replay_step`; ConfigError also where another member owned the part.
+    Raises as `replay_step`, but ConfigError for damaged files; OwnedElsewhere where it cannot be done in the folder of a member
+    that did not own the part.
     """
     folder = home / f"part-{part}"
     entry, trust = _entry_of(entries_of(log), outer_step, entries, log)
     owner = printable(str(entry["owner"]))
     owned = f"; {owner} owned part {part} then: replay it in the folder of {owner}" if owner != member else ""
+    cannot = OwnedElsewhere if owned and member else ConfigError
     if not contributions_of(folder).is_dir():
-        raise ConfigError(f"{folder}: no contributions are kept here{owned}")
+        raise cannot(f"{folder}: no contributions are kept here{owned}")
     if not (home / "run.toml").exists():
-        raise ConfigError(f"{home}: has no run.toml, without which nothing is merged here{owned}")
+        raise cannot(f"{home}: has no run.toml, without which nothing is merged here{owned}")
     _check_config(config := RunConfig.from_toml(home / "run.toml"), entry, home / "run.toml")
     try:
         kept_files(contributions_of(folder), outer_step)
         outer = read_outer(folder, config, run_id, outer_step - 1)
         if outer is None:
-            raise ConfigError(f"{folder}: this member has no state of the part")
+            raise cannot(f"{folder}: this member has no state of the part{owned}")
         kept = load_kept(contributions_of(folder), outer_step, outer.schema)
     except StorageError as error:
-        raise ConfigError(f"{error}{owned}") from error
+        raise cannot(f"{error}{owned}") from error
     if any(one.header.round_id != entry["round_id"] for one in kept):
-        raise ConfigError(f"what is kept here of outer step {outer_step} is of a round that came to nothing{owned}")
+        raise cannot(f"what is kept here of outer step {outer_step} is of a round that came to nothing{owned}")
     return _replayed(entry, trust, outer, kept)
 
 
@@ -175,15 +181,15 @@ def _less(one: Kept) -> bool:
 
 def _check_kept(kept: Sequence[Kept], entry: Mapping[str, Any], usual: UsualWork) -> None:
     """Rules 2 and 3. Raises LogFault, and what DAMAGE has."""
-    named: dict[tuple[str, int, int], tuple[str, str, str]] = {}
+    named: dict[tuple[str, int, int], tuple[tuple[str, str, str], Sequence[Any]]] = {}
     for peer, given in entry["contributions"].items():
         for values in given["parts"]:
             part = dict(zip(PART, values, strict=False))
-            named[peer, part["fragment"], part["rank"]] = (given["key"], part["payload"], part["signature"])
+            named[peer, part["fragment"], part["rank"]] = (given["key"], part["payload"], part["signature"]), values
     for one in kept:
         header = one.header
         what = f"the contribution of {printable(header.peer_id)} to fragment {header.fragment_id}, rank {header.rank}"
-        said = named.pop((header.peer_id, header.fragment_id, header.rank), None)
+        said, values = named.pop((header.peer_id, header.fragment_id, header.rank), (None, ()))
         given = tuple(base64.b64encode(each).decode() for each in (header.public_key, header.payload_blake3, header.signature))
         if said != given:
             raise LogFault(f"{what} is kept, and is not the one that the log names")
@@ -191,6 +197,10 @@ def _check_kept(kept: Sequence[Kept], entry: Mapping[str, Any], usual: UsualWork
             check_signature(header, entry["config_digest"])
         except EditError as error:
             raise LogFault(f"{what} is kept with a header that its peer has not signed") from error
+        signed = Signed(header.run_id, header.schema_hash, entry["config_digest"])
+        heads = seen_heads(entry["contributions"][header.peer_id])
+        if not is_signed_part(signed, header.peer_id, header.public_key, values, heads):
+            raise LogFault(f"{what}: the log says other things of it than its peer has signed")
         if blake3(one.data).digest() != header.payload_blake3:
             raise LogFault(f"{what} is kept with other bytes than were signed")
         most = usual.most_inner_steps(header.inner_steps, header.outer_step, entry["outer_step"] - 1)

@@ -238,6 +238,9 @@ def fetch(
 
     In a run with several aggregators each keeps a log of its own fragments; this command names the others.
 
+    The log must have the key in --home, and begin with the log that was fetched before. Exit code 3: it has another one, or
+    does not; OUT is kept.
+
     `edit-coordinator audit verify --state OUT` then verifies it, and `audit replay --step N --state OUT` merges the outer step
     once more. With --step the copy has the contributions of that outer step: keep it as you would keep the data.
 
@@ -246,13 +249,14 @@ def fetch(
     from peers.audit_fetch import aggregators_in_log
     from peers.audit_fetch import fetch as fetch_to
 
-    files, total = fetch_to(home, out, step, time.time(), aggregator)
+    files, total, key = fetch_to(home, out, step, time.time(), aggregator)
     typer.echo(f"{out}: {files} files, {total:,} bytes")
     for number, address in enumerate(aggregators_in_log(out) if not aggregator else (), start=1):
         folder, at = quoted(f"{out}-{number}"), f" --step {step}" if step else ""
         words = f"edit-peer audit fetch {folder} --aggregator {address} --home {quoted(home)}{at}"
         typer.echo(f"aggregator {number} keeps a log, too: {words}")
-    typer.echo(f"next: edit-coordinator audit {f'replay --step {step}' if step else 'verify'} --state {quoted(out)}")
+    verb, held = f"replay --step {step}" if step else "verify", f" --key {quoted(key)}" if key else ""
+    typer.echo(f"next: edit-coordinator audit {verb} --state {quoted(out)}{held}")
 
 
 @audit.command()

@@ -18,12 +18,14 @@ from aggregator.audit_commands import print_keys, print_usage, usage_values
 from aggregator.audit_verification import entries_of, verified_log
 from aggregator.storage.state_folder import part_logs
 from aggregator.swarm.host_folder import check_folder, identity_of
+from aggregator.swarm.member_folder import MemberFolder
 from edit.config.run import RunConfig
 from edit.council.record import recoveries
 from edit.durable_files import check_outside, write_atomic
 from edit.errors import ConfigError
 from edit.plain_text import printable
 from edit.trust.canonical import parse_canonical
+from edit.trust.signatures import key_hash
 from editpb.audit_log import LogFault, LogVerifier
 from editpb.earlier_keys import earlier_keys, public_key_of
 from editpb.seen_entries import SeenBy, SeenEntry, seen_entries, seen_file
@@ -66,7 +68,7 @@ def verify(
         signatures = "signatures of contributions left out" if hashes else f"{log.verified} signatures of contributions"
         if sample is not None and sample < log.commits:
             signatures += f" (those of {sample} commits, drawn at random)"
-        typer.echo(f"part {part}: {log.commits} commits, each signed by the part's owner, {signatures}: verified")
+        typer.echo(f"part {part}: {log.commits} commits, each signed by the owner that it names, {signatures}: verified")
         if log.before:
             typer.echo(f"  begins      with entry {log.before}: this member took a snapshot of outer step {log.before - 1}")
         for one in log.recovered:
@@ -84,6 +86,9 @@ def verify(
             typer.echo(f"  seen        the log has the last {seen} entries that this member's peer has seen")
         if log.privacy:
             typer.echo(f"  privacy     {printable(log.privacy)}")
+        for owner, keys in _owners(log).items():
+            for key, commits in keys.items():
+                typer.echo(f"  owned       by {printable(owner)}, {commits} commits, key sha256:{key}")
         print_keys(log, "  ")
 
 
@@ -109,8 +114,11 @@ def replay(
     part: Annotated[int | None, typer.Option("--part", min=0, help="The part.", show_default="all")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Merge the contributions behind a commit of each part once more, and compare the result with the log."""
-    from aggregator.audit_replay import replay_part
+    """Merge the contributions behind a commit of each part once more, and compare the result with the log.
+
+    A part that another member owned is named, and is no fault unless there is no other part.
+    """
+    from aggregator.audit_replay import OwnedElsewhere, Replayed, replay_part
 
     newest: dict[int, list[_Log]] = {}
     for each in _verified(folder, 0):
@@ -119,7 +127,7 @@ def replay(
         raise ConfigError(f"--part {part}: {folder} has the parts {', '.join(map(str, newest))}")
     if (run_toml := folder / "run.toml").exists() and not RunConfig.from_toml(run_toml).audit.keep_contributions:
         raise ConfigError(f"{run_toml}: audit.keep_contributions = 0: no member keeps what a replay merges")
-    found, lacking = [], list[str]()
+    found, lacking = dict[int, Replayed](), dict[int, ConfigError | LogFault]()
     member = identity_of(folder).peer_id if (folder / "peer.pem").exists() else ""
     for number, logs in newest.items():
         if part not in (None, number):
@@ -130,24 +138,29 @@ def replay(
             if not having:
                 raise ConfigError(f"no log in {folder / f'part-{number}'} has outer step {outer_step}")
             _, path, log, _ = having[-1]
-            done = replay_part(folder, number, log.run_id, path, outer_step, len(log.tree), member)
-            found.append((number, done))
-        except ConfigError as error:
-            lacking.append(f"part {number} was not merged once more: {error}")
-    if not found:
-        raise ConfigError("; ".join(lacking))
+            found[number] = replay_part(folder, number, log.run_id, path, outer_step, len(log.tree), member)
+        except (ConfigError, LogFault) as error:
+            lacking[number] = error
+    elsewhere = {number: str(error) for number, error in lacking.items() if isinstance(error, OwnedElsewhere)}
     if as_json:
-        typer.echo(json.dumps([{"part": number, **asdict(done)} for number, done in found]))
-        return
-    for number, done in found:
-        typer.echo(
-            f"part {number}, outer step {done.outer_step}: {done.bytes:,} bytes of {len(done.peers)} peers merged once more: "
-            f"the same verdicts, update and digest {printable(done.digest[:12])}"
-        )
-        for peer in done.less:
-            typer.echo(f"  {printable(peer)} claimed more inner steps or tokens than counted for it")
-    for text in lacking:
-        typer.echo(printable(text))
+        rows = [{"part": number, "merged": True, **asdict(done)} for number, done in found.items()]
+        for number, reason in lacking.items():
+            rows.append({"part": number, "merged": False, "elsewhere": number in elsewhere, "why": str(reason)})
+        typer.echo(json.dumps(rows))
+    else:
+        for number, done in found.items():
+            typer.echo(
+                f"part {number}, outer step {done.outer_step}: {done.bytes:,} bytes of {len(done.peers)} peers merged once "
+                f"more: the same verdicts, update and digest {printable(done.digest[:12])}"
+            )
+            for peer in done.less:
+                typer.echo(f"  {printable(peer)} claimed more inner steps or tokens than counted for it")
+        for number, why in elsewhere.items() if found else ():
+            typer.echo(printable(f"part {number} was not merged once more: {why}"))
+    failed = {number: reason for number, reason in lacking.items() if not (found and number in elsewhere)}
+    if failed:
+        kind = LogFault if any(isinstance(reason, LogFault) for reason in failed.values()) else ConfigError
+        raise kind("; ".join(f"part {number}: {reason}" for number, reason in failed.items()))
 
 
 @audit.command()
@@ -204,7 +217,7 @@ def _verified(folder: Path, sample: int | None) -> Iterator[_Log]:
         if not logs.get(part):
             raise ConfigError(f"{folder / f'part-{part}'}: has no audit log, and the run has one of each part")
     seen = {part: _seen(folder, part) for part in logs}  # before the logs are read, which may grow
-    run_id = ""
+    member, run_id = MemberFolder(folder), ""
     for part, paths in logs.items():
         for path in paths:
             try:
@@ -212,6 +225,7 @@ def _verified(folder: Path, sample: int | None) -> Iterator[_Log]:
                 if log.part != part or (run_id and log.run_id != run_id):
                     raise LogFault(f"is the log of part {log.part} of the run {log.run_id}")
                 _check_seen(log, seen[part], newest=path == paths[-1])
+                _check_owners(log, member)
             except OSError as error:
                 raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
             except LogFault as error:
@@ -255,6 +269,34 @@ def _check_seen(log: LogVerifier, seen: Sequence[SeenEntry], *, newest: bool) ->
             raise LogFault(f"entry {each.outer_step}, or one before it, is another one than this member's peer has seen")
 
 
+def _check_owners(log: LogVerifier, member: MemberFolder) -> None:
+    """Raise LogFault where an entry is signed with a key that its owner was never enrolled for, as far as the record tells.
+
+    The record has the last key of each name, so another one may be of before. It is not where the founder was never invited
+    again, nor after an entry that names the last one. An export has no record. Raises StorageError.
+    """
+    saved = member.saved() if member.founded else None  # after the log was read: of an owner in it the record knows
+    if saved is None or (record := saved.record) is None:
+        return
+    for owner, keys in log.owners.items():
+        if not record.may_enter(owner):
+            first = min(entries[0] for entries in keys.values())
+            raise LogFault(f"entry {first} is signed by {owner}, and nobody of that name is enrolled by this member's record")
+        if (enrolled := record.enrolled.get(owner)) is None:
+            continue
+        named = [(key, entries[0]) for key, entries in keys.items()] + [*log.contributors.get(owner, {}).items()]
+        known = [first for key, first in named if key_hash(key) == enrolled.key] + [-1] * (not int(enrolled.invitation, 16))
+        for key, entries in keys.items():
+            if key_hash(key) != enrolled.key and known and entries[-1] > min(known):
+                wrong = next(entry for entry in entries if entry > min(known))
+                raise LogFault(f"entry {wrong} is signed with a key for which {owner} was not enrolled: sha256:{key_hash(key)}")
+
+
+def _owners(log: LogVerifier) -> dict[str, dict[str, int]]:
+    """Return how many commits each owner has signed with each of its keys, by SHA-256."""
+    return {owner: {key_hash(key): len(of) for key, of in keys.items()} for owner, keys in sorted(log.owners.items())}
+
+
 def _values(one: _Log) -> dict[str, object]:
     log = one.log
     return {
@@ -269,5 +311,7 @@ def _values(one: _Log) -> dict[str, object]:
         "digest": log.digest,
         "root": log.tree.root().hex(),
         "doubtful_consents": log.doubtful_consents,
+        "owners": _owners(log),
+        "doubtful_owners": log.doubtful_owners,
         "recovered": [each._asdict() for each in log.recovered],
     }

@@ -369,7 +369,10 @@ def verify(
     """Verify the logs in --home: every entry, its owner's signature, the signatures of contributions, the chain of digests.
 
     It needs no connection, and --home may be a folder that `export` has written. Two members have the same log of a part if
-    their lines `head` are the same. Exit codes: 0 all logs are intact; 2 one is not, and the message names the entry.
+    their lines `head` are the same. The lines `owned` name the keys of owners: compare them with `edit-peer fingerprint`. In a
+    member's folder a key that its owner was not enrolled for is a fault.
+
+    Exit codes: 0 all logs are intact; 2 one is not, and the message names the entry.
 
     Example: edit-peer swarm audit verify --home a
     """
@@ -403,7 +406,8 @@ def replay(
     It needs audit.keep_contributions, and the folder of the member that owned the part at that outer step: nobody else has what
     the peers sent. It verifies the logs first, but not the signatures of other commits.
 
-    Exit codes: 0 the result is what the log says; 2 it is not, and the message names what differs, or it cannot be done here.
+    Exit codes: 0 the result is what the log says; 2 it is not, and the message names what differs, or it cannot be done here,
+    for one of the parts that this member owned or for the --part given.
 
     Example: edit-peer swarm audit replay --step 12 --part 0 --home a
     """

@@ -596,7 +596,10 @@ class LogVerifier:
         self.usage: dict[str, Usage] = {}
         self.consents: dict[str, Consent] = {}  # by peer: the last one; whose key it is, `confirmed_consents` says
         self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions, consents and scores
-        self.contributors: dict[str, set[bytes]] = {}  # by peer: those that have signed contributions
+        # By peer: those that have signed contributions, and the first entry that names each.
+        self.contributors: dict[str, dict[bytes, int]] = {}
+        # In a part's log, by owner: those that have signed entries, and which.
+        self.owners: dict[str, dict[bytes, list[int]]] = {}
         self.scorers: dict[str, set[bytes]] = {}  # by scorer: those that have signed scores
         self.confirmed = 0  # commits of a masked sum that says which peers have confirmed it
         self.unconfirmed = 0  # and those that do not: an earlier version wrote them
@@ -673,6 +676,16 @@ class LogVerifier:
         """By peer, of the other consents: SHA-256 of the key."""
         confirmed = self.confirmed_consents
         return {peer: key_hash(each.public_key) for peer, each in sorted(self.consents.items()) if peer not in confirmed}
+
+    @property
+    def doubtful_owners(self) -> dict[str, list[str]]:
+        """By owner that has contributed: SHA-256 of its keys that have signed entries and none of its contributions."""
+        found = {
+            owner: sorted(key_hash(each) for each in keys if each not in self.contributors[owner])
+            for owner, keys in sorted(self.owners.items())
+            if owner in self.contributors
+        }
+        return {owner: keys for owner, keys in found.items() if keys}
 
     @property
     def privacy(self) -> str:
@@ -796,7 +809,8 @@ class LogVerifier:
         if self.part is not None:
             if entry["part"] != self.part:
                 raise ValueError(f"is of part {entry['part']}, the log of part {self.part}")
-            check_owner(self.run_id, entry)
+            owner, key = _name(entry["owner"]), check_owner(self.run_id, entry)
+            self.owners.setdefault(owner, {}).setdefault(key, []).append(entry["index"])
             self._take_grant(entry)
             for consent in entry.get("consents", ()):
                 self._take_consent(consent)
@@ -810,7 +824,7 @@ class LogVerifier:
             key = base64.b64decode(given["key"], validate=True)
             self.keys.setdefault(peer, set()).add(key)
             if given["parts"]:
-                self.contributors.setdefault(peer, set()).add(key)
+                self.contributors.setdefault(peer, {}).setdefault(key, entry["index"])
             merged = self._merged.setdefault(peer, {})
             for values in given["parts"]:
                 fragment, rank, number = values[:3]

@@ -25,12 +25,16 @@ def signed_by_owner(run_id: str, entry: Mapping[str, Any], signer: Signer) -> by
     return canonical({**named, "signature": base64.b64encode(signature).decode()})
 
 
-def check_owner(run_id: str, entry: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the holder of the key in an entry has signed it. Raises KeyError, TypeError for what is none."""
+def check_owner(run_id: str, entry: Mapping[str, Any]) -> bytes:
+    """Return the key (DER) in an entry, whose holder has signed it. Whose key it is, the caller must know otherwise.
+
+    Raises ValueError where another has signed it; KeyError, TypeError for what is no entry.
+    """
     key, signature = (base64.b64decode(entry[name], validate=True) for name in ("key", "signature"))
     rest = {name: each for name, each in entry.items() if name != "signature"}
     if not is_signed(key, signature, _statement(run_id, rest)):
         raise ValueError(f"it is not signed by {str(entry['owner'])[:64]}, who owned the part")
+    return key
 
 
 def _statement(run_id: str, entry: Mapping[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from aggregator.audit_replay import Replayed, replay_step
 from aggregator.cli import app
 from aggregator.storage.journal import Journal
 from aggregator.storage.kept_contributions import Kept, KeptContributions, kept_files, load_kept, step_folder
+from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import StateFolder
 from aggregator.storage.store import load_outer
 from edit.config.run import RunConfig
@@ -23,7 +25,9 @@ from edit.errors import ConfigError, StorageError
 from edit.merging.merge import Measured, Merged
 from edit.merging.outer_state import OuterState
 from edit.rounds.work_claims import Work
-from editpb.audit_log import LogFault
+from edit.trust.canonical import canonical, parse_canonical
+from edit.trust.merkle import MerkleTree, leaf_hash
+from editpb.audit_log import PART, LogFault, log_origin
 from tests.integration.test_audit import AUDITED, commit_one, delta, verified
 from tests.integration.test_seen_heads import contribute
 from tests.support.served import SCHEMA, TOML, found_run, new_folder, served
@@ -226,6 +230,28 @@ def test_what_is_kept_must_be_what_the_log_names(tmp_path: Path, change: Callabl
     changed(folder, 1, change)
     with pytest.raises(LogFault, match=why):
         replay(folder, 1)
+
+
+@pytest.mark.parametrize(("field", "value"), [("inner_steps", 100_000), ("tokens", 1_000_000), ("codec", "sign")])
+def test_what_the_log_says_of_a_contribution_must_be_what_its_peer_signed(tmp_path: Path, field: str, value: object) -> None:
+    """The log holds together up to a head that its key has signed: without this entry's signatures nothing shows it."""
+    folder = new_folder(tmp_path / "run", start=3, quorum=3, toml=KEEPS)
+    trained(folder, 1)
+    path, tree, lines = folder.path / "audit-log.jsonl", MerkleTree(), list[bytes]()
+    for line in path.read_bytes().splitlines():
+        entry = parse_canonical(line)
+        if entry["kind"] == "commit":
+            for part in entry["contributions"]["b"]["parts"]:
+                part[PART.index(field)] = value
+        lines.append(canonical({**entry, "root": tree.root().hex()}))
+        tree.append(leaf_hash(lines[-1]))
+    signer = open_log_key(folder.path, log_origin(folder.run_id))
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    (folder.path / "audit-log.head").write_text(signer.sign(len(tree), tree.root()))
+    code, said = invoked("replay", "--step", 1, "--state", folder.path)
+    assert code != 0 and re.search(
+        "of b to fragment [01], rank 0: the log says other things of it than its peer has signed", said
+    )
 
 
 def test_damage_and_other_settings_are_told_apart_from_lies(tmp_path: Path) -> None:

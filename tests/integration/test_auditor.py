@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +21,16 @@ import aggregator.services.audit
 from aggregator.audit_replay import replay_step
 from aggregator.cli import app as coordinator_app
 from aggregator.services.readers import send
-from aggregator.storage.audit_files import audit_files
+from aggregator.storage.audit_files import AuditFile, audit_files
+from aggregator.storage.log_key import open_log_key
 from aggregator.storage.state_folder import StateFolder
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError
+from edit.trust.checkpoints import NoteKey
 from editpb import audit_pb2 as pb
 from editpb import audit_pb2_grpc, control_pb2, control_pb2_grpc
+from editpb.receipts import ReceiptFault
 from peers import audit_fetch
+from peers.carriers.hub.kept_receipts import FETCHED, KEY
 from peers.cli import app
 from tests.integration.test_audit import AUDITED, commit_one, verified
 from tests.integration.test_governance import joined
@@ -73,6 +78,74 @@ def test_an_auditor_fetches_verifies_and_merges_once_more(tmp_path: Path) -> Non
     assert said.exit_code == 0 and "the same verdicts" in said.stdout
     assert not [path for path in third.rglob("*") if path.suffix == ".key" and path.name != "audit-log.key"]
     assert verified(third).key is not None and (third / "audit-log.key").read_text().strip() == verified(third).key.text()
+
+
+def test_a_log_that_is_not_the_one_the_auditor_knows_is_refused_and_kept_as_evidence(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=KEPT)
+    with running(folder):
+        ann = joined(folder, tmp_path / "ann", "auditor")
+    shutil.copytree(folder.path, tmp_path / "fork")
+    fork, kept = StateFolder(tmp_path / "fork"), ann / FETCHED
+    asyncio.run(trained(folder, 2))
+    asyncio.run(trained(fork, 1))  # with the same key
+    key = (ann / KEY).read_text().strip()
+    with running(folder):
+        assert f"next: edit-coordinator audit verify --state {tmp_path / 'one'} --key {key}\n" in fetch(ann, tmp_path / "one")
+        whole = kept.read_bytes()
+        assert whole == (tmp_path / "one/audit-log.head").read_bytes()
+        signer, tree = open_log_key(folder.path, NoteKey.parse(key).name), verified(tmp_path / "one").tree
+        kept.write_text(signer.sign(1, tree.root(1)))  # fetched when the log had one entry
+        assert f"replay --step 2 --state {tmp_path / 'two'} --key {key}\n" in fetch(ann, tmp_path / "two", "--step", "2")
+        assert kept.read_bytes() == whole
+    with running(fork):
+        with pytest.raises(
+            ReceiptFault, match="three: this log of 2 entries does not begin with the 3 that were fetched before"
+        ):
+            fetch(ann, tmp_path / "three")
+        assert verified(tmp_path / "three").commits == 1 and kept.read_bytes() == whole
+        kept.unlink()
+        fetch(ann, tmp_path / "four")
+    with (
+        running(folder),
+        pytest.raises(ReceiptFault, match=r"of 3 entries does not begin with the 2 .* remove that file") as said,
+    ):
+        fetch(ann, tmp_path / "five")
+    assert str(kept) in str(said.value) and said.value.exit_code == 3
+    for name in ("audit-log.jsonl", "audit-log.head", "log.key"):
+        (fork.path / name).unlink()
+    with running(fork), pytest.raises(RefusedError, match=r"six: .*log\.vkey: this peer knows another key") as refused:
+        fetch(ann, tmp_path / "six")
+    assert refused.value.exit_code == 3 and (tmp_path / "six/audit-log.jsonl").exists()
+    (ann / KEY).write_text((tmp_path / "six/audit-log.key").read_text())
+    with pytest.raises(ConfigError, match=r"fetched\.head: cannot be verified with log\.vkey"):
+        fetch(ann, tmp_path / "seven")
+
+
+def test_the_head_that_comes_with_a_log_is_of_this_log_and_signed_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new_folder(tmp_path / "run", start=2, toml=KEPT)
+    asyncio.run(trained(folder, 1))
+    with running(folder):
+        ann = joined(folder, tmp_path / "ann", "auditor")
+        for number, (name, change, why) in enumerate(
+            (
+                ("audit-log.jsonl", lambda data: data.replace(b'"missing":[]', b'"missing":["x"]'), "for other entries than"),
+                ("audit-log.jsonl", lambda data: data.splitlines(keepends=True)[0], "for other entries than the log has"),
+                ("audit-log.head", lambda data: data.replace(b"\n2\n", b"\n1\n"), "3: the head of the log: "),
+            ),
+            start=1,
+        ):
+
+            def changed(*given: Any, name: str = name, change: Callable[[bytes], bytes] = change) -> list[AuditFile]:
+                listed = {each.name: b"".join(each.parts(1 << 20)) for each in audit_files(*given)}
+                listed[name] = change(listed[name])
+                return [AuditFile(each, len(data), data) for each, data in listed.items()]
+
+            monkeypatch.setattr(aggregator.services.audit, "audit_files", changed)
+            with pytest.raises(ReceiptFault, match=why):
+                fetch(ann, tmp_path / str(number))
+            assert not (ann / FETCHED).exists()
 
 
 def test_fetching_renews_a_certificate_that_is_due(tmp_path: Path) -> None:

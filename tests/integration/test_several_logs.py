@@ -156,6 +156,8 @@ def test_an_auditor_has_all_logs_and_an_export_is_held_to_each(
         words = f"edit-peer audit fetch {further} --aggregator {address} --home {homes / 'ann'} --step 2"
         assert f"aggregator 1 keeps a log, too: {words}" in said
         run(peer_app, *words.split()[1:])
+        for at, name in ((homes / "ann", out), (homes / "ann" / "aggregator-1", further)):
+            assert (at / "fetched.head").read_bytes() == (name / "audit-log.head").read_bytes()
         with pytest.raises(ConfigError, match="--aggregator there: is not HOST:PORT"):
             run(peer_app, "audit", "fetch", tmp_path / "no", "--aggregator", "there", "--home", homes / "ann")
     for folder in (out, further):

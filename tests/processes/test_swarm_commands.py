@@ -157,7 +157,7 @@ def test_three_commands_train_and_one_of_them_is_killed(tmp_path: Path) -> None:
             logs = [(tmp_path / name / f"part-{part}" / "audit-log.jsonl").read_bytes() for name in "ac"]
             assert logs[0] == logs[1] and len(logs[0].splitlines()) == 31
         verified = CliRunner().invoke(aggregator.swarm.commands.app, ["audit", "verify", str(tmp_path / "c")])
-        assert verified.exit_code == 0 and verified.stdout.count("30 commits, each signed by the part's owner") == 2
+        assert verified.exit_code == 0 and verified.stdout.count("30 commits, each signed by the owner that it names") == 2
         assert any(one.metadata["digest"][:12] in line for line in a.lines)
         held, at_c = exported(tmp_path, "a"), exported(tmp_path, "c")
         assert held.keys() == at_c.keys() and all(torch.equal(held[name], at_c[name]) for name in held)

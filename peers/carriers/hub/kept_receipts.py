@@ -4,6 +4,7 @@ log.vkey              the log's public key: from the invitation, or from the fir
 receipts.jsonl        the head of each receipt that was accepted, with the proof that its log begins with the head before
 receipt-fault.json    a receipt that did not fit: what was seen before, and what came. While it is there the peer does not
                       take part
+fetched.head          at an auditor: the signed head of the log that it fetched last
 aggregator-N          a folder with the same files, for the log of a further aggregator
 """
 
@@ -28,6 +29,7 @@ from peers.carriers.kept_lines import KeptLines
 
 __all__ = [
     "FAULT",
+    "FETCHED",
     "FORMAT",
     "KEY",
     "RECEIPTS",
@@ -41,7 +43,7 @@ __all__ = [
     "verify_kept",
 ]
 
-KEY, RECEIPTS, FAULT = "log.vkey", "receipts.jsonl", "receipt-fault.json"
+KEY, RECEIPTS, FAULT, FETCHED = "log.vkey", "receipts.jsonl", "receipt-fault.json", "fetched.head"
 _FURTHER = "aggregator-"  # and its number: the folder of a further aggregator's log
 FORMAT = 1  # of receipts.jsonl, in each line, and of receipt-fault.json
 _MOST_KEPT = 10_000  # lines; then the older half goes

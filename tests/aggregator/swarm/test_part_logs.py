@@ -27,11 +27,12 @@ from aggregator.storage.state_folder import part_log_of, part_logs
 from aggregator.swarm import operate
 from aggregator.swarm.commands import app
 from aggregator.swarm.enrolments import Enrolments
+from aggregator.swarm.member_folder import MemberFolder
 from aggregator.swarm.owner_entries import OwnerEntries
 from aggregator.swarm.replication import Claimed, carry_out
 from edit.config.run import RunConfig
 from edit.council import events as ev
-from edit.council.record import Enrolled, Update, update_id
+from edit.council.record import Enrolled, Root, Saved, Update, update_id
 from edit.errors import ConfigError, GoneError, StorageError
 from edit.lab.council.parts_on_disk import RUN
 from edit.lab.council.replicated import same
@@ -44,6 +45,7 @@ from editpb.earlier_keys import keep_earlier
 from editpb.identity import Identity
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import Consent, DataStatement, SeenHead
+from editpb.owner_signatures import signed_by_owner
 from editpb.part_entries import begins_line
 from editpb.seen_entries import SeenBy, SeenEntry, seen_file, seen_line
 from editpb.signed_contributions import ContributionSigner, config_digest
@@ -696,7 +698,7 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
     log, home = verified(owner.logs[0]), tmp_path / "home"
     said = command(capsys, "verify", home)
     assert f"run {RUN}\n" in said
-    assert "part 0: 3 commits, each signed by the part's owner, 12 signatures of contributions: verified" in said
+    assert "part 0: 3 commits, each signed by the owner that it names, 12 signatures of contributions: verified" in said
     assert f"head        4 entries, root {log.tree.root().hex()}" in said
     assert "left out" in command(capsys, "verify", home, "--hashes")
     assert "(those of 2 commits, drawn at random)" in command(capsys, "verify", home, "--sample", 2)
@@ -723,11 +725,81 @@ def test_the_commands_verify_sum_up_and_export_and_name_what_was_changed(
         command(capsys, "verify", tmp_path / "copy")
 
 
-def of_two_parts(home: Path) -> None:
-    """A member's folder, with the logs of both parts of a model."""
+def last_signed_by(home: Path, owner: object, key: bytes) -> None:
+    """Have the last entry of a part's log signed by another owner, with this key."""
+    path = home / "part-0" / "audit-log.jsonl"
+    *before, last = path.read_bytes().splitlines()
+    entry = {name: each for name, each in parse_canonical(last).items() if name not in ("key", "signature")} | {"owner": owner}
+    path.write_bytes(b"".join(line + b"\n" for line in (*before, signed_by_owner(RUN, entry, Signer(key)))))
+
+
+def three_steps(home: Path) -> None:
+    owner = AuditedMember(home / "part-0").found()
+    for step in (1, 2, 3):
+        owner.take(owner.offer(step))
+    owner.store.close()
+
+
+def test_the_keys_of_owners_are_named_and_one_that_signed_no_contribution_of_its_owner_is_doubtful(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three_steps(tmp_path)
+    a, made_up = key_hash(Signer(KEYS["a"]).public_key), member_key()
+    said = command(capsys, "verify", tmp_path)
+    assert f"  owned       by a, 3 commits, key sha256:{a}\n" in said and "doubtful" not in said
+    last_signed_by(tmp_path, "q", made_up)
+    q = key_hash(Signer(made_up).public_key)
+    said = command(capsys, "verify", tmp_path)
+    assert f"  owned       by q, 1 commits, key sha256:{q}\n" in said
+    assert f"  doubtful    what q signed as owner, by a key that has signed no contribution of it: sha256:{q}\n" in said
+    (values,) = json.loads(command(capsys, "verify", tmp_path, "--json"))
+    assert values["owners"] == {"a": {a: 2}, "q": {q: 1}} and values["doubtful_owners"] == {"q": [q]}
+    last_signed_by(tmp_path, "q", KEYS["q"])
+    assert "doubtful" not in command(capsys, "verify", tmp_path), "it has contributed with this key"
+    last_signed_by(tmp_path, [], KEYS["a"])
+    with pytest.raises(LogFault, match=r"audit-log\.jsonl: entry 3: '\[\]' is no name of a peer"):
+        command(capsys, "verify", tmp_path)
+
+
+def test_an_owners_key_that_was_never_enrolled_is_a_fault_in_a_members_folder_and_one_of_before_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three_steps(tmp_path)
+    made_up, disk = member_key(), MemberFolder(tmp_path)
+
+    def knows(**enrolled: Enrolled) -> None:
+        record = replace(record_of(**enrolled), roots=(Root("AA=="),))
+        disk.save(Saved(incarnation=1, record=record))
+
+    now = Enrolled("2" * 32, key_hash(Signer(made_up).public_key))
+    for enrolled in ({}, {"a": now}):  # a was invited again after it had signed all of them
+        knows(**enrolled)
+        assert "part 0: 3 commits" in command(capsys, "verify", tmp_path)
+    knows(a=replace(now, invitation="0" * 32))
+    with pytest.raises(LogFault, match=r"audit-log\.jsonl: entry 1 is signed with a key for which a was not enrolled: sha256:"):
+        command(capsys, "verify", tmp_path)
+    last_signed_by(tmp_path, "a", made_up)
+    knows(a=now)
+    assert "part 0: 3 commits" in command(capsys, "verify", tmp_path), "it was invited again before the last one"
+    knows()
+    for owner in "aq":  # q has only contributed
+        last_signed_by(tmp_path, owner, made_up)
+        with pytest.raises(
+            LogFault, match=rf"entry 3 is signed with a key for which {owner} was not enrolled: sha256:{now.key}"
+        ):
+            command(capsys, "verify", tmp_path)
+    last_signed_by(tmp_path, "z", made_up)
+    with pytest.raises(LogFault, match="entry 3 is signed by z, and nobody of that name is enrolled by this member's record"):
+        command(capsys, "verify", tmp_path)
+
+
+def of_two_parts(home: Path, steps: int = 0) -> None:
+    """A member's folder, with the logs of both parts of a model. a owned them."""
     config = RunConfig.from_mapping({**CONFIG, "audit": {"enabled": True}, "swarm": {"parts": 2}})
     for part in (0, 1):
         owner = AuditedMember(home / f"part-{part}", config=config, part=part).found()
+        for step in range(1, steps + 1):
+            owner.take(owner.offer(step, lambda entry, part=part: entry.update(part=part)))
         owner.store.close()
 
 
@@ -786,6 +858,15 @@ def test_an_export_is_written_whole_or_not_at_all_and_over_no_other_log(
     assert not (tmp_path / "new").exists()
 
 
+def certify(home: Path, peer_id: str) -> None:
+    """Make this the folder of a member, by its certificate."""
+    run = new_folder(home.with_name(f"run-of-{peer_id}"))
+    issuer, key = Authority.load(run.path, run.run_id).issuer, serialization.load_pem_private_key(KEYS[peer_id], None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    certificate = issuer.issue(Identity(RUN, "peer", peer_id), key.public_key(), lifetime_s=3600, now=time.time())
+    (home / "peer.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
 def test_a_log_that_lost_what_the_members_own_peer_has_seen_does_not_verify(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -794,11 +875,7 @@ def test_a_log_that_lost_what_the_members_own_peer_has_seen_does_not_verify(
     for step in (1, 2, 3):
         owner.take(owner.offer(step))
     owner.store.close()
-    run = new_folder(tmp_path / "run")
-    issuer, key = Authority.load(run.path, run.run_id).issuer, serialization.load_pem_private_key(KEYS["a"], None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    certificate = issuer.issue(Identity(RUN, "peer", "a"), key.public_key(), lifetime_s=3600, now=time.time())
-    (home / "peer.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    certify(home, "a")
     tree, by = owner.log.tree, SeenBy(RUN, "a", 0)
     lines = [seen_line(by, SeenEntry(step, tree.leaf(step), tree.root(step + 1)), Signer(KEYS["a"])) for step in (1, 2, 3)]
     seen_file(home, 0).write_bytes(b"".join(line + b"\n" for line in lines))

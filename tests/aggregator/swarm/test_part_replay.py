@@ -7,9 +7,11 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 
+from aggregator import audit_replay
 from aggregator.storage.kept_contributions import Kept, KeptContributions, UndecidedError, load_kept
 from aggregator.storage.state_folder import contributions_of
 from aggregator.storage.store import Store
@@ -22,7 +24,7 @@ from edit.errors import ConfigError, RefusedError
 from edit.lab.council.parts_on_disk import RUN, merged_round, outer_state
 from edit.rounds.work_claims import Work
 from editpb.audit_log import LogFault
-from tests.aggregator.swarm.test_part_logs import grown, take_step
+from tests.aggregator.swarm.test_part_logs import certify, grown, of_two_parts, take_step
 from tests.aggregator.swarm.test_verification import contribute
 from tests.support.council.audited import audited_toml, merged
 from tests.support.council.hosts import Hosts, hosts, schema_of
@@ -111,6 +113,48 @@ def test_owners_keep_what_they_merged_and_it_gives_the_commits_once_more(
     (copy / "run.toml").write_text(toml().replace("lr = 0.7", "lr = 0.6"))
     with pytest.raises(ConfigError, match=r"a replay needs the run\.toml of then"):
         replay(capsys, copy, "--step", 2)
+
+
+def test_a_part_of_ones_own_that_is_not_merged_once_more_is_an_error_and_one_of_another_member_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part 0 is as the log says, and of part 1 nothing is kept."""
+    home, real = tmp_path / "home", audit_replay.replay_part
+    of_two_parts(home, steps=1)
+    done = audit_replay.Replayed(outer_step=1, digest="0" * 64, peers=("p", "q"), shards=4, bytes=1, less=())
+
+    def first(home: Path, part: int, *given: Any) -> audit_replay.Replayed:
+        return done if part == 0 else real(home, part, *given)
+
+    monkeypatch.setattr(audit_replay, "replay_part", first)
+    for member, raises in (("", True), ("b", False), ("a", True)):
+        if member:
+            certify(home, member)
+        for words in ((), ("--json",)):
+            if raises:
+                with pytest.raises(ConfigError, match=r"^part 1: .*part-1: no contributions are kept here"):
+                    command("replay", home, *words)
+            else:
+                command("replay", home, *words)
+            said = capsys.readouterr().out
+            if words:
+                rows = [(row["part"], row["merged"], row.get("elsewhere")) for row in json.loads(said)]
+                assert rows == [(0, True, None), (1, False, not raises)]
+            else:
+                assert "part 0, outer step 1: 1 bytes of 2 peers merged once more" in said
+                assert ("part 1 was not merged once more: " in said) != raises
+        if not raises:
+            with pytest.raises(ConfigError, match=r"part 1: .*; a owned part 1 then: replay it in the folder of a"):
+                command("replay", home, "--part", 1)
+
+    def differs(home: Path, part: int, *given: Any) -> audit_replay.Replayed:
+        if part == 0:
+            raise LogFault("it leads to another digest")
+        return real(home, part, *given)
+
+    monkeypatch.setattr(audit_replay, "replay_part", differs)
+    with pytest.raises(LogFault, match=r"^part 0: it leads to another digest; part 1: .*no contributions are kept here$"):
+        command("replay", home)
 
 
 def _damage(folder: Path, step: int) -> None:
