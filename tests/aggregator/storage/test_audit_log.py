@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -515,6 +516,45 @@ def a_run(folder: Path) -> OuterState:
     store.checkpoint(outer)
     store.close()
     return outer
+
+
+def test_an_export_is_written_over_no_other_log_no_longer_one_and_no_folder_that_is_lived_in(tmp_path: Path) -> None:
+    run, old, out = tmp_path / "run", tmp_path / "old", tmp_path / "out"
+    run.mkdir()
+    a_run(run)
+
+    def export(of: Path, place: Path) -> str:
+        found = CliRunner().invoke(app, ["audit", "export", str(place), "--state", str(of)])
+        assert found.exit_code == 0 or isinstance(found.exception, ConfigError), found.exception
+        return str(found.exception or "") or found.output
+
+    def content(folder: Path) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    for _ in range(2):
+        assert export(run, out) == f"{out}: 4 entries, outer step 3\n"
+    shutil.copytree(run, old)
+    grown = opened(run)
+    outer = grown.recover()
+    assert outer is not None
+    append(grown, outer, 4)
+    grown.close()
+    (out / "run.json").touch()  # an export with --step has one
+    assert export(run, out) == f"{out}: 5 entries, outer step 4\n", "the same log, which has grown"
+    kept = content(out)
+    why = "is another log, or one that has more entries; export to another folder"
+    assert export(old, out) == f"{out / 'audit-log.jsonl'}: {why}"
+    assert content(out) == kept
+
+    (part := tmp_path / "swarm" / "part-0").mkdir(parents=True)
+    (part / "audit-log.jsonl").write_bytes((old / "audit-log.jsonl").read_bytes())
+    assert export(run, tmp_path / "swarm") == f"{part / 'audit-log.jsonl'}: {why}"
+    names = {"ca.key": "a coordinator", "run.json": "a coordinator", "peer.key": "a peer", "host.json": "a member of a swarm"}
+    for name, kind in names.items():
+        (place := tmp_path / f"with-{name}").mkdir()
+        (place / name).touch()
+        assert export(run, place) == f"{place}: is the folder of {kind}; export to another folder"
+        assert [path.name for path in place.iterdir()] == [name]
 
 
 @pytest.mark.parametrize(
