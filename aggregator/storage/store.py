@@ -359,7 +359,8 @@ class Store:
             metadata["audit"] = [each.hex() for each in self.part_log.tree.peaks]
         if self._updates:
             updates.save(checkpoint.updates_of(self._folder, outer.outer_step), list(self._updates.values()))
-        checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=self._config.storage.keep_checkpoints)
+        keep, replayable = self._config.storage.keep_checkpoints, self._config.audit.keep_contributions
+        checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=keep, replayable=replayable)
         if not founded:
             self._begin_segment(outer.outer_step)
 
