@@ -87,9 +87,7 @@ def verify(
         typer.echo(f"privacy     {printable(log.privacy)}")
     print_keys(log)
     if log.continued:
-        typer.echo(
-            f"continued   at outer steps {', '.join(map(str, log.continued))}: earlier commits are not in the log, or were lost"
-        )
+        typer.echo(f"continued   {_continued(log)}")
 
 
 @audit.command()
@@ -267,6 +265,8 @@ def print_usage(log: LogVerifier) -> None:
         typer.echo(f"{printable(peer)}'s data: {printable(_words_of(said))}")
     for peer, key in log.doubtful_consents.items():
         typer.echo(f"doubtful: {_doubtful(peer, key)}")
+    if log.continued:
+        typer.echo(f"continued: {_continued(log)}")
     typer.echo("Tokens, and what is said of data, are what each peer says of itself.")
 
 
@@ -280,6 +280,10 @@ def print_keys(log: LogVerifier, indent: str = "") -> None:
         if len(known) > 1:
             each = ", ".join(f"sha256:{key_hash(key)}" for key in sorted(known))
             typer.echo(f"{indent}keys        of {printable(peer)}, which contributed with {len(known)}: {each}")
+
+
+def _continued(log: LogVerifier) -> str:
+    return f"at outer steps {', '.join(map(str, log.continued))}: earlier commits are not in the log, or were lost"
 
 
 def _doubtful(peer: str, key: str) -> str:

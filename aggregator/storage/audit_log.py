@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,6 +67,7 @@ from editpb.signed_contributions import config_digest
 
 __all__ = ["AuditLog"]
 
+_log = logging.getLogger(__name__)
 _RESTORE = "restore it from a copy"
 _MOST_FITTING = 1024  # heads of which is kept that they fit
 _MOST_CONSENTS = 16  # of one peer to one configuration: with as many policies
@@ -144,17 +146,23 @@ class AuditLog:
     def __len__(self) -> int:
         return len(self._tree)
 
-    def attach(self, entries: Sequence[str], outer: OuterState) -> None:
+    @property
+    def kept(self) -> dict[str, object]:
+        """What a checkpoint says of the log, as JSON values: it had so many entries by then, with this key."""
+        return {"key": self.key, "entries": self._signed}
+
+    def attach(self, entries: Sequence[str], outer: OuterState, kept: Mapping[str, object] | None = None) -> None:
         """Read the log, fill in what it lacks of the journal, and note a start that is not where the last entry ends.
 
-        entries: those of the journal since the last checkpoint. outer: the run's state now. Raises StorageError when entries
-        are lost, changed, or cannot be written.
+        entries: those of the journal since the last checkpoint. outer: the run's state now. kept: what the last checkpoint
+        says of the log; None: nothing. Raises StorageError when entries are lost, changed, or cannot be written.
         """
         if not self._file.is_open:
             try:
                 self._read()
                 self._check_head()
                 self._check_cosigned()
+                self._check_kept(kept or {})
             except BaseException:
                 self._file.close()  # the next call reads it again
                 raise
@@ -376,6 +384,8 @@ class AuditLog:
                 self._run_id, self._signer.key, self._config, outer.schema.schema_hash, outer.outer_step, outer.digest
             )
             self._say(genesis)
+            if outer.outer_step:
+                _log.warning("%s: begins at outer step %d: no commit before is in it", self.path, outer.outer_step)
         self.flush()  # before a second entry
         config, outer_step, digest = self._last
         if config != self._digest:
@@ -422,6 +432,14 @@ class AuditLog:
         if self._tree.root(head.size) != head.root:
             raise StorageError(f"{self.path}: is not what {self._head.name} is signed for; restore both from a copy")
         self._signed = head.size
+
+    def _check_kept(self, kept: Mapping[str, object]) -> None:
+        """Raise StorageError where a checkpoint was written with entries, signed with the key of now, that are not here."""
+        entries = kept.get("entries") if kept.get("key") == self.key else 0
+        if not isinstance(entries, int) or entries > len(self._tree):
+            why = f"has {len(self._tree)} of the {entries} entries that the run's checkpoint was written with"
+            anew = f"or, to begin another log with another key, move {self._head.stem}.* and log.key away"
+            raise StorageError(f"{self.path}: {why}; {_RESTORE}, {anew}")
 
     def _check_cosigned(self) -> None:
         """Hold the log to the heads that members have cosigned. Raises StorageError."""

@@ -605,6 +605,55 @@ def test_a_log_whose_head_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:
     assert opened(tmp_path).recover() is not None
 
 
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "killed"])
+def test_a_lost_log_is_begun_anew_only_with_another_key_and_says_where_it_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
+) -> None:
+    store = opened(tmp_path)
+    outer = founded(store)
+    for round_id in range(1, 4):
+        append(store, outer, round_id)
+    if stopped:
+        store.checkpoint(outer)
+    store.close()
+    away = tmp_path / "away"
+    away.mkdir()
+    for name in ("audit-log.jsonl", "audit-log.head"):
+        (tmp_path / name).rename(away / name)
+    many = 4 if stopped else 1
+    why = f"has 0 of the {many} entries that the run's checkpoint was written with; restore it from a copy, or, to begin"
+    with pytest.raises(StorageError, match=why):
+        opened(tmp_path).recover()
+    assert not caplog.records
+    for name in ("audit-log.jsonl", "log.key"):
+        (tmp_path / name).rename(away / f"{name}.2")
+    for _ in range(2):
+        store = opened(tmp_path)
+        found = store.recover()
+        assert found is not None and found.digest == outer.digest
+        store.close()
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path / 'audit-log.jsonl'}: begins at outer step 3: no commit before is in it"
+    ]
+    store = opened(tmp_path)
+    found = store.recover()
+    assert found is not None
+    kept = [(path, path.read_bytes()) for path in (tmp_path / "audit-log.jsonl", tmp_path / "audit-log.head")]
+    append(store, found, 4)
+    store.close()
+    for path, data in kept:  # as after a kill behind the journal's commit
+        path.write_bytes(data)
+    assert opened(tmp_path).recover() is not None
+    log, commits = log_of(tmp_path)
+    assert (log.continued, log.outer_step, [step for step, _ in commits]) == ([3], 4, [4])
+    told = "at outer steps 3: earlier commits are not in the log, or were lost"
+    for command, words in (("verify", f"continued   {told}"), ("usage", f"continued: {told}")):
+        assert words in CliRunner().invoke(app, ["audit", command, "--state", str(tmp_path)]).output
+    CliRunner().invoke(app, ["audit", "card", str(tmp_path / "card.md"), "--state", str(tmp_path)])
+    card = (tmp_path / "card.md").read_text()
+    assert "before it begins, or goes on, at outer steps 3." in card and "tokens in all of the commits in the log." in card
+
+
 @pytest.mark.parametrize("how", ["before", "middle", "after"])
 def test_killed_at_any_write_of_its_first_entries_a_run_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
