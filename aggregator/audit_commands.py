@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -28,9 +28,10 @@ from edit.trust.checkpoints import MOST_NOTE_BYTES, NoteKey
 from edit.trust.envelopes import signed_envelope
 from edit.trust.signatures import key_hash
 from editpb.audit_log import LogFault, LogVerifier, Usage
+from editpb.folder_kinds import kind_of_folder
 from editpb.messages import DataStatement
 
-__all__ = ["audit", "print_keys", "print_usage", "usage_values"]
+__all__ = ["audit", "check_place", "print_keys", "print_usage", "usage_values"]
 
 audit = typer.Typer(no_args_is_help=True, help="Verify, sum up or copy the audit log of a run (docs/audit.md).")
 _Log = Annotated[Path, typer.Option("--state", help="The folder of the run, or one that an export has written.")]
@@ -86,9 +87,7 @@ def verify(
         typer.echo(f"privacy     {printable(log.privacy)}")
     print_keys(log)
     if log.continued:
-        typer.echo(
-            f"continued   at outer steps {', '.join(map(str, log.continued))}: earlier commits are not in the log, or were lost"
-        )
+        typer.echo(f"continued   {_continued(log)}")
 
 
 @audit.command()
@@ -159,6 +158,8 @@ def export(
     """Verify the log and copy it, for somebody else to verify: the entries that the head is signed for, the head, the key, and
     the heads that members have cosigned.
 
+    Repeated, it adds what came since; it does not write over another log, or a longer one.
+
     Example: edit-coordinator audit export my-audit --state my-run --provenance --of model.safetensors
     """
     if of and not provenance:
@@ -170,6 +171,7 @@ def export(
     for path, note in notes:
         _checked(log, path, note)
     lines = b"".join(line + b"\n" for line in itertools.islice(entries_of(state / AUDIT_LOG), signed))
+    check_place(out, {out / AUDIT_LOG: lines})
     files = [(AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")]
     if authorities := authorities_of(state):
         files.append((AUTHORITY, b"".join(each.public_bytes(Encoding.PEM) for each in authorities)))
@@ -216,6 +218,23 @@ def card(
     typer.echo(f"{out}: run {printable(log.run_id)}, outer step {log.outer_step}")
 
 
+def check_place(out: Path, copies: Mapping[Path, bytes]) -> None:
+    """Raise ConfigError where logs may not be copied to a folder.
+
+    It is one of a run, a peer or a member, or a log in it is not the beginning of what is to be written there.
+    """
+    if not (out / AUDIT_KEY).exists() and (kind := kind_of_folder(out)):  # with that key it is a copy, and may have run.json
+        raise ConfigError(f"{out}: is the folder of {kind}; export to another folder")
+    there = {*out.glob("audit-log*.jsonl"), *out.glob("part-*/audit-log*.jsonl")}
+    for path in sorted(there | {path for path in copies if path.exists()}):
+        try:
+            old = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        if not copies.get(path, b"").startswith(old):
+            raise ConfigError(f"{path}: is another log, or one that has more entries; export to another folder")
+
+
 def usage_values(log: LogVerifier) -> dict[str, object]:
     """Return what a verified log says of each peer, as JSON values."""
     data, consents, doubtful = _data(log), log.confirmed_consents, log.doubtful_consents
@@ -246,6 +265,8 @@ def print_usage(log: LogVerifier) -> None:
         typer.echo(f"{printable(peer)}'s data: {printable(_words_of(said))}")
     for peer, key in log.doubtful_consents.items():
         typer.echo(f"doubtful: {_doubtful(peer, key)}")
+    if log.continued:
+        typer.echo(f"continued: {_continued(log)}")
     typer.echo("Tokens, and what is said of data, are what each peer says of itself.")
 
 
@@ -263,6 +284,10 @@ def print_keys(log: LogVerifier, indent: str = "") -> None:
         if len(known) > 1:
             each = ", ".join(f"sha256:{key_hash(key)}" for key in sorted(known))
             typer.echo(f"{indent}keys        of {printable(peer)}, which contributed with {len(known)}: {each}")
+
+
+def _continued(log: LogVerifier) -> str:
+    return f"at outer steps {', '.join(map(str, log.continued))}: earlier commits are not in the log, or were lost"
 
 
 def _doubtful(peer: str, key: str) -> str:

@@ -177,7 +177,7 @@ ceiling_s = 600.0               # The longest deadline of a round, in seconds.
 [storage]
 #buffer_bytes = 268435456       # Memory for contributions, a quarter of it for what is on its way. The rest lies on disk.
 #checkpoint_every = 20          # Outer steps between two checkpoints of the coordinator.
-#keep_checkpoints = 2           # How many checkpoints are kept.
+#keep_checkpoints = 2           # How many checkpoints are kept; more with audit.keep_contributions.
 #keep_updates = 4               # How many updates are kept for peers that missed a commit (of each group).
 
 # A swarm has no coordinator: write [swarm] in place of [aggregators] and [server], and start it with `edit-peer swarm start`.

@@ -5,6 +5,7 @@
    record is on disk before the entry is appended here. So the log has no entry of what was not committed, and a start fills in
    what it lacks: the last one, after a kill.
 2. An entry is on disk before the head that is signed for it. A head for more entries than there are means that some were lost.
+   The head of the first entry is on disk before the second entry is: so entries without a head mean that it was lost.
 3. The entry of a commit that cannot be appended is kept and tried again before the next commit, which fails until then. No
    other entry that cannot be appended is kept: whoever has said it says it again.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,6 +67,8 @@ from editpb.signed_contributions import config_digest
 
 __all__ = ["AuditLog"]
 
+_log = logging.getLogger(__name__)
+_RESTORE = "restore it from a copy"
 _MOST_FITTING = 1024  # heads of which is kept that they fit
 _MOST_CONSENTS = 16  # of one peer to one configuration: with as many policies
 
@@ -142,16 +146,26 @@ class AuditLog:
     def __len__(self) -> int:
         return len(self._tree)
 
-    def attach(self, entries: Sequence[str], outer: OuterState) -> None:
+    @property
+    def kept(self) -> dict[str, object]:
+        """What a checkpoint says of the log, as JSON values: it had so many entries by then, with this key."""
+        return {"key": self.key, "entries": self._signed}
+
+    def attach(self, entries: Sequence[str], outer: OuterState, kept: Mapping[str, object] | None = None) -> None:
         """Read the log, fill in what it lacks of the journal, and note a start that is not where the last entry ends.
 
-        entries: those of the journal since the last checkpoint. outer: the run's state now. Raises StorageError when entries
-        are lost, changed, or cannot be written.
+        entries: those of the journal since the last checkpoint. outer: the run's state now. kept: what the last checkpoint
+        says of the log; None: nothing. Raises StorageError when entries are lost, changed, or cannot be written.
         """
         if not self._file.is_open:
-            self._read()
-            self._check_head()
-            self._check_cosigned()
+            try:
+                self._read()
+                self._check_head()
+                self._check_cosigned()
+                self._check_kept(kept or {})
+            except BaseException:
+                self._file.close()  # the next call reads it again
+                raise
         for entry in entries:
             line = entry.encode()
             if (index := _index(line)) > len(self._tree):
@@ -163,7 +177,10 @@ class AuditLog:
                         "[codec.fragments] of run.toml are not those of then: set them back"
                     )
                 continue
-            self._write(line)
+            try:
+                self._write(line)
+            except ValueError as error:
+                raise StorageError(f"{self.path}: the journal's entry {index} does not follow ({error}); {_RESTORE}") from error
         self._begin(outer)
 
     def commit(
@@ -222,10 +239,13 @@ class AuditLog:
             self._standing = f"{self._signed} entries, head {root.hex()[:16]}"
 
     def _write(self, line: bytes) -> None:
-        """Append the next entry, on disk when this returns; `flush` signs for it. Raises StorageError: it is not in the log."""
+        """Append the next entry, on disk when this returns; `flush` signs for it. Raises StorageError: it is not in the log.
+
+        Raises ValueError for a damaged one, or one that is not the next.
+        """
+        position = self._next(line)
         self._file.append(line)
-        self._took(line)
-        self._tree.append(leaf_hash(line))
+        self._took(line, position)
 
     def receipt(self, outer_step: int, seen_size: int) -> LogReceipt:
         """Return the receipt of the commit to an outer step, for a peer that has seen so many entries.
@@ -286,14 +306,23 @@ class AuditLog:
         except ValueError as error:
             raise RemoteProtocolError(f"audit.cosign: {error}") from error
 
-    def _took(self, line: bytes) -> None:
-        """Note what the next entry says. Raises ValueError for a damaged one."""
-        self._last, step, seen, keys = _position(line, self._last)
+    def _next(self, line: bytes) -> _Position:
+        """Return what the next entry says. Raises ValueError for a damaged one, or one that is not the next."""
+        entry = parse_canonical(line)
+        position = _position(entry, self._last)
+        if (entry.get("index"), entry.get("root")) != (len(self._tree), self._tree.root().hex()):
+            raise ValueError("it does not follow the entries before it")
+        return position
+
+    def _took(self, line: bytes, position: _Position) -> None:
+        """Note the next entry, which is in the log."""
+        self._last, step, seen, keys = position
         self._keys |= keys
         if step:
             others = [one for one in self._commits.items() if one[0] != step]
             commit = _Commit(len(self._tree), line, seen)
             self._commits = dict([*others, (step, commit)][-self._config.kept_updates :])
+        self._tree.append(leaf_hash(line))
 
     def score(self, scorer: str, report: ScoreReport) -> None:
         """Append what a scorer says of the last commit; its signature was checked.
@@ -355,6 +384,9 @@ class AuditLog:
                 self._run_id, self._signer.key, self._config, outer.schema.schema_hash, outer.outer_step, outer.digest
             )
             self._say(genesis)
+            if outer.outer_step:
+                _log.warning("%s: begins at outer step %d: no commit before is in it", self.path, outer.outer_step)
+        self.flush()  # before a second entry
         config, outer_step, digest = self._last
         if config != self._digest:
             self._say(config_entry(self._config))
@@ -368,23 +400,26 @@ class AuditLog:
 
     def _read(self) -> None:
         """Open the file and read what is there. Raises StorageError."""
+        self._tree, self._last = MerkleTree(), ("", 0, "")
 
         def take(line: bytes) -> None:
-            self._took(line)
+            self._took(line, self._next(line))
             self._consents |= _consent_in(line)
             self._approvals |= _approval_in(line)
-            self._tree.append(leaf_hash(line))
 
         try:
             self._file.read(take)
         except ValueError as error:
-            raise StorageError(f"{self.path}: entry {len(self._tree)} is damaged ({error}); restore it from a copy") from error
+            raise StorageError(f"{self.path}: entry {len(self._tree)} is damaged ({error}); {_RESTORE}") from error
 
     def _check_head(self) -> None:
         try:
             text, _ = open_note(self._head.read_bytes(), [self._signer.key])
             head = parse_checkpoint(text)
         except FileNotFoundError:
+            if len(self._tree) > 1:
+                why = f"is missing, and {self.path.name} has {len(self._tree)} entries"
+                raise StorageError(f"{self._head}: {why}; {_RESTORE}") from None
             return
         except OSError as error:
             raise StorageError(f"{self._head}: cannot be read ({error.strerror})") from error
@@ -397,6 +432,14 @@ class AuditLog:
         if self._tree.root(head.size) != head.root:
             raise StorageError(f"{self.path}: is not what {self._head.name} is signed for; restore both from a copy")
         self._signed = head.size
+
+    def _check_kept(self, kept: Mapping[str, object]) -> None:
+        """Raise StorageError where a checkpoint was written with entries, signed with the key of now, that are not here."""
+        entries = kept.get("entries") if kept.get("key") == self.key else 0
+        if not isinstance(entries, int) or entries > len(self._tree):
+            why = f"has {len(self._tree)} of the {entries} entries that the run's checkpoint was written with"
+            anew = f"or, to begin another log with another key, move {self._head.stem}.* and log.key away"
+            raise StorageError(f"{self.path}: {why}; {_RESTORE}, {anew}")
 
     def _check_cosigned(self) -> None:
         """Hold the log to the heads that members have cosigned. Raises StorageError."""
@@ -446,9 +489,8 @@ class _Position(NamedTuple):
     keys: frozenset[tuple[str, str]] = frozenset()  # members, and their public keys in base64
 
 
-def _position(line: bytes, before: tuple[str, int, str]) -> _Position:
+def _position(entry: Any, before: tuple[str, int, str]) -> _Position:
     """Return what an entry says. before: configuration, outer step and digest before it. Raises ValueError: it is damaged."""
-    entry = parse_canonical(line)
     config, outer_step, digest = before
     try:
         match entry["kind"]:
@@ -469,7 +511,9 @@ def _position(line: bytes, before: tuple[str, int, str]) -> _Position:
                 return _Position(before, keys=frozenset({(str(entry["peer"]), str(entry["key"]))}))
             case "approval":
                 return _Position(before)
-            case _:
+            case "continued":
                 return _Position((config, entry["outer_step"], entry["digest"]))
+            case kind:
+                raise ValueError(f"is of an unknown kind {kind!r}; a later version wrote it")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(repr(error)) from error

@@ -5,7 +5,8 @@
     FOLDER/step-00000020.updates       the last published updates, the one to step 20 included
 
 A damaged checkpoint is renamed to *.damaged, and the one before it, with all segments since, takes its place. Segments are kept
-as long as the oldest kept checkpoint, so that this loses nothing. A checkpoint of another format is not damaged: FormatError.
+as long as the oldest kept checkpoint, so that this loses nothing. Where contributions are kept, so are the checkpoint and the
+segments that a replay of the oldest of them begins with. A checkpoint of another format is not damaged: FormatError.
 """
 
 from __future__ import annotations
@@ -69,11 +70,19 @@ def updates_of(folder: Path, outer_step: int) -> Path:
 
 
 def save(
-    folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], *, keep: int, write: Write = save_file
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+    *,
+    keep: int,
+    replayable: int = 0,
+    write: Write = save_file,
 ) -> Path:
     """Write the checkpoint of metadata["outer_step"], durably, then remove what is older than the `keep` newest.
 
-    write: safetensors' `save_file`, or what a test has in its place. Raises StorageError: the folder is as before.
+    replayable: keep also what a replay of so many last outer steps reads, however close together the newest checkpoints are:
+    each stop of a run adds one. write: safetensors' `save_file`, or what a test has in its place. Raises StorageError: the
+    folder is as before.
     """
     path = path_of(folder, _step(metadata))
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -82,7 +91,7 @@ def save(
     make_folder(folder)
     _remove_temporary(folder)
     write_atomic_with(path, lambda temporary: write(whole, temporary, about), failures=(SafetensorError,))
-    _remove_old(folder, keep)
+    _remove_old(folder, keep, replayable)
     return path
 
 
@@ -175,10 +184,14 @@ def _steps(folder: Path, suffix: str) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
-def _remove_old(folder: Path, keep: int) -> None:
-    """Remove what is older than the `keep` newest checkpoints; what cannot be removed now is removed after the next one."""
+def _remove_old(folder: Path, keep: int, replayable: int) -> None:
+    """Remove what `save` does not keep; what cannot be removed now is removed after the next one."""
     with contextlib.suppress(OSError, StorageError):
-        oldest = _steps(folder, ".safetensors")[-keep:][0]
+        steps = _steps(folder, ".safetensors")
+        oldest = steps[-keep:][0]
+        if replayable:
+            before = [step for step in steps if step <= steps[-1] - replayable]
+            oldest = min(oldest, (before or steps[:1])[-1])
         for suffix in (".safetensors", ".journal", ".updates", ".safetensors.damaged"):
             for step in _steps(folder, suffix):
                 if step < oldest:

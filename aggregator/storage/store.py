@@ -338,8 +338,10 @@ class Store:
         recovery from this checkpoint does not read. Only the founding has no checkpoint to fall back to yet. A segment in which
         a round is under way is not left: then there is no checkpoint.
         """
-        if checkpoint.path_of(self._folder, outer.outer_step).exists() and self._journal is not None:
-            return
+        if not checkpoint.path_of(self._folder, outer.outer_step).exists() or self._journal is None:
+            self._write_checkpoint(outer)
+
+    def _write_checkpoint(self, outer: OuterState) -> None:
         if self.audit is not None:
             self.audit.flush()  # a segment whose entries the log lacks must not go
         if self.part_log is not None:
@@ -355,11 +357,14 @@ class Store:
         }
         if self.update_id:
             metadata["update_id"] = self.update_id
+        if self.audit is not None:
+            metadata["log"] = self.audit.kept
         if self.part_log is not None:
             metadata["audit"] = [each.hex() for each in self.part_log.tree.peaks]
         if self._updates:
             updates.save(checkpoint.updates_of(self._folder, outer.outer_step), list(self._updates.values()))
-        checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=self._config.storage.keep_checkpoints)
+        keep, replayable = self._config.storage.keep_checkpoints, self._config.audit.keep_contributions
+        checkpoint.save(self._folder, outer.to_tensors(), metadata, keep=keep, replayable=replayable)
         if not founded:
             self._begin_segment(outer.outer_step)
 
@@ -452,11 +457,15 @@ class Store:
         self.injections.recover(loaded.outer.injected)
         for commit in [*self._load_updates(loaded.begun_with), *loaded.commits]:
             self.publish(commit)
+        anew = False  # whether the log was moved away with its key: the journal's entries are of that one
         if self.audit is not None:
-            self.audit.attach(loaded.entries, loaded.outer)
+            anew = loaded.log.get("key", self.audit.key) != self.audit.key
+            self.audit.attach(() if anew else loaded.entries, loaded.outer, loaded.log)
         if self.part_log is not None:
             self.part_log.attach(loaded.peaks, loaded.begun_with + 1, loaded.entries, self._held_entry, loaded.outer)
         self._journal = self._go_on(loaded.base)
+        if anew:
+            self._write_checkpoint(loaded.outer)  # from here on the journal's entries are of the new log
         return loaded.outer
 
     def _load_updates(self, outer_step: int) -> list[Commit]:
@@ -525,6 +534,7 @@ class _Loaded(NamedTuple):
     held: CommittedRound | None  # in a swarm: held only, not applied
     entries: tuple[str, ...]  # of the audit log, after the checkpoint
     peaks: tuple[bytes, ...]  # in a swarm: of the tree of those until the checkpoint
+    log: dict[str, object]  # of a coordinator: what the checkpoint says of the log (`AuditLog.kept`)
 
 
 def _load(
@@ -546,7 +556,7 @@ def _load(
         raise ConfigError(f"{recovered.path}: belongs to run {metadata.get('run_id')}, not {run_id}")
     try:
         outer = restore(Schema.from_json(metadata["schema"]), config, recovered.tensors, metadata)
-        tokens, peaks = int(metadata["tokens"]), peaks_from(metadata.get("audit", ()))
+        tokens, peaks, log = int(metadata["tokens"]), peaks_from(metadata.get("audit", ())), dict(metadata.get("log", {}))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StorageError(f"{recovered.path}: is damaged ({error!r})") from error
     commits: deque[Commit] = deque(maxlen=config.kept_updates)
@@ -573,7 +583,7 @@ def _load(
     outer.residual_form = config.codec.down_residual
     base = max([recovered.outer_step, *(base for base, _ in recovered.segments)])
     tokens = min(tokens, MOST_TOKENS)
-    return _Loaded(outer, recovered.outer_step, list(commits), base, tokens, update_id, held, tuple(entries), peaks)
+    return _Loaded(outer, recovered.outer_step, list(commits), base, tokens, update_id, held, tuple(entries), peaks, log)
 
 
 def peaks_from(written: Any) -> tuple[bytes, ...]:

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 import typer
 from cryptography import x509
 
-from aggregator.audit_commands import print_keys, print_usage, usage_values
+from aggregator.audit_commands import check_place, print_keys, print_usage, usage_values
 from aggregator.audit_verification import entries_of, verified_log
 from aggregator.storage.state_folder import part_logs
 from aggregator.swarm.host_folder import check_folder, identity_of
@@ -172,19 +172,12 @@ def export(folder: _Folder, out: Annotated[Path, typer.Argument(help="The folder
         lines = each.log.commits + 1  # those that were verified: there may be more by now
         copied = b"".join(line + b"\n" for line, _ in zip(entries_of(each.path), range(lines), strict=False))
         copies[out / f"part-{each.part}" / each.path.name] = copied, each
-    _check_place(out, {path: copied for path, (copied, _) in copies.items()})
+    check_place(out, {path: copied for path, (copied, _) in copies.items()})
     if (run_toml := folder / "run.toml").exists():
         _write(out / run_toml.name, run_toml.read_bytes())
     for path, (copied, each) in copies.items():
         _write(path, copied)
         typer.echo(f"{path}: {each.log.commits} commits, outer step {each.log.outer_step}")
-
-
-def _check_place(out: Path, copies: Mapping[Path, bytes]) -> None:
-    """Raise ConfigError where a log in a folder is not the beginning of what is to be written there."""
-    for path in sorted({*out.glob("part-*/audit-log*.jsonl")} | {path for path in copies if path.exists()}):
-        if not copies.get(path, b"").startswith(_content(path)):
-            raise ConfigError(f"{path}: is another log, or one that has more entries; export to another folder")
 
 
 def _content(path: Path) -> bytes:

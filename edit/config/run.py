@@ -240,7 +240,8 @@ class StorageConfig:
     buffer_bytes: Annotated[int, Between(0, 1 << 50)] = 256 << 20
     # Outer steps between two checkpoints.
     checkpoint_every: Annotated[int, Between(1, 1 << 30)] = 20
-    # Number of checkpoints that are kept.
+    # Number of checkpoints that are kept. With audit.keep_contributions also older ones, as far as a replay of those outer
+    # steps needs them: each stop and the end of a run add a checkpoint.
     keep_checkpoints: Annotated[int, Between(1, 1000)] = 2
     # Number of published updates that are kept for peers that missed a commit, also after a restart; with sync.groups, of each
     # group.

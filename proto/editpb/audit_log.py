@@ -592,7 +592,7 @@ class LogVerifier:
         self.before = 0  # entries that are not here, but known by the hashes that the tree goes on from
         self.grant = -1  # of the last entry of a part's log; -1: there was none
         self.recovered: list[Recovered] = []  # in a part's log: where another lineage begins
-        self.continued: list[int] = []  # outer steps where the log goes on after commits that it lacks
+        self.continued: list[int] = []  # outer steps where the log begins, or goes on, after commits that it lacks
         self.usage: dict[str, Usage] = {}
         self.consents: dict[str, Consent] = {}  # by peer: the last one; whose key it is, `confirmed_consents` says
         self.keys: dict[str, set[bytes]] = {}  # by peer: its public keys, DER, by contributions, consents and scores
@@ -758,6 +758,7 @@ class LogVerifier:
         self.outer_step, self.digest = int(entry["outer_step"]), str(entry["digest"])
         self._knows_trust = self.outer_step == 0
         if self.outer_step:
+            self.continued.append(self.outer_step)
             self._privacy.gap()
         self._take_config(entry)
 

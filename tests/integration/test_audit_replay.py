@@ -45,12 +45,12 @@ SETTINGS = {
 }
 
 
-def trained(folder: StateFolder, steps: int, since: int = 0) -> None:
-    """Commit outer steps of three peers; the coordinator is killed at the end."""
+def trained(folder: StateFolder, steps: int, since: int = 0, kill: bool = True) -> None:
+    """Commit outer steps of three peers; the coordinator is killed at the end, or stops."""
 
     async def scenario() -> None:
         async with (
-            served(folder, kill=True) as run,
+            served(folder, kill=kill) as run,
             run.signing_peer("a") as a,
             run.signing_peer("b") as b,
             run.signing_peer("c") as c,
@@ -90,6 +90,16 @@ def test_what_is_kept_gives_the_commit_once_more_over_kills(tmp_path: Path, toml
         replay(folder, 2)
     with pytest.raises(ConfigError, match="has no commit to outer step 6"):
         replay(folder, 6)
+
+
+def test_what_is_kept_gives_the_commits_once_more_over_stops_which_add_checkpoints(tmp_path: Path) -> None:
+    often = "checkpoint_every = 20\nkeep_checkpoints = 2"
+    toml = AUDITED.replace("checkpoint_every = 3", often) + "keep_contributions = 20\n"
+    folder = new_folder(tmp_path / "run", start=3, quorum=3, toml=toml)
+    for since, steps in ((0, 2), (2, 3), (3, 4)):
+        trained(folder, steps, since, kill=False)
+    for step in (1, 2, 3, 4):
+        assert replay(folder, step).peers == ("a", "b", "c")
 
 
 def test_somebody_else_replays_a_copy_without_any_key_of_the_run(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,10 +31,12 @@ from edit.errors import ConfigError, RefusedError, StorageError
 from edit.fragments.schema import FragmentSpec, Schema, TensorSpec
 from edit.merging.merge import Measured, measure
 from edit.merging.outer_state import OuterState
+from edit.trust.canonical import canonical
 from edit.trust.checkpoints import Cosigner, NoteKey, signature_line
 from edit.trust.envelopes import open_envelope
+from edit.trust.merkle import MerkleTree, leaf_hash
 from edit.trust.signatures import Signer, key_hash
-from editpb.audit_log import LogFault, LogVerifier, RoundFacts, completed
+from editpb.audit_log import LogFault, LogVerifier, RoundFacts, completed, continued_entry
 from editpb.consents import signed_consent
 from editpb.messages import Approval, Consent, ContributionHeader, DataStatement, ScoreReport
 from editpb.signed_contributions import ContributionSigner, config_digest
@@ -517,11 +520,62 @@ def a_run(folder: Path) -> OuterState:
     return outer
 
 
+def test_an_export_is_written_over_no_other_log_no_longer_one_and_no_folder_that_is_lived_in(tmp_path: Path) -> None:
+    run, old, out = tmp_path / "run", tmp_path / "old", tmp_path / "out"
+    run.mkdir()
+    a_run(run)
+
+    def export(of: Path, place: Path) -> str:
+        found = CliRunner().invoke(app, ["audit", "export", str(place), "--state", str(of)])
+        assert found.exit_code == 0 or isinstance(found.exception, ConfigError), found.exception
+        return str(found.exception or "") or found.output
+
+    def content(folder: Path) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    for _ in range(2):
+        assert export(run, out) == f"{out}: 4 entries, outer step 3\n"
+    shutil.copytree(run, old)
+    grown = opened(run)
+    outer = grown.recover()
+    assert outer is not None
+    append(grown, outer, 4)
+    grown.close()
+    (out / "run.json").touch()  # an export with --step has one
+    assert export(run, out) == f"{out}: 5 entries, outer step 4\n", "the same log, which has grown"
+    kept = content(out)
+    why = "is another log, or one that has more entries; export to another folder"
+    assert export(old, out) == f"{out / 'audit-log.jsonl'}: {why}"
+    assert content(out) == kept
+
+    (part := tmp_path / "swarm" / "part-0").mkdir(parents=True)
+    (part / "audit-log.jsonl").write_bytes((old / "audit-log.jsonl").read_bytes())
+    assert export(run, tmp_path / "swarm") == f"{part / 'audit-log.jsonl'}: {why}"
+    names = {"ca.key": "a coordinator", "run.json": "a coordinator", "peer.key": "a peer", "host.json": "a member of a swarm"}
+    for name, kind in names.items():
+        (place := tmp_path / f"with-{name}").mkdir()
+        (place / name).touch()
+        assert export(run, place) == f"{place}: is the folder of {kind}; export to another folder"
+        assert [path.name for path in place.iterdir()] == [name]
+
+
+def next_entry(log: bytes, root: str = "") -> bytes:
+    """An entry that fits the log. root: what it says of the entries before it, instead."""
+    tree = MerkleTree(map(leaf_hash, log.splitlines()))
+    said = {"index": len(tree), "root": root or tree.root().hex(), "time": 1}
+    return canonical({**said, **continued_entry(1, "d" * 64)}) + b"\n"
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
         (lambda text: text[: text.rindex(b"\n", 0, -1) + 1], "has 3 of the 4 entries of audit-log.head"),
-        (lambda text: text.replace(b'"reason":"all in"', b'"reason":"all On"', 1), "is not what audit-log.head is signed for"),
+        (lambda text: text.replace(b'"reason":"all in"', b'"reason":"all On"', 1), "entry 2 is damaged .*does not follow"),
+        (lambda text: b'"all On"'.join(text.rsplit(b'"all in"', 1)), "is not what audit-log.head is signed for"),
+        (lambda text: text + text.splitlines(True)[-1], "entry 4 is damaged .*does not follow"),
+        (lambda text: text + next_entry(text, "0" * 64), "entry 4 is damaged .*does not follow"),
+        (lambda text: text + next_entry(text).replace(b"continued", b"no-such"), "entry 4 is damaged .*unknown kind 'no-such'"),
+        (lambda text: text + b"junk\n", "entry 4 is damaged"),
         (lambda text: text.replace(b'"reason":"all in"', b'"reason": "all in"', 1), "entry 1 is damaged"),
         (lambda text: b"", "has 0 of the 4 entries"),
     ],
@@ -531,9 +585,119 @@ def test_a_log_that_was_changed_while_nobody_looked_stops_the_start(
 ) -> None:
     a_run(tmp_path)
     path = tmp_path / "audit-log.jsonl"
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(changed := damage(path.read_bytes()))
+    store = opened(tmp_path)
+    for _ in range(2):  # also where the first try was not the end of it
+        with pytest.raises(StorageError, match=why):
+            store.recover()
+    assert path.read_bytes() == changed, "what somebody may still look at"
+
+
+def test_a_log_whose_head_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    head, log = tmp_path / "audit-log.head", (tmp_path / "audit-log.jsonl").read_bytes()
+    kept = head.read_bytes()
+    head.unlink()
+    with pytest.raises(StorageError, match=r"audit-log\.head: is missing, and audit-log\.jsonl has 4 entries; restore it"):
+        opened(tmp_path).recover()
+    assert (tmp_path / "audit-log.jsonl").read_bytes() == log and not head.exists()
+    head.write_bytes(kept)
+    assert opened(tmp_path).recover() is not None
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "killed"])
+def test_a_lost_log_is_begun_anew_only_with_another_key_and_says_where_it_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
+) -> None:
+    store = opened(tmp_path)
+    outer = founded(store)
+    for round_id in range(1, 4):
+        append(store, outer, round_id)
+    if stopped:
+        store.checkpoint(outer)
+    store.close()
+    away = tmp_path / "away"
+    away.mkdir()
+    for name in ("audit-log.jsonl", "audit-log.head"):
+        (tmp_path / name).rename(away / name)
+    many = 4 if stopped else 1
+    why = f"has 0 of the {many} entries that the run's checkpoint was written with; restore it from a copy, or, to begin"
     with pytest.raises(StorageError, match=why):
         opened(tmp_path).recover()
+    assert not caplog.records
+    for name in ("audit-log.jsonl", "log.key"):
+        (tmp_path / name).rename(away / f"{name}.2")
+    for _ in range(2):
+        store = opened(tmp_path)
+        found = store.recover()
+        assert found is not None and found.digest == outer.digest
+        store.close()
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path / 'audit-log.jsonl'}: begins at outer step 3: no commit before is in it"
+    ]
+    store = opened(tmp_path)
+    found = store.recover()
+    assert found is not None
+    kept = [(path, path.read_bytes()) for path in (tmp_path / "audit-log.jsonl", tmp_path / "audit-log.head")]
+    append(store, found, 4)
+    store.close()
+    for path, data in kept:  # as after a kill behind the journal's commit
+        path.write_bytes(data)
+    assert opened(tmp_path).recover() is not None
+    log, commits = log_of(tmp_path)
+    assert (log.continued, log.outer_step, [step for step, _ in commits]) == ([3], 4, [4])
+    told = "at outer steps 3: earlier commits are not in the log, or were lost"
+    for command, words in (("verify", f"continued   {told}"), ("usage", f"continued: {told}")):
+        assert words in CliRunner().invoke(app, ["audit", command, "--state", str(tmp_path)]).output
+    CliRunner().invoke(app, ["audit", "card", str(tmp_path / "card.md"), "--state", str(tmp_path)])
+    card = (tmp_path / "card.md").read_text()
+    assert "before it begins, or goes on, at outer steps 3." in card and "tokens in all of the commits in the log." in card
+
+
+@pytest.mark.parametrize("how", ["before", "middle", "after"])
+def test_killed_at_any_write_of_its_first_entries_a_run_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It is founded and killed, starts under another configuration and is killed, and starts once more."""
+    changed = replace(CONFIG, storage=replace(CONFIG.storage, checkpoint_every=7))
+
+    def start(folder: Path, calls: int, config: RunConfig) -> bool:
+        """Whether it was killed."""
+        mortal = MortalDisk(calls, how)
+
+        def write(path: Path, data: bytes) -> None:
+            if dies := mortal._dies():
+                assert path.name == "audit-log.head"
+            if not dies or how == "after":
+                write_atomic(path, data)
+            if dies:
+                raise Killed
+
+        monkeypatch.setattr(audit_log, "write_atomic", write)
+        store = opened(folder, Disk(write=mortal.write, fsync=mortal.fsync), config)
+        try:
+            if store.recover() is None:
+                founded(store)
+        except Killed:
+            return True
+        finally:
+            store.close()
+        return False
+
+    deaths = [0, 0]
+    for first in range(100):
+        for second in range(100):
+            folder = tmp_path / f"{first}-{second}"
+            folder.mkdir()
+            killed = [start(folder, first, CONFIG), start(folder, second, changed)]
+            deaths = [sum(pair) for pair in zip(deaths, killed, strict=True)]
+            assert not start(folder, 1000, CONFIG)
+            assert log_of(folder)[0].continued == []
+            if not killed[1]:
+                break
+        if not killed[0]:
+            break
+    assert min(deaths) > 3
 
 
 def test_a_log_whose_key_is_gone_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -71,6 +71,25 @@ def test_the_newest_ones_are_kept_with_the_segments_since(tmp_path: Path) -> Non
     assert names(tmp_path) == [f"step-000000{s}.{kind}" for s in (60, 80) for kind in ("journal", "safetensors")]
 
 
+def test_what_a_replay_of_the_last_outer_steps_reads_is_kept_too_however_close_the_checkpoints_are(tmp_path: Path) -> None:
+    def kept(*steps: int) -> list[int]:
+        for step in steps:
+            metadata = {"outer_step": step}
+            checkpoint.save(tmp_path, tensors(step), metadata, keep=2, replayable=20)
+            journal(tmp_path, step)
+        found = [name.removesuffix(".journal") for name in names(tmp_path) if name.endswith(".journal")]
+        assert names(tmp_path) == sorted(name + kind for name in found for kind in (".journal", ".safetensors"))
+        return [int(name.removeprefix("step-")) for name in found]
+
+    assert kept(0, 6, 7, 8) == [0, 6, 7, 8], "a replay of outer step 1 begins with 0"
+    assert kept(20) == [0, 6, 7, 8, 20]
+    assert kept(27) == [7, 8, 20, 27]
+    assert kept(40) == [20, 27, 40] and kept(60, 80) == [60, 80]
+    for step in range(81, 201):
+        found = kept(step)
+        assert found[0] <= step - 20 and len(found) <= 21
+
+
 def test_an_empty_folder_has_nothing_to_recover(tmp_path: Path) -> None:
     assert checkpoint.recover(tmp_path) is None
     assert checkpoint.recover(tmp_path / "missing") is None

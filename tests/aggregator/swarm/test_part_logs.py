@@ -846,6 +846,13 @@ def test_an_export_is_written_whole_or_not_at_all_and_over_no_other_log(
         command(capsys, "export", tmp_path / "other", out)
     assert (out / "part-0" / "audit-log.jsonl").read_bytes() == kept
 
+    for name in ("run.json", "host.json"):  # a coordinator's folder, and another member's
+        (taken := tmp_path / f"with-{name}").mkdir()
+        (taken / name).touch()
+        with pytest.raises(ConfigError, match=r"is the folder of a .*; export to another folder"):
+            command(capsys, "export", home, taken)
+        assert [path.name for path in taken.iterdir()] == [name]
+
     two = tmp_path / "two"
     of_two_parts(two)
     log = two / "part-1" / "audit-log.jsonl"
