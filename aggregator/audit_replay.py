@@ -157,13 +157,15 @@ def _entry_of(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """Return the last commit to this outer step among the entries that are verified, and the trust in peers before it.
 
-    None: no entry says it.
+    None: no entry says it, and the log lacks commits. Without such a gap, nobody is trusted before an entry says so.
     """
     found: Mapping[str, Any] | None = None
     trust: Mapping[str, Any] | None = None
     for line in lines:
         if (entry := parse_canonical(line)).get("index") == signed:
             break
+        if entry["kind"] in ("genesis", "continued"):
+            trust = None if entry["outer_step"] else {}
         if entry["kind"] != "commit":
             continue
         if entry["outer_step"] == outer_step:

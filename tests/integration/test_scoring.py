@@ -403,6 +403,21 @@ def test_the_audit_log_has_the_scores_and_whoever_verifies_it_computes_the_trust
         assert replay_step(folder.path, step, len(lines)).peers == NAMES
 
 
+@on_a_loop
+async def test_a_trust_that_no_scorer_has_brought_about_is_found_in_a_replay(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", start=4, toml=AUDITED)
+    async with served(folder) as run, AsyncExitStack() as stack:
+        peers = await all_peers(run, stack, 0)
+        for step in range(4):
+            if step == 2:  # the coordinator's own idea
+                run.coordinator.run.rounds.outer._trust = {"a": Trust(-1.0, 9), "b": Trust(0.5, 9), "c": Trust(0.5, 9)}
+            await commit_one(run, peers, step)
+    entries = len((folder.path / "audit-log.jsonl").read_bytes().splitlines())
+    assert verified(folder.path).trust == {}
+    with pytest.raises(LogFault, match="the trust in peers is not what the log says"):
+        await asyncio.to_thread(replay_step, folder.path, 4, entries)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "why"),

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from aggregator.security.authority import Authority
-from aggregator.security.certificates import new_key
+from aggregator.security.certificates import Issuer, new_key
 from aggregator.storage import checkpoint, part_log
 from aggregator.storage.journal import Disk, replay_segments
 from aggregator.storage.state_folder import part_log_of, part_logs
@@ -865,13 +865,14 @@ def test_an_export_is_written_whole_or_not_at_all_and_over_no_other_log(
     assert not (tmp_path / "new").exists()
 
 
-def certify(home: Path, peer_id: str) -> None:
-    """Make this the folder of a member, by its certificate."""
+def certify(home: Path, peer_id: str) -> Issuer:
+    """Make this the folder of a member, by its certificate. Return who has issued it."""
     run = new_folder(home.with_name(f"run-of-{peer_id}"))
     issuer, key = Authority.load(run.path, run.run_id).issuer, serialization.load_pem_private_key(KEYS[peer_id], None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     certificate = issuer.issue(Identity(RUN, "peer", peer_id), key.public_key(), lifetime_s=3600, now=time.time())
     (home / "peer.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return issuer
 
 
 def test_a_log_that_lost_what_the_members_own_peer_has_seen_does_not_verify(
@@ -882,7 +883,7 @@ def test_a_log_that_lost_what_the_members_own_peer_has_seen_does_not_verify(
     for step in (1, 2, 3):
         owner.take(owner.offer(step))
     owner.store.close()
-    certify(home, "a")
+    issuer = certify(home, "a")
     tree, by = owner.log.tree, SeenBy(RUN, "a", 0)
     lines = [seen_line(by, SeenEntry(step, tree.leaf(step), tree.root(step + 1)), Signer(KEYS["a"])) for step in (1, 2, 3)]
     seen_file(home, 0).write_bytes(b"".join(line + b"\n" for line in lines))
