@@ -32,9 +32,9 @@ from aggregator.control.status import run_status
 from aggregator.data.round_runner import Source
 from aggregator.resources import Clock
 from aggregator.run_feed import Subscriber
-from aggregator.security.authority import Authority
+from aggregator.security.authority import COORDINATOR_ID, Authority
 from aggregator.security.certificates import public_hash
-from aggregator.security.members import Members
+from aggregator.security.members import OPERATOR_ID, Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
 from aggregator.silent_connections import SilentConnections
@@ -1935,6 +1935,8 @@ class _OrderService:
         """Shut a member out for good."""
         async with abort_on_error(context):
             peer_id, reason = evict_request_from_pb(request)
+            if peer_id in (OPERATOR_ID, COORDINATOR_ID):
+                raise RefusedError(f"{peer_id} is the name of no member")
             await self._host.give(context, ev.Evict(peer_id, one_line(reason, MOST_TEXT) or "evicted by the operator"))
         return cpb.EvictReply()
 

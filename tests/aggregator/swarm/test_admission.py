@@ -378,6 +378,19 @@ def test_an_evicted_name_is_neither_invited_nor_let_in(tmp_path: Path) -> None:
     scenario(tmp_path, body)
 
 
+def test_an_invitation_that_was_not_used_is_void_once_its_name_is_evicted(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        home = let_in(swarm, "a")
+        leaked = made(home)
+        await in_thread(operate.evict, home, "new", "its invitation leaked")
+        told = await redeemed(at(swarm, leaked, "a"), tmp_path / "thief")
+        assert told == "RefusedError: new was evicted (its invitation leaked); choose another name"
+        assert not swarm.record.enrolled
+        await swarm.until(lambda: all(host._members.evicted("new") for host in swarm.running.values()))
+
+    scenario(tmp_path, body)
+
+
 class Killed(BaseException):
     """As a SIGKILL ends a process."""
 
