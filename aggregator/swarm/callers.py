@@ -109,12 +109,6 @@ class Callers:
         """Return whether this member calls, from this machine."""
         return context.peer().startswith(_HERE) and from_auth_context(context.auth_context()).peer_id == self._peer_id
 
-    def check_evicted(self, peer_id: str) -> None:
-        """Raise EvictedError for a peer that was evicted. A voter still counts until it is voted out, which may need it."""
-        record = self._record()
-        if record is not None and peer_id in shut_out(record):
-            raise EvictedError(record.evicted[peer_id])
-
     def why_over(self, peer_id: str, certificate: x509.Certificate) -> str:
         """Return that a connection counts no more that a peer opened with this certificate, or ''. A renewal moves the end."""
         now = self._unix()
@@ -133,7 +127,7 @@ class Callers:
         if identity.role == "operator":
             self._check_authority(identity.peer_id, certificate)
             return identity
-        self.check_evicted(identity.peer_id)
+        self._check_evicted(identity.peer_id)
         if identity.role == "observer":
             self._check_authority(identity.peer_id, certificate)
         record = self._record()
@@ -146,6 +140,12 @@ class Callers:
             if text := self.why_over(identity.peer_id, certificate):
                 raise TransportError(text)
         return identity
+
+    def _check_evicted(self, peer_id: str) -> None:
+        """Raise EvictedError for a peer that was evicted. A voter still counts until it is voted out, which may need it."""
+        record = self._record()
+        if record is not None and peer_id in shut_out(record):
+            raise EvictedError(record.evicted[peer_id])
 
     def _check_authority(self, peer_id: str, certificate: x509.Certificate) -> None:
         """The keys of peers are in the record, whoever signed their certificates; others need the present authority."""

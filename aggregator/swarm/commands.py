@@ -219,7 +219,7 @@ def evict(
     name: Annotated[str, typer.Argument(help="The peer_id of the member.")],
     reason: Annotated[str, typer.Option(help="Shown to the member's operator, and kept.")] = "evicted by the operator",
 ) -> None:
-    """Remove a member from the swarm permanently: its certificate is refused from now on."""
+    """Remove a member from the swarm permanently: its certificate, and each invitation for its name, is refused from now on."""
     typer.echo(operate.evict(folder, name, reason))
 
 

@@ -32,9 +32,9 @@ from aggregator.control.status import run_status
 from aggregator.data.round_runner import Source
 from aggregator.resources import Clock
 from aggregator.run_feed import Subscriber
-from aggregator.security.authority import Authority
+from aggregator.security.authority import COORDINATOR_ID, Authority
 from aggregator.security.certificates import public_hash
-from aggregator.security.members import Members
+from aggregator.security.members import OPERATOR_ID, Members
 from aggregator.services.call_limit import CallLimit
 from aggregator.services.readers import send
 from aggregator.silent_connections import SilentConnections
@@ -1647,12 +1647,10 @@ class Host:
         part = self.parts[number]
         if part.own is not None and part.own[0].update.id == update_id:
             async for message in offer_parts(part.own[0], chunk_bytes):
-                self.callers.check_evicted(reader)
                 yield message
             return
         async with self._kept.place(reader):
             async for message in offer_parts(await part.do(part.replica.kept, outer_step, update_id), chunk_bytes):
-                self.callers.check_evicted(reader)
                 yield message
 
     async def contributions(
@@ -1666,14 +1664,12 @@ class Host:
             raise GoneError(f"part {number}: this update is not offered here")
         async with self._kept.place(reader):
             async for message in contribution_parts(part.sources, chunk_bytes):
-                self.callers.check_evicted(reader)
                 yield message
 
     async def state(self, reader: str, number: int, chunk_bytes: int = CHUNK_BYTES) -> AsyncGenerator[Any, None]:
         """Yield the messages that bring a part's state. Raises GoneError."""
         async with self._states.place(reader):
             async for message in state_parts(await self.parts[number].do(self.parts[number].replica.snapshot), chunk_bytes):
-                self.callers.check_evicted(reader)
                 yield message
 
     def settles(self, reader: str, settling: int) -> bool:
@@ -1690,7 +1686,6 @@ class Host:
         """
         async with (self._settlings if self.settles(reader, settling) else self._states).place(reader):
             async for message in gossip.phi(settling, chunk_bytes):
-                self.callers.check_evicted(reader)
                 yield message
 
     async def owners(self) -> AsyncGenerator[pb.Owners, None]:
@@ -1771,9 +1766,12 @@ class _Places:
             yield
 
 
-async def _send(context: Context, messages: AsyncGenerator[Any, None], limit: SendLimit) -> None:
-    """Send what another member fetches: one that reads slower than it gives up a source itself leaves its place to others."""
-    await send(context.write, messages, limit=limit, least_bytes_per_s=MIN_BYTES_PER_S)
+async def _while_member(callers: Callers, context: Context, messages: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield messages as long as their reader is a member: it may be evicted meanwhile, or have another key."""
+    async with contextlib.aclosing(messages):
+        async for message in messages:
+            callers.member(context)
+            yield message
 
 
 class _CouncilService:
@@ -1781,6 +1779,17 @@ class _CouncilService:
 
     def __init__(self, host: Host) -> None:
         self._host = host
+
+    async def _send(
+        self,
+        context: Context,
+        messages: AsyncGenerator[Any, None],
+        limit: SendLimit,
+        least_bytes_per_s: float = MIN_BYTES_PER_S,
+    ) -> None:
+        """Send what a member fetches: one that reads slower than it gives up a source itself leaves its place to others."""
+        allowed = _while_member(self._host.callers, context, messages)
+        await send(context.write, allowed, limit=limit, least_bytes_per_s=least_bytes_per_s)
 
     async def Meet(self, messages: AsyncIterator[pb.CouncilMessage], context: Context) -> None:
         """See the service."""
@@ -1804,7 +1813,7 @@ class _CouncilService:
             limit = self._host.limit_of(context)
             await context.send_initial_metadata(())  # see `transfers`
             parts = self._host.offer(reader, number, request.outer_step, update_id, limit.chunk_bytes)
-            await _send(context, parts, limit)
+            await self._send(context, parts, limit)
 
     async def FetchContributions(self, request: pb.OfferRequest, context: Context) -> None:
         """See the service."""
@@ -1813,7 +1822,7 @@ class _CouncilService:
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             update_id = check_digest("id", request.id.hex())
             limit = self._host.limit_of(context)
-            await _send(context, self._host.contributions(reader, number, update_id, limit.chunk_bytes), limit)
+            await self._send(context, self._host.contributions(reader, number, update_id, limit.chunk_bytes), limit)
 
     async def WatchOwners(self, request: pb.OwnersRequest, context: Context) -> None:
         """See the service."""
@@ -1830,7 +1839,7 @@ class _CouncilService:
             number = part_of(context.invocation_metadata(), len(self._host.parts))
             limit = self._host.limit_of(context)
             await context.send_initial_metadata(())
-            await _send(context, self._host.state(reader, number, limit.chunk_bytes), limit)
+            await self._send(context, self._host.state(reader, number, limit.chunk_bytes), limit)
 
     async def Swap(self, messages: AsyncIterator[Any], context: Context) -> None:
         """See the service."""
@@ -1849,10 +1858,9 @@ class _CouncilService:
             limit = self._host.limit_of(context)
             await context.send_initial_metadata(())
             messages = self._host.phi(reader, gossip, request.settling, limit.chunk_bytes)
-            if self._host.settles(reader, request.settling):  # it reads from all members at a time, and bounds that itself
-                await send(context.write, messages, limit=limit)
-            else:
-                await _send(context, messages, limit)
+            # The owner that settles reads from all members at a time, and bounds that itself.
+            least = 0.0 if self._host.settles(reader, request.settling) else MIN_BYTES_PER_S
+            await self._send(context, messages, limit, least)
 
     async def Waiting(self, request: pb.WaitingRequest, context: Context) -> pb.WaitingReply:
         """See the service."""
@@ -1935,6 +1943,8 @@ class _OrderService:
         """Shut a member out for good."""
         async with abort_on_error(context):
             peer_id, reason = evict_request_from_pb(request)
+            if peer_id in (OPERATOR_ID, COORDINATOR_ID):
+                raise RefusedError(f"{peer_id} is the name of no member")
             await self._host.give(context, ev.Evict(peer_id, one_line(reason, MOST_TEXT) or "evicted by the operator"))
         return cpb.EvictReply()
 

@@ -335,9 +335,24 @@ def _from_files(folder: _Folder, why: str, others: Mapping[str, str]) -> Report:
 
 
 def evict(path: Path, peer_id: str, reason: str = "evicted by the operator") -> str:
-    """Shut a member out for good. Raises ConfigError, RefusedError, TransportError."""
-    leader = _order(path, evict_peer(peer_id, reason))
-    return f"{peer_id} is evicted, as {leader} and a quorum agreed"
+    """Shut a member out for good, or a name that was only invited. Return what came about.
+
+    Raises ConfigError, RefusedError, TransportError.
+    """
+    folder, call, unknown = _Folder(path), evict_peer(peer_id, reason), ""
+
+    async def give(channel: grpc.aio.Channel) -> None:
+        nonlocal unknown
+        reply = await council_stub(channel).Standing(pb.StandingRequest(), timeout=ANSWER_S)
+        record = Standing.decode(reply.standing).record
+        if record is not None and peer_id not in {**record.members, **record.enrolled, **record.evicted}:
+            unknown = (
+                f"; nobody had this name, so only invitations for it are void now: members are {', '.join(record.members)}"
+            )
+        await call(control_pb2_grpc.ControlStub(channel))
+
+    leader = asyncio.run(_order_leader(folder, folder.operator(), give))
+    return f"{peer_id} is evicted, as {leader} and a quorum agreed{unknown}"
 
 
 def pause(path: Path) -> str:

@@ -226,7 +226,7 @@ class SwarmWatch:
             tokens=status.tokens if self._gossips else min(part.tokens for part in record.parts),
             stop_tokens=self._config.sync.tokens,
             draining=record.phase is Phase.DRAINING,
-            last_step=0 if self._gossips else record.last_step,
+            last_step=0 if self._gossips else min(record.last_step, self._config.sync.outer_steps),
             reason="; ".join(filter(None, (*reasons, status.reason))),
             waiting_for="" if record.phase is Phase.FINISHED or not (merged or self._owners) else status.waiting_for,
             eta_s=None if record.phase is Phase.FINISHED else status.eta_s,

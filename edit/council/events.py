@@ -321,7 +321,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """An operator evicts a peer. Like SetPhase and Entrust given to the leader, by a shell that checked who gives it."""
+    """An operator evicts a peer, or a name that was only invited.
+
+    Like SetPhase and Entrust given to the leader, by a shell that checked who gives it.
+    """
 
     peer_id: str
     reason: str

@@ -94,8 +94,9 @@ Who comes in
 16. The record has the holders of the authority's key. Where one of them redeems an invitation it says Claim, until a committed
     record has for which key the name was enrolled last, and with which invitation. The first claim of an invitation counts, and
     of two invitations for one name the later. So whoever has the key may redeem any, at the same time, and each is used once.
-    Only who is enrolled is let in. With a later invitation for a member its life is over, and nobody connects to where it was:
-    whatever the clocks say, the incarnation of who comes next, with the key of that invitation, is later.
+    Only who is enrolled is let in; and nobody by a name that was evicted, also before somebody was enrolled with it. With a
+    later invitation for a member its life is over, and nobody connects to where it was: whatever the clocks say, the
+    incarnation of who comes next, with the key of that invitation, is later.
 17. Supersede puts another authority in the place of the present one. Its key has one member, the only holder then. The one
     before stays in the record until all members say that they have a certificate of the new one. So whoever saw a new one
     committed takes no version without it: else the key of the one before, and a leader that lies, could bring in another.
@@ -222,6 +223,7 @@ from edit.council.record import (
     MOST_LEASE_S,
     MOST_MEMBERS,
     MOST_ROOTS,
+    MOST_UNKNOWN,
     MOST_VOTERS,
     Member,
     Part,
@@ -1114,7 +1116,7 @@ class Council:
             self._ended, self._draft = {}, replace(record, phase=order.phase, parts=parts, last_step=last_step)
         elif isinstance(order, Evict) and order.peer_id in record.evicted:
             pass  # for the first reason
-        elif order.peer_id not in record.members and not (isinstance(order, Evict) and order.peer_id in record.enrolled):
+        elif order.peer_id not in record.members and not isinstance(order, Evict):
             self._effects.append(Refused(f"{order.peer_id} is not a member"))
         elif isinstance(order, Supersede):
             if not record.roots:
@@ -1136,6 +1138,9 @@ class Council:
             self._effects.append(Refused(f"{order.peer_id} is the only member"))
         elif len(record.evicted) == MOST_EVICTED:
             self._effects.append(Refused(f"{MOST_EVICTED} were evicted already; begin a new run"))
+        elif order.peer_id not in {**record.members, **record.enrolled} and _unknown(record) >= MOST_UNKNOWN:
+            rule = "replace the authority, which makes all invitations void"
+            self._effects.append(Refused(f"{MOST_UNKNOWN} names that nobody had were evicted already; {rule}"))
         else:
             evicted = {**record.evicted, order.peer_id: order.reason}
             members = _without(record.members, order.peer_id)
@@ -1367,6 +1372,11 @@ def _with_roots(record: Record) -> Record:
 def _what_stays(record: Record) -> tuple[object, ...]:
     """Return what is the same in all versions of a lineage."""
     return record.run_id, record.lineage, record.config_hash, record.schema_hash, len(record.parts)
+
+
+def _unknown(record: Record) -> int:
+    """Return how many names were evicted that nobody was enrolled with."""
+    return len(record.evicted.keys() - record.enrolled.keys())
 
 
 def _without(members: Mapping[str, Member], peer_id: str) -> Mapping[str, Member]:

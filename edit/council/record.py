@@ -31,6 +31,7 @@ __all__ = [
     "MOST_PARTS",
     "MOST_ROOTS",
     "MOST_TEXT",
+    "MOST_UNKNOWN",
     "MOST_VOTERS",
     "Enrolled",
     "Member",
@@ -63,6 +64,7 @@ MOST_COUNT = 2**62  # of a term, version, step, grant, incarnation or count of t
 MOST_VOTERS = 7
 MOST_MEMBERS = 1024
 MOST_EVICTED = 4096
+MOST_UNKNOWN = 1024  # of these, names that nobody was enrolled with
 MOST_ENROLLED = 4096
 MOST_HOLDERS = 16
 MOST_PARTS = 1024

@@ -450,11 +450,13 @@ def web(
 
 @app.command()
 def evict(
-    name: Annotated[str, typer.Argument(help="The name of the member.")],
+    name: Annotated[str, typer.Argument(help="The name of the member, or one that was only invited.")],
     home: HomeOption = Path("edit-peer"),
     reason: Annotated[str, typer.Option(help="Shown to the member's operator, and kept.")] = "evicted by the operator",
 ) -> None:
     """Remove a member from the swarm permanently. Needs the run's authority in --home.
+
+    Invitations for the name are void, too, also where nobody has used one. So it withdraws an invitation that was not used.
 
     Example: edit-peer swarm evict university-b --home a --reason "key lost"
     """

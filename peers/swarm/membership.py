@@ -6,6 +6,7 @@ rest; identity.json, which says that the folder is a member's, is written last.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
@@ -21,13 +22,14 @@ from edit import plugins
 from edit.config.presets import founding_text, with_preset
 from edit.config.run import RunConfig
 from edit.durable_files import write_atomic, write_atomic_with
-from edit.errors import ConfigError, RefusedError
+from edit.errors import ConfigError, RefusedError, RemoteProtocolError, TransportError
 from edit.plain_text import parse_toml, quoted
 from edit.replica.replica import Replica
 from editpb.folder_kinds import refuse_coordinators
 from editpb.hours import Hours
 from editpb.identity import from_certificate
 from editpb.invitation import Invitation, is_loopback
+from editpb.validity import Notice
 from peers.identity.peer_folder import PeerFolder
 from peers.models.registry import build
 from peers.swarm.aggregator_process import ask
@@ -36,6 +38,7 @@ from peers.swarm.invitations import redeem, seeds_of
 __all__ = ["Founding", "Place", "enter", "found", "has_served", "is_member", "same_run"]
 
 _log = logging.getLogger("peers")
+REDEEMED = "redeemed.sha256"  # of the token of the invitation that was redeemed into the folder last
 THETA = "founding.safetensors"  # the first parameters, until the swarm is founded
 
 
@@ -110,8 +113,11 @@ def has_served(home: Path) -> bool:
         raise ConfigError(f"{home}: cannot be read ({error.strerror})") from error
 
 
-def is_member(home: Path) -> bool:
-    """Return whether this is the folder of a member of a swarm. Raises ConfigError when it is of another run, or observer's."""
+def is_member(home: Path, *, invited: bool = False) -> bool:
+    """Return whether this is the folder of a member of a swarm. Raises ConfigError when it is of another run, or observer's.
+
+    invited: there is an invitation. Then the folder of a member whose key or certificate is lost, damaged or over is none.
+    """
     folder = PeerFolder(home)
     if (identity := folder.identity()) is None:
         return False
@@ -119,8 +125,13 @@ def is_member(home: Path) -> bool:
         raise ConfigError(
             f"{home}: is the folder of {identity.peer_id}, an {identity.role}; watch with it: edit-peer swarm watch"
         )
-    folder.load(swarm=True)
-    return True
+    try:
+        enrolled = folder.load(swarm=True)
+    except ConfigError:
+        if not invited or not folder.of_swarm():
+            raise
+        return False
+    return not invited or enrolled.validity.notice(time.time()) is not Notice.EXPIRED
 
 
 def found(home: Path, founding: Founding) -> RunConfig:
@@ -195,27 +206,41 @@ def _settled(text: str, run_toml: Path, preset: str | None, settings: Sequence[s
         raise ConfigError(f"{run_toml}: {error}") from error
 
 
-def _renews(home: Path, invited: Invitation) -> bool:
-    """Return whether an invitation is of use to this member: its certificate ends soon, or is of an earlier authority."""
-    now, enrolled = time.time(), PeerFolder(home).load(swarm=True)
-    present = x509.load_pem_x509_certificate(enrolled.authority).public_bytes(serialization.Encoding.DER)
-    return now < invited.expires and (enrolled.validity.renewal_due(now) or invited.ca != present)
-
-
 def enter(home: Path, invitation: str | None, dht_peers: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Redeem an invitation into `home`, unless it was; return (peer_id, HOST:PORT) of the members that it names.
+
+    Where it cannot be redeemed, because it has expired or was used elsewhere or nobody answers, a member goes on as it is, and
+    the log says so.
 
     dht_peers: nodes of a DHT to look for members in, where nobody that it names answers.
 
     Raises ConfigError, RefusedError, TransportError, RemoteProtocolError, StorageError.
     """
     invited = Invitation.decode(invitation) if invitation is not None else None
-    if not is_member(home) or (invited is not None and _renews(home, invited)):
-        if invitation is None:
+    folder, member = PeerFolder(home), is_member(home, invited=invited is not None)
+    if invitation is None or invited is None:
+        if not member:
             raise ConfigError(f"{home}: is no member of a swarm; run: edit-peer swarm join INVITATION --home {quoted(home)}")
-        PeerFolder(home).make_private()
-        invited = redeem(invitation, home, dht_peers)
-        _log.info("%s is a member of run %s", invited.identity.peer_id, invited.identity.run_id)
-    elif invited is not None and invited.identity != PeerFolder(home).identity():
+        return []
+    if member and invited.identity != folder.identity():
         raise RefusedError(f"{home}: is of another member than the invitation; choose another --home")
-    return seeds_of(invited) if invited is not None else []
+    # The same command, with the same invitation, starts a member again: what that enrolled may be on another machine by now.
+    used, last = hashlib.sha256(invited.token.encode()).hexdigest().encode(), home / REDEEMED
+    if not member or _read_or_none(last) != used:
+        try:
+            folder.make_private()
+            invited = redeem(invitation, home, dht_peers)
+            write_atomic(last, used)
+            _log.info("%s is a member of run %s", invited.identity.peer_id, invited.identity.run_id)
+        except (RefusedError, TransportError, RemoteProtocolError) as error:
+            if not member:
+                raise
+            _log.warning("the invitation is not used: %s; %s goes on as before", error, invited.identity.peer_id)
+    return seeds_of(invited)
+
+
+def _read_or_none(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None

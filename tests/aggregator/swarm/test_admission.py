@@ -21,7 +21,7 @@ from aggregator.swarm.admission import authority_context, invite, keep_authority
 from edit import durable_files
 from edit.council.events import Claim
 from edit.council.record import Enrolled
-from edit.errors import EditError, RefusedError, StaleError
+from edit.errors import ConfigError, EditError, RefusedError, StaleError
 from edit.trust.sealed import seal_for
 from editpb import council_pb2 as pb
 from editpb import council_pb2_grpc, enrolment_pb2, enrolment_pb2_grpc
@@ -31,6 +31,7 @@ from editpb.transport.channel_options import channel_options
 from editpb.transport.status import from_rpc
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
+from peers.swarm.membership import enter
 from tests.aggregator.swarm.test_operating import equip, in_thread, scenario
 from tests.support.council.hosts import Hosts
 
@@ -167,6 +168,56 @@ def test_of_a_name_that_was_enrolled_again_the_earlier_machine_is_shut_out_every
                 async with channel(swarm, peer_id, credentials) as to:
                     describe = council_pb2_grpc.CouncilStub(to).Describe(pb.DescribeRequest())
                     assert await describe.code() is code, f"{folder} at {peer_id}: {await describe.details()}"
+
+    scenario(tmp_path, body)
+
+
+def test_a_folder_takes_its_name_back_with_an_invitation_that_it_has_not_redeemed(tmp_path: Path) -> None:
+    """The one that it has redeemed, which a service's command may name for ever, is not used again, nor ends the command."""
+
+    async def body(swarm: Hosts) -> None:
+        home, one, two = let_in(swarm, "a"), tmp_path / "one", tmp_path / "two"
+
+        def key(folder: Path) -> str:
+            return public_hash(x509.load_pem_x509_certificate(PeerFolder(folder).load(swarm=True).certificate))
+
+        async def given(invitation: Invitation) -> str:
+            seeds = await in_thread(enter, one, at(swarm, invitation, "a"))
+            assert seeds == [("a", swarm.running["a"].listen)]
+            return swarm.record.enrolled["new"].key
+
+        first, second, third, fourth = (made(home) for _ in range(4))
+        before = await given(first)
+        assert before == key(one)
+        assert isinstance(await redeemed(at(swarm, second, "a"), two), Identity)
+        assert await given(first) == key(two) == swarm.record.enrolled["new"].key
+        assert await given(third) == before == key(one)
+        assert await given(second) == before, "it was used elsewhere"
+        assert isinstance(await redeemed(at(swarm, fourth, "a"), two), Identity)
+        assert await given(third) == key(two)
+
+    scenario(tmp_path, body)
+
+
+def test_a_folder_that_lost_its_key_is_a_members_again_with_another_invitation(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        home, folder = let_in(swarm, "a"), tmp_path / "new"
+        first, second, third = (at(swarm, made(home), "a") for _ in range(3))
+        await in_thread(enter, folder, first)
+        before = swarm.record.enrolled["new"].key
+        (folder / "peer.key").unlink()
+        with pytest.raises(ConfigError, match=r"peer\.key: cannot be read"):
+            await in_thread(enter, folder, None)
+        with pytest.raises(RefusedError, match="used already, by another key"):
+            await in_thread(enter, folder, first)
+        assert (folder / "peer.key").exists(), "a new one lies beside the certificate of the one before"
+        await in_thread(enter, folder, second)
+        after = swarm.record.enrolled["new"].key
+        assert after != before
+        assert after == public_hash(x509.load_pem_x509_certificate(PeerFolder(folder).load(swarm=True).certificate))
+        (folder / "peer.pem").write_bytes(b"damaged")
+        await in_thread(enter, folder, third)
+        assert swarm.record.enrolled["new"].key == after and PeerFolder(folder).load(time.time(), swarm=True)
 
     scenario(tmp_path, body)
 
@@ -323,6 +374,19 @@ def test_an_evicted_name_is_neither_invited_nor_let_in(tmp_path: Path) -> None:
         assert "c was evicted (it lies)" in str(await redeemed(at(swarm, invitation, "a"), tmp_path / "new"))
         with pytest.raises(RefusedError, match=r"c was evicted \(it lies\)"):
             made(home, "c")
+
+    scenario(tmp_path, body)
+
+
+def test_an_invitation_that_was_not_used_is_void_once_its_name_is_evicted(tmp_path: Path) -> None:
+    async def body(swarm: Hosts) -> None:
+        home = let_in(swarm, "a")
+        leaked = made(home)
+        await in_thread(operate.evict, home, "new", "its invitation leaked")
+        told = await redeemed(at(swarm, leaked, "a"), tmp_path / "thief")
+        assert told == "RefusedError: new was evicted (its invitation leaked); choose another name"
+        assert not swarm.record.enrolled
+        await swarm.until(lambda: all(host._members.evicted("new") for host in swarm.running.values()))
 
     scenario(tmp_path, body)
 

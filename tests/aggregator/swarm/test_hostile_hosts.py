@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +16,11 @@ from cryptography import x509
 
 from aggregator.security.certificates import public_hash
 from aggregator.swarm.callers import certificate_of
-from aggregator.swarm.host import MOST_ORDERS, ORDER_S, STREAMS_LOOK_S
+from aggregator.swarm.host import MOST_ORDERS, ORDER_S, STREAMS_LOOK_S, Host
 from aggregator.swarm.links import STALL_S
 from aggregator.swarm.standing import Standing
+from edit.config.algorithm import OuterConfig
+from edit.config.run import RunConfig, SwarmConfig
 from edit.council import events as ev
 from edit.council.record import Enrolled, Member, Phase, Stamp, Update
 from edit.errors import (
@@ -42,7 +44,7 @@ from editpb.transport.chunk_frames import council_stub
 from editpb.transport.status import from_rpc
 from tests.support.council.hosts import Hosts, hosts
 from tests.support.loops import pass_time, run_held
-from tests.support.served import LIFETIME_S
+from tests.support.served import LIFETIME_S, TOML
 
 
 async def refused(call: Any) -> EditError:
@@ -383,18 +385,65 @@ def test_nobody_makes_another_leave(tmp_path: Path) -> None:
     scenario(tmp_path, body)
 
 
-def test_who_is_evicted_gets_no_further_byte_of_a_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "asked", "source", "message"),
+    [
+        ("FetchState", pb.StateRequest(), "state", pb.StatePart()),
+        ("FetchOffer", pb.OfferRequest(id=bytes(32)), "offer", pb.OfferPart()),
+        ("FetchContributions", pb.OfferRequest(id=bytes(32)), "contributions", pb.ContributionsPart()),
+        ("FetchPhi", pb.PhiRequest(), "phi", pb.StatePart()),
+    ],
+)
+@pytest.mark.parametrize(
+    ("event", "kind", "why"),
+    [
+        (ev.Evict("m", "it lies"), EvictedError, "it lies"),
+        (ev.Claim("m", Enrolled("9" * 32, "0" * 64)), RefusedError, "m was enrolled again, with another key"),
+    ],
+    ids=["evicted", "replaced"],
+)
+def test_who_is_evicted_or_has_another_key_gets_no_further_byte(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    asked: Any,
+    source: str,
+    message: Any,
+    event: ev.Event,
+    kind: type[EditError],
+    why: str,
+) -> None:
+    go_on = asyncio.Event()
+
+    async def messages(host: Host, *words: object) -> AsyncGenerator[Any, None]:
+        yield message
+        await go_on.wait()
+        yield message
+
+    monkeypatch.setattr(Host, source, messages)
+
     async def body(swarm: Hosts) -> None:
         a = swarm.running["a"]
-        async with learner(swarm):
-            messages = a.state("m", 0)
-            await anext(messages)
-            a.tell(ev.Evict("m", "it lies"))
-            await swarm.until(lambda: "m" in swarm.record.evicted)
-            with pytest.raises(EvictedError, match="it lies"):
-                await anext(messages)
+        async with learner(swarm), swarm.channel("a", "m") as channel:
+            call = getattr(council_stub(channel), method)(asked, metadata=(("edit-part", "0"),))
+            assert await call.read() == message
+            a.tell(event)
+            await swarm.until(lambda: a._members.evicted("m") or a._members.keys["m"] == "0" * 64)
+            go_on.set()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            error = from_rpc(caught.value)
+            assert type(error) is kind and str(error).startswith(why)
 
-    scenario(tmp_path, body, "a")
+    async def run() -> None:
+        config = RunConfig.from_text(TOML.format(start=1, quorum=1).encode(), "run.toml")
+        if source == "phi":
+            config = replace(config, outer=OuterConfig(algorithm="gossip"), swarm=SwarmConfig(parts=1))
+        async with hosts(tmp_path, config=config) as swarm:
+            await swarm.grow("a")
+            await body(swarm)
+
+    run_held(run())
 
 
 def test_a_voter_that_is_evicted_is_heard_until_it_is_voted_out(tmp_path: Path) -> None:

@@ -13,16 +13,21 @@ import torch
 from typer.testing import CliRunner
 
 from aggregator.past import Past
+from aggregator.swarm import operate
 from aggregator.swarm.commands import app
 from aggregator.swarm.host_folder import Settings
 from aggregator.swarm.watching import SwarmWatch, status_with_settings, whole_status
 from edit.config.run import RunConfig
+from edit.council.record import Phase
 from edit.errors import TransportError
 from edit.view.explain import leaving
+from edit.view.status import draining
 from edit.web.page import render_page
 from editpb.run_status import RunStatus
 from tests.aggregator.swarm.test_operating import equip, in_thread, scenario
-from tests.support.council.hosts import SIZES, Hosts, schema_of
+from tests.support.council.hosts import SIZES, Hosts, hosts, schema_of
+from tests.support.loops import run_held
+from tests.support.served import TOML
 
 ONES = [torch.ones(size) for size in SIZES]
 PARTS = 2
@@ -86,6 +91,30 @@ def test_what_is_remembered_of_a_part_does_not_take_the_place_of_what_its_owner_
             assert [report.outer_step for report in (await anext(statuses)).rounds] == [1]
 
     scenario(tmp_path, body, parts=PARTS)
+
+
+def test_a_drain_is_said_to_end_at_the_last_outer_step_at_most(tmp_path: Path) -> None:
+    """One part has taken it: by the record all would end at the one after."""
+
+    async def body() -> None:
+        toml = TOML.replace("outer_steps = 100", "outer_steps = 2")
+        async with hosts(tmp_path, parts=PARTS, toml=toml) as swarm:
+            await swarm.grow("a")
+
+            def outer_step(number: int) -> int:
+                return swarm.owner(number).parts[number].engine.run.rounds.machine.outer_step
+
+            for number, step in ((0, 1), (0, 2), (1, 1)):
+                await swarm.until(lambda number=number: swarm.owner(number) is not None)
+                await swarm.contribute(number, ONES)
+                await swarm.until(lambda number=number, step=step: outer_step(number) == step)
+            folder = equip(swarm, "a", authority=True)
+            await in_thread(operate.drain, folder)
+            assert swarm.record.phase is Phase.DRAINING and swarm.record.last_step == 3
+            told = await in_thread(whole_status, folder)
+            assert (told.last_step, told.outer_steps) == (2, 2) and draining(told) == "draining to outer step 2"
+
+    run_held(body())
 
 
 def test_without_any_host_it_says_what_the_folder_has_kept(tmp_path: Path) -> None:

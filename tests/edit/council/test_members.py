@@ -13,6 +13,7 @@ from edit.council.record import (
     MOST_COUNT,
     MOST_HOLDERS,
     MOST_ROOTS,
+    MOST_UNKNOWN,
     Enrolled,
     Member,
     PartState,
@@ -244,18 +245,35 @@ def test_who_was_enrolled_and_is_no_member_can_be_evicted_an_observer() -> None:
     table = Table("a", roots=(Root("b2xk"),), enrolled={p: claim(1).enrolled for p in ("a", "eye")})
     table.elect("a")
     table.run(LEASE_S)
-    assert table.handle("a", ev.Evict("z", "who?")) == [ev.Refused("z is not a member")]
     table.handle("a", ev.Evict("eye", "looked too long"))
     table.run(LEASE_S)
     assert table.record.evicted == {"eye": "looked too long"} and table.record.members.keys() == {"a"}
     assert table.handle("a", ev.Evict("a", "alone")) == [ev.Refused("a is the only member")]
 
 
+def test_a_name_that_was_only_invited_can_be_evicted_and_these_leave_room_for_members() -> None:
+    before = {f"x{i}": "gone" for i in range(MOST_UNKNOWN - 1)}
+    enrolled = {p: claim(1).enrolled for p in ("a", "eye")}
+    table = Table("a", roots=(Root("b2xk"),), enrolled=enrolled, holders=("a",), evicted=before)
+    table.elect("a")
+    table.run(LEASE_S)
+    table.handle("a", ev.Evict("new", "its invitation leaked"))
+    table.run(LEASE_S)
+    assert table.record.evicted["new"] == "its invitation leaked"
+    table.handle("a", ev.Claim("new", claim(2).enrolled))
+    table.run(LEASE_S)
+    assert "new" not in table.record.enrolled
+    (refused,) = table.handle("a", ev.Evict("z", "who?"))
+    assert isinstance(refused, ev.Refused) and refused.reason.startswith(f"{MOST_UNKNOWN} names that nobody had were evicted")
+    table.handle("a", ev.Evict("eye", "looked too long"))
+    table.run(LEASE_S)
+    assert "eye" in table.record.evicted and len(table.record.evicted) == MOST_UNKNOWN + 1
+
+
 def test_orders_are_given_to_the_leader() -> None:
     table = Table("abc")
     table.elect("a")
     assert table.handle("b", ev.SetPhase(Phase.PAUSED)) == [ev.Refused("ask the leader, a")]
-    assert table.handle("a", ev.Evict("z", "who?")) == [ev.Refused("z is not a member")]
     table.handle("a", ev.Evict("b", "it lied"))
     table.handle("a", ev.Evict("b", "again"))
     table.run(LEASE_S)

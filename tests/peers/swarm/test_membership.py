@@ -23,7 +23,7 @@ from edit.config import run
 from edit.config.auto import OuterChoice
 from edit.config.presets import PRESETS, founding_text
 from edit.config.run import RunConfig
-from edit.errors import ConfigError, EditError, RefusedError, TransportError
+from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError, TransportError
 from editpb.invitation import Invitation, guest_key
 from peers.cli import app
 from peers.identity.enrolment import UntrustedServerError, join
@@ -346,6 +346,34 @@ def test_where_nobody_answers_that_an_invitation_names_the_dht_is_asked(
     silence = TransportError("no answer")
     with pytest.raises(TransportError, match="the DHT does not know"):
         membership.enter(home, text, ("/maddr",))
+
+
+def test_a_member_goes_on_where_an_invitation_cannot_be_redeemed(
+    tmp_path: Path, founding: Founding, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The command of a service may name one for ever. Where the certificate is over, nothing could go on."""
+    home, now = tmp_path / "home", time.time()
+    found(home, founding)
+    HostFolder(advertise="127.0.0.1", listen="127.0.0.1:7700").save(home)
+    invited = invite(home, "a", hours=1, now=now)
+    seeds = [("a", "127.0.0.1:7700")]
+    assert membership.enter(home, replace(invited, expires=int(now) - 60).encode()) == seeds
+    assert "the invitation is not used: the invitation expired" in caplog.text and "a goes on as before" in caplog.text
+    failures: list[EditError] = [RefusedError("it was used"), TransportError("no answer"), RemoteProtocolError("of b")]
+    failing = failures[0]
+
+    def redeem(*words: object, swarm: bool, observes: bool) -> None:
+        raise failing
+
+    monkeypatch.setattr(invitations, "join", redeem)
+    for failing in failures:
+        caplog.clear()
+        assert membership.enter(home, invited.encode()) == seeds
+        assert f"the invitation is not used: {failing}; a goes on as before" in caplog.text
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 366 * 86400)
+    for failing in failures:
+        with pytest.raises(type(failing), match=str(failing)):
+            membership.enter(home, invited.encode())
 
 
 def test_an_observers_invitation_makes_its_folder_and_says_how_to_look_on(
