@@ -190,9 +190,12 @@ class Members:
         return max(own, record.expires) if record is not None else own
 
     def still_counts(self, peer_id: str, key: str) -> bool:
-        """Return whether what a member sent with this key (`public_hash`) counts: it was not evicted, and has no other key."""
+        """Return whether what a member sent with this key counts: it was not evicted, and has no other key.
+
+        key: its `public_hash`; empty: it was not known.
+        """
         record = self._records.get(peer_id)
-        return record is not None and record.evicted is None and self.keys.get(peer_id, key) == key
+        return record is not None and record.evicted is None and key in ("", self.keys.get(peer_id, key))
 
     def evicted(self, peer_id: str) -> bool:
         """Return whether the operator shut this member out."""

@@ -55,9 +55,12 @@ def keep_earlier(home: Path, identity: Identity, present: Path, new: x509.Certif
 def _certificates(home: Path) -> list[x509.Certificate]:
     path = home / _FILE
     try:
-        found = x509.load_pem_x509_certificates(path.read_bytes()) if path.exists() else []
+        data = path.read_bytes() if path.exists() else b""
+        found = x509.load_pem_x509_certificates(data) if path.exists() else []
         for each in found:
             from_certificate(each)
+        if len(found) != data.count(b"-----BEGIN"):  # of a torn one at the end nothing is said
+            raise ValueError("a certificate is damaged")
         return found
     except (OSError, ValueError, RefusedError) as error:
         why = "without it, what this peer has signed with an earlier key is not known as its own"

@@ -210,7 +210,7 @@ def _check_known(expected: Expected, peer_id: str, key: bytes) -> None:
 def check_mine(entry: Mapping[str, Any], mine: Mine, signed: Signed) -> None:
     """Check that an entry names a peer's own contribution as it was sent, or says that it is not in it.
 
-    One that is signed with an earlier key of the peer must be from before this process sent anything.
+    One that is signed with an earlier key of the peer must be to a round before those to which this process sent something.
 
     Raises ReceiptFault, and what DAMAGE has for what is no entry of a commit.
     """
@@ -233,7 +233,7 @@ def check_mine(entry: Mapping[str, Any], mine: Mine, signed: Signed) -> None:
         # Then it counts whether this peer has signed it.
         unknown = part["rank"] or known is None or part["attempt"] < mine.since
         if key != mine.public_key:  # this process has signed nothing with it
-            unknown = not mine.signatures or part["attempt"] < mine.since
+            unknown = all(part["round_id"] < each for each in mine.signatures)
         sent = unknown or (known is not None and signature in known.get(part["fragment"], ()))
         if not sent or not is_signed_part(signed, mine.peer_id, key, values, heads):
             raise ReceiptFault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -190,6 +191,15 @@ def without_the_sender(folder: StateFolder) -> None:
     checkpoint.save(path.parent, tensors, metadata, keep=1)
 
 
+def without_keys(folder: StateFolder) -> None:
+    """Write members.json as a version did that did not keep the members' keys."""
+    path = folder.path / "members.json"
+    values = json.loads(path.read_text())
+    for row in values["members"]:
+        del row["key"], row["expires"]
+    path.write_text(json.dumps({"format": 2, "members": values["members"]}))
+
+
 AS_WITHOUT = digest([t - d for t, d in zip(theta(), delta(0), strict=True)])
 
 
@@ -241,14 +251,20 @@ async def test_what_a_region_brought_is_dropped_when_only_the_members_were_writt
         assert (await commit(a, 0)).digest == AS_WITHOUT
 
 
+@pytest.mark.parametrize("keys", [True, False])
 @on_a_loop
-async def test_what_an_older_version_promised_comes_in(tmp_path: Path) -> None:
+async def test_what_an_older_version_promised_comes_in(tmp_path: Path, keys: bool) -> None:
     folder = new_folder(tmp_path / "run")
     async with served(folder, kill=True) as run, run.peer("a") as a:
         await found_run(a)
         await inject(run, ONES)
     without_the_sender(folder)
+    if not keys:
+        without_keys(folder)
     async with served(folder) as run, run.peer("a") as a:
+        if not keys:
+            await state(run)  # now the region's key is known
+            run.coordinator.run.end_replaced()
         await a.attend()
         await a.report(0)
         assert (await commit(a, 0)).digest == digest(moved(theta(), delta(0), ONES))

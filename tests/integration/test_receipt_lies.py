@@ -222,9 +222,12 @@ def test_what_an_earlier_key_of_this_peer_has_signed_counts_until_this_process_s
         check_receipt(receipt, replace(told.expected, mine=mine))
 
     check(new)
-    check(replace(new, signatures=signed.signatures, since=1))  # it was sent before
-    with pytest.raises(ReceiptFault, match="names another contribution of this peer"):
-        check(replace(new, signatures={99: {0: (bytes(64),)}}))
+    round_id = max(signed.signatures)
+    check(replace(new, signatures={round_id + 1: {0: (bytes(64),)}}))  # it was sent before, whatever the clocks said
+    for since in (0, 1 << 50):  # what the attempt is, says who has the key
+        for last in (round_id, round_id - 1):
+            with pytest.raises(ReceiptFault, match="names another contribution of this peer"):
+                check(replace(new, signatures={last: {0: (bytes(64),)}}, since=since))
     with pytest.raises(ReceiptFault, match="the log names another key as this peer's"):
         check(replace(new, earlier=frozenset({"0" * 64})))
     for lie in ("my tokens", "my signature"):

@@ -66,6 +66,20 @@ def test_a_damaged_file_is_named(authority: Authority, tmp_path: Path, damage: b
         earlier_keys(tmp_path, ALICE)
 
 
+@pytest.mark.parametrize("cut", [1, 30, 400])
+def test_a_torn_file_is_no_shorter_one(authority: Authority, tmp_path: Path, cut: int) -> None:
+    for _ in range(3):
+        stored(tmp_path, certified(authority))
+    whole = earlier_keys(tmp_path, ALICE)
+    data = (tmp_path / "earlier.pem").read_bytes()
+    (tmp_path / "earlier.pem").write_bytes(data[:-cut])
+    if cut == 1:  # the line end
+        assert earlier_keys(tmp_path, ALICE) == whole
+        return
+    with pytest.raises(ConfigError, match=r"earlier\.pem: cannot be read .*; restore it from a copy"):
+        earlier_keys(tmp_path, ALICE)
+
+
 def test_a_present_certificate_that_is_damaged_tells_no_key(authority: Authority, tmp_path: Path) -> None:
     (tmp_path / "peer.pem").write_bytes(b"damaged")
     stored(tmp_path, certified(authority))
