@@ -172,7 +172,7 @@ def export(
         _checked(log, path, note)
     lines = b"".join(line + b"\n" for line in itertools.islice(entries_of(state / AUDIT_LOG), signed))
     check_place(out, {out / AUDIT_LOG: lines})
-    files = [(AUDIT_LOG, lines), (AUDIT_HEAD, head), (AUDIT_KEY, log.key.text().encode() + b"\n")]
+    files = [(AUDIT_LOG, lines), (AUDIT_HEAD, head)]
     if authorities := authorities_of(state):
         files.append((AUTHORITY, b"".join(each.public_bytes(Encoding.PEM) for each in authorities)))
     if provenance:
@@ -180,6 +180,7 @@ def export(
     copied = _of_replay(state, step) if step is not None else []
     try:
         (out / AUDIT_COSIGNED if notes else out).mkdir(parents=True, exist_ok=True)
+        write_atomic(out / AUDIT_KEY, log.key.text().encode() + b"\n", shared=True)  # by which `check_place` knows it again
         for old in note_files(out / AUDIT_COSIGNED).values():
             old.unlink()
         for path in copied:

@@ -113,6 +113,11 @@ def _known(place: Path) -> tuple[str, Checkpoint | None]:
     key, head = place / KEY, place / FETCHED
     try:
         text = key.read_text().strip() if key.exists() else ""
+        if not text and head.exists():
+            raise ConfigError(
+                f"{head}: is here without the key of its log, {KEY}; restore that from a copy. If the operator has begun "
+                "another log, and you accept that, move this file away, too"
+            )
         return text, _head_of(head.read_bytes(), NoteKey.parse(text)) if head.exists() else None
     except OSError as error:
         raise ConfigError(f"{place}: its {KEY} or {FETCHED} cannot be read ({reason_of(error)})") from error

@@ -457,15 +457,16 @@ class Store:
         self.injections.recover(loaded.outer.injected)
         for commit in [*self._load_updates(loaded.begun_with), *loaded.commits]:
             self.publish(commit)
-        anew = False  # whether the log was moved away with its key: the journal's entries are of that one
+        said = False  # whether the checkpoint says what entries the log has
         if self.audit is not None:
-            anew = loaded.log.get("key", self.audit.key) != self.audit.key
+            said = loaded.log.get("key") == self.audit.key
+            anew = not said and "key" in loaded.log  # moved away with its key: the journal's entries are of that one
             self.audit.attach(() if anew else loaded.entries, loaded.outer, loaded.log)
         if self.part_log is not None:
             self.part_log.attach(loaded.peaks, loaded.begun_with + 1, loaded.entries, self._held_entry, loaded.outer)
         self._journal = self._go_on(loaded.base)
-        if anew:
-            self._write_checkpoint(loaded.outer)  # from here on the journal's entries are of the new log
+        if self.audit is not None and not said:
+            self._write_checkpoint(loaded.outer)  # from here on the journal's entries are of this log
         return loaded.outer
 
     def _load_updates(self, outer_step: int) -> list[Commit]:

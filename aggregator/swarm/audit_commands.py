@@ -136,7 +136,9 @@ def replay(
         having = [each for each in logs if each.log.before <= outer_step < len(each.log.tree)]
         try:
             if not having:
-                raise ConfigError(f"no log in {folder / f'part-{number}'} has outer step {outer_step}")
+                lost = part is not None or not member  # else another member has owned it, or the part is not there yet
+                missing = ConfigError if lost else OwnedElsewhere
+                raise missing(f"no log in {folder / f'part-{number}'} has outer step {outer_step}")
             _, path, log, _ = having[-1]
             found[number] = replay_part(folder, number, log.run_id, path, outer_step, len(log.tree), member)
         except (ConfigError, LogFault) as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from aggregator import audit_commands
 from aggregator.audit_replay import Replayed, replay_step
 from aggregator.cli import app
 from aggregator.storage.journal import Journal
@@ -314,3 +317,30 @@ def test_a_run_that_cannot_keep_them_is_refused(tmp_path: Path, more: str, why: 
     path.write_text(toml)
     with pytest.raises(ConfigError, match=why):
         RunConfig.from_toml(path)
+
+
+@pytest.mark.parametrize("at", ["audit-log.jsonl", "audit-log.head", "journal"])
+def test_an_export_that_broke_off_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    folder, out = new_folder(tmp_path / "run", start=3, quorum=3, toml=KEEPS), tmp_path / "out"
+    trained(folder, 3)
+    words = ["audit", "export", str(out), "--state", str(folder.path), "--step", "3"]
+    write, copy = audit_commands.write_atomic, audit_commands.shutil.copyfile
+
+    def full(path: Path, data: bytes, *, shared: bool) -> None:
+        if path.name == at:
+            raise StorageError(f"{path}: cannot be written (No space left on device)")
+        write(path, data, shared=shared)
+
+    def full_too(source: Path, target: Path) -> object:
+        if target.suffix == f".{at}":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return copy(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(audit_commands, "write_atomic", full)
+        patch.setattr(audit_commands.shutil, "copyfile", full_too)
+        assert "No space left on device" in str(CliRunner().invoke(app, words).exception)
+    assert (out / "run.json").exists()
+    again = CliRunner().invoke(app, words)
+    assert again.exit_code == 0, again.exception
+    assert replay_step(out, 3, len(verified(out).tree)).outer_step == 3

@@ -119,6 +119,13 @@ def test_a_log_that_is_not_the_one_the_auditor_knows_is_refused_and_kept_as_evid
     (ann / KEY).write_text((tmp_path / "six/audit-log.key").read_text())
     with pytest.raises(ConfigError, match=r"fetched\.head: cannot be verified with log\.vkey"):
         fetch(ann, tmp_path / "seven")
+    (ann / KEY).unlink()
+    with pytest.raises(ConfigError, match=r"fetched\.head: is here without the key of its log, .*, move this file away, too"):
+        fetch(ann, tmp_path / "seven")
+    kept.unlink()
+    with running(fork):
+        fetch(ann, tmp_path / "seven")
+    assert (ann / KEY).read_text() == (tmp_path / "six/audit-log.key").read_text()
 
 
 def test_the_head_that_comes_with_a_log_is_of_this_log_and_signed_by_it(

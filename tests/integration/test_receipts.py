@@ -310,6 +310,22 @@ def test_an_invitation_brings_the_logs_key_and_another_one_is_refused(tmp_path: 
             pass
 
 
+def test_peers_that_train_refuse_a_log_with_another_key_once_they_are_connected_again(tmp_path: Path) -> None:
+    """A lost log was begun anew meanwhile."""
+    folder = new_folder(tmp_path / "run", toml=toml(50))
+    with ExitStack() as stack:
+        with running(folder) as here:
+            two = stack.enter_context(members(folder, here, tmp_path))
+            exchange(two)
+        for path in (*folder.path.glob("audit-log.*"), folder.path / "log.key"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        stack.enter_context(running(folder))
+        with pytest.raises(RefusedError, match=r"log\.vkey: this peer knows another key of the run's audit log"):
+            exchange(two)
+        with pytest.raises(RefusedError, match=r"log\.vkey: this peer knows another key of the run's audit log"):
+            stack.close()
+
+
 def test_a_peer_of_two_ranks_checks_receipts_at_its_first_and_stops_at_both(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run", toml=AUDITED)
     home, gate = tmp_path / "a", threading.Barrier(2, timeout=30)

@@ -262,7 +262,7 @@ class HubCollective:
             report=self._report,
             parser=self._siblings.parser,
             changed=self._advance,
-            configured=self._siblings.configured if self._aggregator == 0 else lambda config: None,
+            configured=self._configured,
         )
         self._io.spawn(attendance.run())
         self._found_or_wait(schema, found)
@@ -398,6 +398,16 @@ class HubCollective:
             lazily=config.sync.mode == "forward",
         )
         self._report.cosigned = self._receipts.cosigned
+
+    def _configured(self, config: RunConfig) -> None:
+        """Loop's thread, at each Welcome."""
+        if self._aggregator == 0:
+            self._siblings.configured(config)
+        if self._receipts is not None and (welcome := self._session.welcome) is not None:
+            try:
+                self._receipts.check_key(welcome.log_key)
+            except RefusedError as error:
+                self._session.expelled(Expel(evicted=False, reason=str(error)))
 
     def _refuse(self, reason: str) -> None:
         """Loop's thread: this peer goes on no longer, and contributes nothing more."""

@@ -38,6 +38,7 @@ __all__ = [
     "base64_text",
     "kept_of",
     "kept_places",
+    "other_key",
     "pinned_key",
     "verify_all",
     "verify_kept",
@@ -73,7 +74,7 @@ def pinned_key(home: Path, said: str, origin: str) -> NoteKey:
     if not said:
         raise RefusedError("the run has audit.enabled, and its coordinator does not say the log's key; its software is too old")
     if known and known != said:
-        raise RefusedError(f"{path}: this peer knows another key of the run's audit log than the coordinator says, {said}")
+        raise other_key(home, said)
     try:
         key = NoteKey.parse(said)
     except ValueError as error:
@@ -83,6 +84,11 @@ def pinned_key(home: Path, said: str, origin: str) -> NoteKey:
     if not known:
         write_atomic(path, said.encode() + b"\n")
     return key
+
+
+def other_key(home: Path, said: str) -> RefusedError:
+    """Return what is wrong where a log has another key than the one that is kept."""
+    return RefusedError(f"{home / KEY}: this peer knows another key of the run's audit log than the coordinator says, {said}")
 
 
 class KeptReceipts:

@@ -20,7 +20,7 @@ from editpb.data_messages import receipt_from_pb
 from editpb.limits import one_line
 from editpb.messages import ContributionHeader, Cosignature, LogReceipt, SeenHead, SnapshotManifest, UpdateManifest
 from editpb.receipts import Expected, Head, Mine, ReceiptFault, SeenMasks, check_receipt
-from peers.carriers.hub.kept_receipts import FAULT, FORMAT, RECEIPTS, KeptReceipts, base64_text, kept_of, pinned_key
+from peers.carriers.hub.kept_receipts import FAULT, FORMAT, RECEIPTS, KeptReceipts, base64_text, kept_of, other_key, pinned_key
 
 __all__ = ["Receipts"]
 
@@ -80,6 +80,11 @@ class Receipts:
         key = pinned_key(home, log_key, log_origin(run_id, aggregator))
         kept = KeptReceipts.open(home, key)
         return cls(home, key, run_id, schema_hash, mine, members, failed, kept, cosigner, masked, lazily)
+
+    def check_key(self, log_key: str) -> None:
+        """Raise RefusedError where the log has another key than before. log_key: as the aggregator says it now."""
+        if log_key != self.key.text():
+            raise other_key(self.home, log_key)
 
     @property
     def head(self) -> Head:

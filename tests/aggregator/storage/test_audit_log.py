@@ -654,6 +654,29 @@ def test_a_lost_log_is_begun_anew_only_with_another_key_and_says_where_it_begins
     assert "before it begins, or goes on, at outer steps 3." in card and "tokens in all of the commits in the log." in card
 
 
+def test_a_log_that_is_lost_before_the_next_checkpoint_is_begun_anew_where_the_audit_was_switched_on_later(
+    tmp_path: Path,
+) -> None:
+    without = Store(tmp_path / "outer", replace(CONFIG, audit=AuditConfig(enabled=False)), "run")
+    founded(without)
+    without.close()
+    store = opened(tmp_path)
+    outer = store.recover()
+    assert outer is not None
+    for round_id in (1, 2):
+        append(store, outer, round_id)
+    store.close()
+    for name in ("audit-log.jsonl", "audit-log.head"):
+        (tmp_path / name).unlink()
+    with pytest.raises(StorageError, match="has 0 of the 1 entries that the run's checkpoint was written with"):
+        opened(tmp_path).recover()
+    (tmp_path / "audit-log.jsonl").unlink(missing_ok=True)
+    (tmp_path / "log.key").unlink()
+    found = opened(tmp_path).recover()
+    assert found is not None and found.digest == outer.digest
+    assert log_of(tmp_path)[0].continued == [2]
+
+
 @pytest.mark.parametrize("how", ["before", "middle", "after"])
 def test_killed_at_any_write_of_its_first_entries_a_run_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

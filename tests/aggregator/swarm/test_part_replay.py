@@ -157,6 +157,28 @@ def test_a_part_of_ones_own_that_is_not_merged_once_more_is_an_error_and_one_of_
         command("replay", home)
 
 
+def test_a_part_whose_log_has_no_such_outer_step_is_an_error_where_it_may_be_ones_own_or_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    of_two_parts(home, steps=2)
+    of_two_parts(tmp_path / "behind", steps=1)
+    shutil.rmtree(home / "part-1")
+    shutil.copytree(tmp_path / "behind" / "part-1", home / "part-1")
+    done = audit_replay.Replayed(outer_step=2, digest="0" * 64, peers=("p", "q"), shards=4, bytes=1, less=())
+    monkeypatch.setattr(audit_replay, "replay_part", lambda *given: done)
+    for member in ("", "a"):
+        if member:
+            certify(home, member)
+        for words in ((), ("--part", 1)):
+            if member and not words:
+                command("replay", home, "--step", 2)
+                assert "part 1 was not merged once more: no log in " in capsys.readouterr().out
+            else:
+                with pytest.raises(ConfigError, match=r"part 1: no log in .*part-1 has outer step 2"):
+                    command("replay", home, "--step", 2, *words)
+
+
 def _damage(folder: Path, step: int) -> None:
     """One bit of a contribution, in a file that is whole."""
     shards = load_kept(folder, step, schema_of(0))
