@@ -31,6 +31,7 @@ from edit.errors import (
     OutdatedError,
     RefusedError,
     RemoteProtocolError,
+    StorageError,
     TransportError,
 )
 from edit.fragments.digest import digest
@@ -262,7 +263,7 @@ class HubCollective:
             report=self._report,
             parser=self._siblings.parser,
             changed=self._advance,
-            configured=self._siblings.configured if self._aggregator == 0 else lambda config: None,
+            configured=self._configured,
         )
         self._io.spawn(attendance.run())
         self._found_or_wait(schema, found)
@@ -374,6 +375,19 @@ class HubCollective:
             refused=downlink.compare_logs,
         )
         self._links = uplink, downlink
+
+    def _configured(self, config: RunConfig) -> None:
+        """Take the configuration of each Welcome (loop's thread)."""
+        if self._aggregator != 0:
+            return
+        self._siblings.configured(config)
+        kept, welcome = self._site.configuration, self._session.welcome
+        if self._links is None or self._ranks.rank or kept is None or welcome is None:
+            return  # `_open_receipts` notes the first one
+        try:
+            kept.keep(configuration_of(welcome))
+        except StorageError as error:
+            _log.warning("%s: its number is noted when this peer connects again", error)
 
     async def _open_receipts(self, config: RunConfig, schema_hash: str) -> None:
         """At rank 0 (loop's thread). Raises ConfigError, RefusedError, StorageError."""
