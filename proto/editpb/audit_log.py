@@ -28,6 +28,7 @@ from blake3 import blake3
 from edit.config.run import RunConfig
 from edit.council.record import recoveries
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError
+from edit.plain_text import parse_json
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signatures_under
 from edit.trust.mask_roster import Advert, AgreedSet, Roster, RoundName
@@ -72,6 +73,7 @@ __all__ = [
     "approval_entry",
     "approval_in",
     "check_length",
+    "check_rounds",
     "claimed_privacy",
     "commit_entry",
     "completed",
@@ -463,6 +465,37 @@ def _check_signatures(signed: Signed, entry: _Entry) -> int:
     return verified
 
 
+def check_rounds(entry: Mapping[str, Any], max_staleness: int) -> None:
+    """Check that each contribution of a commit was sent for its round, or is no older than is permitted, as its verdict says.
+
+    max_staleness: rounds.max_staleness of the commit's configuration. Raises what `DAMAGE` has.
+    """
+    round_id, before = entry["round_id"], entry["outer_step"] - 1
+    verdicts = {one["fragment"]: one["verdicts"] for one in entry["fragments"]}
+    for peer, given in entry["contributions"].items():
+        for values in given["parts"]:
+            fragment, _, number, base = values[:4]
+            behind, where = before - base, _where(peer, values)
+            if number > round_id or (number != round_id and not max_staleness) or not 0 <= behind <= max_staleness:
+                raise ValueError(
+                    f"{where} is to round {number}, from outer step {base}; merged was round {round_id}, from outer step "
+                    f"{before}, with rounds.max_staleness = {max_staleness}"
+                )
+            _, _, _, *staleness = verdicts.get(fragment, {}).get(peer, ("", "", ""))  # earlier versions wrote none
+            if staleness and staleness[0] != behind:
+                raise ValueError(f"{where} has staleness {staleness[0]} by its verdict, and {behind} by what was signed")
+
+
+def _max_staleness(text: str) -> int:
+    """Return rounds.max_staleness of a configuration as it is sent, also of one with settings of other versions."""
+    values = parse_json(text)
+    section = values.get("rounds", {}) if isinstance(values, Mapping) else None
+    staleness = section.get("max_staleness", 0) if isinstance(section, Mapping) else None
+    if type(staleness) is not int or staleness < 0:
+        raise ValueError("rounds.max_staleness of the configuration is no number")
+    return staleness
+
+
 def agreed_set(run_id: str, entry: _Entry) -> AgreedSet | None:
     """Return whose sum was opened by the entry of a commit; None where it says nothing of masks. Raises what DAMAGE has.
 
@@ -609,6 +642,7 @@ class LogVerifier:
         self._scores: dict[str, dict[str, float]] = {}  # since the last commit, by scorer: the last ones that it said
         self._privacy = LoggedPrivacy()
         self._config = self._schema_hash = ""
+        self._max_staleness = 0  # of the present configuration; a swarm with a log has no other
         self._merged: dict[str, dict[tuple[int, int], int]] = {}  # by peer: fragment, rank -> round of what was merged last
 
     def take(self, line: bytes) -> _Entry:
@@ -753,6 +787,7 @@ class LogVerifier:
         if hashlib.sha256(str(entry["config"]).encode()).hexdigest() != self._config:
             raise ValueError("config_digest is not that of the configuration")
         self._privacy.configure(str(entry["config"]))
+        self._max_staleness = _max_staleness(str(entry["config"]))
         before, after = self.configuration, Configuration(self.configuration.number + 1, str(entry["config"]))
         if before.number:
             given = tuple(each for _, each in self._approvals if each.config_digest == after.digest)
@@ -821,6 +856,7 @@ class LogVerifier:
         for fragment in entry["fragments"]:
             if set(fragment["verdicts"]) != contributed.get(fragment["fragment"], set()):
                 raise ValueError(f"fragment {fragment['fragment']}: the verdicts are not of those who contributed")
+        check_rounds(entry, self._max_staleness)
         if agreed_set(self.run_id, entry) is not None:
             self.confirmed += 1
         elif is_masked(entry):

@@ -17,7 +17,7 @@ from edit.trust.canonical import parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signature_of
 from edit.trust.merkle import EMPTY_ROOT, leaf_hash, verify_consistency, verify_inclusion
 from edit.trust.signatures import key_hash
-from editpb.audit_log import DAMAGE, PART, Signed, agreed_set, counts_anybody, is_signed_part, seen_heads
+from editpb.audit_log import DAMAGE, PART, Signed, agreed_set, check_rounds, counts_anybody, is_signed_part, seen_heads
 from editpb.messages import ContributionHeader, LogReceipt, SeenHead, UpdateManifest
 
 __all__ = ["NOTHING_SEEN", "Expected", "Head", "Mine", "ReceiptFault", "SeenMasks", "check_mine", "check_receipt"]
@@ -105,6 +105,9 @@ class Expected:
     # Hashes of the keys of the members that this peer knows, by name, earlier ones, too; None: of none.
     members: Mapping[str, tuple[str, ...]] | None = None
     masked: bool = False  # whether contributions are masked in this run
+    # rounds.max_staleness, and `config_digest` of the configuration that has it; empty: it is that of the entry.
+    max_staleness: int = 0
+    config_digest: str = ""
 
 
 def check_receipt(receipt: LogReceipt, expected: Expected) -> tuple[Head, dict[str, Any]]:
@@ -115,6 +118,7 @@ def check_receipt(receipt: LogReceipt, expected: Expected) -> tuple[Head, dict[s
         _check_entry(receipt, entry, head, expected)
         _check_commit(entry, expected.manifest, expected.before)
         _check_contributions(entry, expected)
+        _check_rounds(entry, expected)
         check_mine(entry, expected.mine, _signed(entry, expected))
         _check_masked(entry, expected)
         _check_seen(receipt, entry, head, expected)
@@ -197,6 +201,18 @@ def _check_contributions(entry: dict[str, Any], expected: Expected) -> None:
         if named != judged:
             who = ", ".join(sorted(named ^ judged))
             raise ReceiptFault(f"fragment {fragment['fragment']}: of {who} the log has a verdict or a contribution, not both")
+
+
+def _check_rounds(entry: dict[str, Any], expected: Expected) -> None:
+    """Check that what was merged was sent for this round, or is no older than the run permits.
+
+    What was committed under another configuration, as before a restart of this peer, may be of any age.
+    """
+    known = expected.config_digest in ("", entry["config_digest"])
+    try:
+        check_rounds(entry, expected.max_staleness if known else entry["outer_step"])
+    except ValueError as error:
+        raise ReceiptFault(str(error)) from error
 
 
 def _check_known(expected: Expected, peer_id: str, key: bytes) -> None:

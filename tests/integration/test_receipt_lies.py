@@ -248,6 +248,29 @@ def test_a_log_that_leaves_a_peer_out_must_say_so(told: Told) -> None:
     check_receipt(rewritten(told, forget_me), undelivered)
 
 
+def test_what_was_sent_for_an_earlier_round_is_not_merged_in_a_later_one(told: Told) -> None:
+    earlier = json.loads(told.lines[-2])
+
+    def merge_the_earlier_one(entry: dict[str, Any]) -> None:
+        entry["contributions"]["a"] = earlier["contributions"]["a"]
+
+    def as_it_is_signed(entry: dict[str, Any]) -> None:
+        merge_the_earlier_one(entry)
+        for fragment in entry["fragments"]:
+            fragment["verdicts"]["a"][3] = 1
+
+    wrong = rewritten(told, merge_the_earlier_one)
+    why = rf"fragment 0, rank 0 is to round {earlier['round_id']}, from outer step 1; merged was round .*max_staleness = 0"
+    with pytest.raises(ReceiptFault, match=why):
+        check_receipt(wrong, told.expected)
+    stale = replace(told.expected, max_staleness=1, config_digest=earlier["config_digest"])
+    with pytest.raises(ReceiptFault, match=r"has staleness 0 by its verdict, and 1 by what was signed"):
+        check_receipt(wrong, stale)
+    check_receipt(rewritten(told, as_it_is_signed), stale)
+    # It was committed under a configuration that this peer no longer has.
+    check_receipt(rewritten(told, as_it_is_signed), replace(told.expected, config_digest="0" * 64))
+
+
 def test_a_receipt_that_does_not_fit_its_log_is_refused(told: Told) -> None:
     last, expected, size = told.last, told.expected, len(told.lines)
     wrong = (bytes(32), *last.inclusion[1:])

@@ -126,6 +126,13 @@ def test_an_owner_that_leaves_out_what_it_had_is_named(told: Told) -> None:
         assert not check_logged(told.signed_anew(said), late).left_out
 
 
+def test_what_was_sent_for_an_earlier_round_is_not_merged_in_a_later_one(told: Told) -> None:
+    earlier = parse_canonical(told.logged[0].entry)["contributions"]["q"]
+    wrong = told.signed_anew(lambda entry: entry["contributions"].update(q=earlier))
+    with pytest.raises(ReceiptFault, match=r"the contribution of q .* is to round 1, from outer step 0; merged was round 2"):
+        check_logged(wrong, told.expected())
+
+
 def test_who_contributed_nothing_is_in_no_entry(told: Told) -> None:
     found = check_logged(told.logged[1], told.expected(sent=False, peer="b"))
     assert (found.outcome, found.left_out) == (Outcome.NOTHING, False)

@@ -410,6 +410,8 @@ class HubCollective:
             aggregator=self._aggregator,
             masked=config.secagg.enabled,
             lazily=config.sync.mode == "forward",
+            max_staleness=config.rounds.max_staleness,
+            config_digest=config_digest(config),
         )
         self._report.cosigned = self._receipts.cosigned
 
