@@ -87,6 +87,7 @@ __all__ = [
     "genesis_entry",
     "is_masked",
     "is_signed_part",
+    "left_out_fragments",
     "log_origin",
     "score_entry",
     "seen_heads",
@@ -112,6 +113,8 @@ PART = (
 """What the list of a shard has, in this order; then of a masked one its norm, a text; and of one whose signer has seen a head
 of the log, that head's place in the peer's list `seen`, a number. Bytes are base64."""
 
+
+PARTLY = "unmerged_fragments"  # see `RoundFacts.partly`; where there are some
 
 _RESULT_BYTES = len(f',"update":"{"0" * 64}"')  # of the hash of an update in an entry; of the digest after it, no more
 
@@ -228,6 +231,8 @@ class RoundFacts:
     missing: Sequence[str] = ()
     # Peers that had begun to contribute, and of whom nothing is in it.
     unmerged: Collection[str] = ()
+    # Of the others, by peer: the fragments that it had begun to contribute, and that were merged without it.
+    partly: Mapping[str, Collection[int]] = field(default_factory=dict)
     # What of a run above came in with it.
     injected: Injected | None = None
     # What differential privacy the run has spent; None: its coordinator adds no noise.
@@ -275,6 +280,7 @@ def commit_entry(
         "config_digest": config,
         "missing": sorted(facts.missing),
         "unmerged": sorted(facts.unmerged),
+        **({PARTLY: {peer: sorted(facts.partly[peer]) for peer in sorted(facts.partly)}} if facts.partly else {}),
         "injected": facts.injected.to_json() if facts.injected is not None else None,
         "fragments": [
             fragment_entry(record, None if staged is None else staged[record.fragment_id], merged=merged) for record in records
@@ -463,6 +469,17 @@ def _check_signatures(signed: Signed, entry: _Entry) -> int:
         agreed.check()
         verified += len(agreed.signatures)
     return verified
+
+
+def left_out_fragments(entry: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return by peer what a commit says it has merged others of, and not this: fragments. Raises what `DAMAGE` has."""
+    said = entry.get(PARTLY, {})
+    due = {one["fragment"] for one in entry["fragments"]}
+    for peer, fragments in said.items():
+        merged = {values[0] for values in entry["contributions"][peer]["parts"]}
+        if not fragments or fragments != sorted(set(fragments)) or not set(fragments) <= due - merged:
+            raise ValueError(f"what it says was not merged of {_name(peer)} was merged, or is no list of fragments in order")
+    return dict(said)
 
 
 def check_rounds(entry: Mapping[str, Any], max_staleness: int) -> None:
@@ -840,6 +857,7 @@ class LogVerifier:
         contributed: dict[int, set[str]] = {}
         for peer in (*entry["missing"], *entry["unmerged"], *entry["contributions"]):
             _name(peer)
+        left_out_fragments(entry)
         for peer, given in entry["contributions"].items():
             self._check_seen(peer, seen_heads(given))
             key = base64.b64decode(given["key"], validate=True)

@@ -134,7 +134,7 @@ class Receipts:
 
     def delivered(self, header: ContributionHeader) -> None:
         """Note that the coordinator has said that it has all of this shard."""
-        self.mine = self.mine.with_delivered(header.round_id)
+        self.mine = self.mine.with_delivered(header.round_id, header.fragment_id)
 
     def saw_masks(self, round_id: int, seen: SeenMasks) -> None:
         """Note what this peer has seen of a masked round, or has signed in it."""
