@@ -440,6 +440,7 @@ def test_a_peer_that_trains_notes_a_change_that_was_taken_back_while_it_was_not_
                 peer.step()  # type: ignore[attr-defined]
             coordinator.close()
             change(folder, listen, 'listen = "127.0.0.1:0"\nenrol')
+            folder.addresses.unlink()  # where the peer does not look for it
             for before, after in (("every = 2", "every = 3"), ("every = 3", "every = 2")):
                 change(folder, before, after)
                 with running(folder) as here:
