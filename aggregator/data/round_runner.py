@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -114,7 +115,8 @@ class _Round:
     inner_steps: dict[int, int] = field(default_factory=dict)  # likewise
     sources: list[Source] = field(default_factory=list)  # of what is merged, where others verify it
     signed: dict[int, tuple[ContributionHeader, ...]] = field(default_factory=dict)  # of what is merged, for the audit log
-    offered: set[str] = field(default_factory=set)  # the peers of whom something came that named it, for the audit log
+    # By peer: the fragments of which something came that named the round, for the audit log.
+    offered: dict[str, set[int]] = field(default_factory=dict)
     bytes_in: int = 0  # that arrived while it was open
     first_byte_at: float = math.inf
     last_byte_at: float = 0.0
@@ -228,7 +230,7 @@ class RoundRunner:
         if refused is not None:
             raise StaleError(refused.reason) if refused.stale else RemoteProtocolError(refused.reason)
         if self._round is not None and self._round.round_id == header.round_id:
-            self._round.offered.add(header.peer_id)
+            self._round.offered.setdefault(header.peer_id, set()).add(header.fragment_id)
         return self._contributions.declare(header, self._due(header.outer_step))
 
     def _check_masked(self, header: ContributionHeader) -> None:
@@ -721,12 +723,16 @@ class RoundRunner:
             records, current.records = list(current.records.values()), {}
             staged, current.staged = current.staged, {}
             tokens, injection, signed = self._tokens(current), current.injection, current.signed
+            merged: dict[str, set[int]] = {}
+            for header in itertools.chain.from_iterable(signed.values()):
+                merged.setdefault(header.peer_id, set()).add(header.fragment_id)
             facts = RoundFacts(
                 round_id=effect.round_id,
                 outer_step=effect.outer_step,
                 reason=effect.reason,
                 missing=effect.missing,
-                unmerged=current.offered - {header.peer_id for headers in signed.values() for header in headers},
+                unmerged=current.offered.keys() - merged,
+                partly={peer: left for peer in merged if (left := current.offered.get(peer, set()) - merged[peer])},
                 injected=injection.brings if injection is not None else None,
                 privacy=self._budget.said() if self._budget is not None else None,
                 agreed=self.masked.agreed if self.masked is not None else None,

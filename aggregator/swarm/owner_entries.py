@@ -98,7 +98,7 @@ class OwnerEntries:
         facts.trained is not in it: members that look at an entry know what was merged, and not with how many inner steps.
         """
         none = RoundFacts(round_id=facts.round_id, outer_step=outer.outer_step + 1, reason=facts.reason)
-        if facts != replace(none, missing=facts.missing, unmerged=facts.unmerged, trained=facts.trained):
+        if facts != replace(none, missing=facts.missing, unmerged=facts.unmerged, partly=facts.partly, trained=facts.trained):
             raise LocalProtocolError("this commit is none of a swarm's part")
         if staged is None:
             raise LocalProtocolError("the owner of a part signs what its commits lead to, which is not staged")

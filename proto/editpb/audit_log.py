@@ -28,6 +28,7 @@ from blake3 import blake3
 from edit.config.run import RunConfig
 from edit.council.record import recoveries
 from edit.errors import ConfigError, EditError, RefusedError, RemoteProtocolError
+from edit.plain_text import parse_json
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signatures_under
 from edit.trust.mask_roster import Advert, AgreedSet, Roster, RoundName
@@ -72,6 +73,7 @@ __all__ = [
     "approval_entry",
     "approval_in",
     "check_length",
+    "check_rounds",
     "claimed_privacy",
     "commit_entry",
     "completed",
@@ -85,6 +87,7 @@ __all__ = [
     "genesis_entry",
     "is_masked",
     "is_signed_part",
+    "left_out_fragments",
     "log_origin",
     "score_entry",
     "seen_heads",
@@ -110,6 +113,8 @@ PART = (
 """What the list of a shard has, in this order; then of a masked one its norm, a text; and of one whose signer has seen a head
 of the log, that head's place in the peer's list `seen`, a number. Bytes are base64."""
 
+
+PARTLY = "unmerged_fragments"  # see `RoundFacts.partly`; where there are some
 
 _RESULT_BYTES = len(f',"update":"{"0" * 64}"')  # of the hash of an update in an entry; of the digest after it, no more
 
@@ -226,6 +231,8 @@ class RoundFacts:
     missing: Sequence[str] = ()
     # Peers that had begun to contribute, and of whom nothing is in it.
     unmerged: Collection[str] = ()
+    # Of the others, by peer: the fragments that it had begun to contribute, and that were merged without it.
+    partly: Mapping[str, Collection[int]] = field(default_factory=dict)
     # What of a run above came in with it.
     injected: Injected | None = None
     # What differential privacy the run has spent; None: its coordinator adds no noise.
@@ -273,6 +280,7 @@ def commit_entry(
         "config_digest": config,
         "missing": sorted(facts.missing),
         "unmerged": sorted(facts.unmerged),
+        **({PARTLY: {peer: sorted(facts.partly[peer]) for peer in sorted(facts.partly)}} if facts.partly else {}),
         "injected": facts.injected.to_json() if facts.injected is not None else None,
         "fragments": [
             fragment_entry(record, None if staged is None else staged[record.fragment_id], merged=merged) for record in records
@@ -463,6 +471,48 @@ def _check_signatures(signed: Signed, entry: _Entry) -> int:
     return verified
 
 
+def left_out_fragments(entry: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return by peer what a commit says it has merged others of, and not this: fragments. Raises what `DAMAGE` has."""
+    said = entry.get(PARTLY, {})
+    due = {one["fragment"] for one in entry["fragments"]}
+    for peer, fragments in said.items():
+        merged = {values[0] for values in entry["contributions"][peer]["parts"]}
+        if not fragments or fragments != sorted(set(fragments)) or not set(fragments) <= due - merged:
+            raise ValueError(f"what it says was not merged of {_name(peer)} was merged, or is no list of fragments in order")
+    return dict(said)
+
+
+def check_rounds(entry: Mapping[str, Any], max_staleness: int) -> None:
+    """Check that each contribution of a commit was sent for its round, or is no older than is permitted, as its verdict says.
+
+    max_staleness: rounds.max_staleness of the commit's configuration. Raises what `DAMAGE` has.
+    """
+    round_id, before = entry["round_id"], entry["outer_step"] - 1
+    verdicts = {one["fragment"]: one["verdicts"] for one in entry["fragments"]}
+    for peer, given in entry["contributions"].items():
+        for values in given["parts"]:
+            fragment, _, number, base = values[:4]
+            behind, where = before - base, _where(peer, values)
+            if number > round_id or (number != round_id and not max_staleness) or not 0 <= behind <= max_staleness:
+                raise ValueError(
+                    f"{where} is to round {number}, from outer step {base}; merged was round {round_id}, from outer step "
+                    f"{before}, with rounds.max_staleness = {max_staleness}"
+                )
+            _, _, _, *staleness = verdicts.get(fragment, {}).get(peer, ("", "", ""))  # earlier versions wrote none
+            if staleness and staleness[0] != behind:
+                raise ValueError(f"{where} has staleness {staleness[0]} by its verdict, and {behind} by what was signed")
+
+
+def _max_staleness(text: str) -> int:
+    """Return rounds.max_staleness of a configuration as it is sent, also of one with settings of other versions."""
+    values = parse_json(text)
+    section = values.get("rounds", {}) if isinstance(values, Mapping) else None
+    staleness = section.get("max_staleness", 0) if isinstance(section, Mapping) else None
+    if type(staleness) is not int or staleness < 0:
+        raise ValueError("rounds.max_staleness of the configuration is no number")
+    return staleness
+
+
 def agreed_set(run_id: str, entry: _Entry) -> AgreedSet | None:
     """Return whose sum was opened by the entry of a commit; None where it says nothing of masks. Raises what DAMAGE has.
 
@@ -612,6 +662,7 @@ class LogVerifier:
         self._scores: dict[str, dict[str, float]] = {}  # since the last commit, by scorer: the last ones that it said
         self._privacy = LoggedPrivacy()
         self._config = self._schema_hash = ""
+        self._max_staleness = 0  # of the present configuration; a swarm with a log has no other
         self._merged: dict[str, dict[tuple[int, int], int]] = {}  # by peer: fragment, rank -> round of what was merged last
 
     def take(self, line: bytes) -> _Entry:
@@ -767,6 +818,7 @@ class LogVerifier:
         if hashlib.sha256(str(entry["config"]).encode()).hexdigest() != self._config:
             raise ValueError("config_digest is not that of the configuration")
         self._privacy.configure(str(entry["config"]))
+        self._max_staleness = _max_staleness(str(entry["config"]))
         before, after = self.configuration, Configuration(self.configuration.number + 1, str(entry["config"]))
         if before.number:
             given = tuple(each for _, each in self._approvals if each.config_digest == after.digest)
@@ -820,6 +872,7 @@ class LogVerifier:
         contributed: dict[int, set[str]] = {}
         for peer in (*entry["missing"], *entry["unmerged"], *entry["contributions"]):
             _name(peer)
+        left_out_fragments(entry)
         for peer, given in entry["contributions"].items():
             self._check_seen(peer, seen_heads(given))
             key = base64.b64decode(given["key"], validate=True)
@@ -836,6 +889,7 @@ class LogVerifier:
         for fragment in entry["fragments"]:
             if set(fragment["verdicts"]) != contributed.get(fragment["fragment"], set()):
                 raise ValueError(f"fragment {fragment['fragment']}: the verdicts are not of those who contributed")
+        check_rounds(entry, self._max_staleness)
         if agreed_set(self.run_id, entry) is not None:
             self.confirmed += 1
         elif is_masked(entry):

@@ -19,7 +19,7 @@ from edit.config.run import RunConfig
 from edit.errors import RemoteProtocolError
 from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.merkle import HASH_BYTES, MerkleTree, leaf_hash
-from editpb.audit_log import DAMAGE, PART, Signed, consent_entry, consent_in, is_signed_part
+from editpb.audit_log import DAMAGE, PART, PARTLY, Signed, consent_entry, consent_in, is_signed_part, left_out_fragments
 from editpb.consents import check_consent
 from editpb.limits import MAX_DATA_CHARS, MAX_ENTRY_BYTES, MAX_VERDICTS, is_id
 from editpb.owner_signatures import check_owner
@@ -137,7 +137,7 @@ def _check_says(entry: Any, expected: ExpectedEntry) -> None:
     tree = expected.tree
     says = {name: each for name, each in expected.says.items() if name not in _CLAIMED}
     wanted = {"index": len(tree), "root": tree.root().hex(), **parse_canonical(canonical(says))}
-    if not isinstance(entry, dict) or entry.keys() - {CONSENTS} != wanted.keys() | _CLAIMED | {"owner"}:
+    if not isinstance(entry, dict) or entry.keys() - {CONSENTS, PARTLY} != wanted.keys() | _CLAIMED | {"owner"}:
         raise ValueError("it has not the fields of the commit of a part")
     for name, value in wanted.items():
         if canonical(entry[name]) != canonical(value):
@@ -165,6 +165,7 @@ def _check_claims(entry: Mapping[str, Any]) -> None:
             raise ValueError(f"its {name} is no list of members")
         if peers != sorted(set(peers)):
             raise ValueError(f"its {name} is not in order, each member once")
+    left_out_fragments(entry)
 
 
 def _check_contributions(entry: Mapping[str, Any], expected: ExpectedEntry) -> None:

@@ -19,7 +19,7 @@ from edit.errors import RefusedError
 from edit.records import Commit
 from edit.trust.canonical import parse_canonical
 from edit.trust.merkle import MerkleTree, leaf_hash, verify_consistency
-from editpb.audit_log import DAMAGE, Signed
+from editpb.audit_log import DAMAGE, Signed, check_rounds
 from editpb.limits import MAX_ENTRY_BYTES
 from editpb.messages import LoggedEntry
 from editpb.owner_signatures import check_owner
@@ -136,6 +136,10 @@ def _check_commit(entry: Mapping[str, Any], expected: ExpectedLog) -> None:
         said = {verdict.peer_id: [verdict.verdict.value, float(verdict.weight).hex()] for verdict in one.verdicts}
         if {peer: [verdict, weight] for peer, (verdict, _, weight, *_) in logged[one.fragment_id].items()} != said:
             raise RefusedError(f"the verdicts on fragment {one.fragment_id} are others by the log than by the update")
+    try:
+        check_rounds(entry, 0)  # rounds.max_staleness of a swarm that keeps logs
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
 
 
 def _outcome(entry: Mapping[str, Any], expected: ExpectedLog) -> Outcome:

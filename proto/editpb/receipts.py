@@ -17,7 +17,17 @@ from edit.trust.canonical import parse_canonical
 from edit.trust.checkpoints import NoteKey, open_note, parse_checkpoint, signature_of
 from edit.trust.merkle import EMPTY_ROOT, leaf_hash, verify_consistency, verify_inclusion
 from edit.trust.signatures import key_hash
-from editpb.audit_log import DAMAGE, PART, Signed, agreed_set, counts_anybody, is_signed_part, seen_heads
+from editpb.audit_log import (
+    DAMAGE,
+    PART,
+    Signed,
+    agreed_set,
+    check_rounds,
+    counts_anybody,
+    is_signed_part,
+    left_out_fragments,
+    seen_heads,
+)
 from editpb.messages import ContributionHeader, LogReceipt, SeenHead, UpdateManifest
 
 __all__ = ["NOTHING_SEEN", "Expected", "Head", "Mine", "ReceiptFault", "SeenMasks", "check_mine", "check_receipt"]
@@ -63,8 +73,8 @@ class Mine:
     # By round: the signatures of what rank 0 has sent, by fragment; one that was signed anew has several.
     signatures: Mapping[int, Mapping[int, Sequence[bytes]]] = field(default_factory=dict)
     since: int = 0  # the attempt that these begin with: what has an earlier one, an earlier process has sent
-    # Rounds that have said that they have some of it whole, and that take nothing that was sent for another round.
-    delivered: frozenset[int] = frozenset()
+    # Round and fragment of what was said to be there whole, of rounds that take nothing that was sent for another round.
+    delivered: frozenset[tuple[int, int]] = frozenset()
     masks: Mapping[int, SeenMasks] = field(default_factory=dict)  # by masked round
     earlier: frozenset[str] = frozenset()  # hashes of the keys that it had before, as its own folder or operator says
 
@@ -81,9 +91,11 @@ class Mine:
         since = self.since if self.signatures else header.attempt
         return replace(self, signatures=last, since=since)
 
-    def with_delivered(self, round_id: int) -> Mine:
-        """Return it with a round that has said that it has all of a shard."""
-        return replace(self, delivered=frozenset(sorted({*self.delivered, round_id})[-_ROUNDS:]))
+    def with_delivered(self, round_id: int, fragment_id: int) -> Mine:
+        """Return it with a fragment of which a round has said that it has all of a shard."""
+        delivered = {*self.delivered, (round_id, fragment_id)}
+        last = sorted({number for number, _ in delivered})[-_ROUNDS:]
+        return replace(self, delivered=frozenset(each for each in delivered if each[0] in last))
 
     def with_masks(self, round_id: int, seen: SeenMasks) -> Mine:
         """Return it with what the peer knows of a masked round."""
@@ -105,6 +117,9 @@ class Expected:
     # Hashes of the keys of the members that this peer knows, by name, earlier ones, too; None: of none.
     members: Mapping[str, tuple[str, ...]] | None = None
     masked: bool = False  # whether contributions are masked in this run
+    # rounds.max_staleness, and `config_digest` of the configuration that has it; empty: it is that of the entry.
+    max_staleness: int = 0
+    config_digest: str = ""
 
 
 def check_receipt(receipt: LogReceipt, expected: Expected) -> tuple[Head, dict[str, Any]]:
@@ -115,6 +130,7 @@ def check_receipt(receipt: LogReceipt, expected: Expected) -> tuple[Head, dict[s
         _check_entry(receipt, entry, head, expected)
         _check_commit(entry, expected.manifest, expected.before)
         _check_contributions(entry, expected)
+        _check_rounds(entry, expected)
         check_mine(entry, expected.mine, _signed(entry, expected))
         _check_masked(entry, expected)
         _check_seen(receipt, entry, head, expected)
@@ -199,6 +215,18 @@ def _check_contributions(entry: dict[str, Any], expected: Expected) -> None:
             raise ReceiptFault(f"fragment {fragment['fragment']}: of {who} the log has a verdict or a contribution, not both")
 
 
+def _check_rounds(entry: dict[str, Any], expected: Expected) -> None:
+    """Check that what was merged was sent for this round, or is no older than the run permits.
+
+    What was committed under another configuration, as before a restart of this peer, may be of any age.
+    """
+    known = expected.config_digest in ("", entry["config_digest"])
+    try:
+        check_rounds(entry, expected.max_staleness if known else entry["outer_step"])
+    except ValueError as error:
+        raise ReceiptFault(str(error)) from error
+
+
 def _check_known(expected: Expected, peer_id: str, key: bytes) -> None:
     """Check that a key is one that this peer knows of a member, if it knows any of it."""
     known = (expected.members or {}).get(peer_id)
@@ -216,13 +244,20 @@ def check_mine(entry: Mapping[str, Any], mine: Mine, signed: Signed) -> None:
     """
     round_id = entry["round_id"]
     given = entry["contributions"].get(mine.peer_id)
+    delivered = {fragment for number, fragment in mine.delivered if number == round_id}
     if given is None:
         named = mine.peer_id in entry["missing"] or mine.peer_id in entry.get("unmerged", ())
-        if round_id in mine.delivered and not named:
+        if delivered and not named:
             raise ReceiptFault(
                 f"the log neither names the contribution of this peer to round {round_id}, nor says that it is missing"
             )
         return
+    named_of = {values[0] for values in given["parts"]}.union(left_out_fragments(entry).get(mine.peer_id, ()))
+    if left := sorted(delivered.intersection(one["fragment"] for one in entry["fragments"]) - named_of):
+        raise ReceiptFault(
+            f"the log neither names the contribution of this peer to round {round_id}, fragment {left[0]}, nor says that it "
+            "was not merged"
+        )
     if not mine.has(key := base64.b64decode(given["key"], validate=True)):
         raise ReceiptFault("the log names another key as this peer's")
     heads = seen_heads(given)

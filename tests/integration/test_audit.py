@@ -23,6 +23,7 @@ from aggregator.storage.store import load_outer
 from edit.errors import ConfigError, StorageError
 from edit.fragments.digest import digest
 from edit.merging.outer_state import OuterState, Staged
+from edit.trust.canonical import canonical, parse_canonical
 from edit.trust.checkpoints import LogSigner
 from edit.trust.envelopes import open_envelope
 from editpb.audit_log import LogFault, LogVerifier
@@ -30,8 +31,9 @@ from editpb.consents import signed_consent
 from editpb.control_messages import peer_message_to_pb
 from editpb.messages import DataStatement
 from editpb.signed_contributions import ContributionSigner
+from tests.support.encoded import encode
 from tests.support.loops import until
-from tests.support.served import SCHEMA, TOML, BarePeer, found_run, new_folder, served, theta
+from tests.support.served import SCHEMA, TOML, BarePeer, found_run, new_folder, served, small_chunks, theta
 
 AUDITED = TOML + "[audit]\nenabled = true\n"
 
@@ -84,6 +86,77 @@ def test_the_log_of_a_run_verifies_over_restarts_and_says_what_was_merged(tmp_pa
         usage = log.usage[peer]
         assert (usage.outer_steps, usage.tokens, usage.missing, dict(usage.verdicts)) == (3, 30, 0, {"ok": 6})
         assert usage.share == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("merging", ["", 'merging = "arrivals"\n'])
+def test_what_was_carried_over_verifies_with_the_staleness_that_its_verdict_says(tmp_path: Path, merging: str) -> None:
+    toml = AUDITED.replace("[rounds]\n", f"[rounds]\nmax_staleness = 1\n{merging}")
+    if merging:
+        toml = toml.replace("start_peers = {start}\nquorum = {quorum}\nfloor_s = 1000.0\nceiling_s = 1000.0\n", "")
+    folder = new_folder(tmp_path / "run", start=2, toml=toml)
+
+    async def scenario() -> None:
+        async with served(folder) as run, run.signing_peer("a") as (a, sign_a), run.signing_peer("b") as (b, sign_b):
+            first = (await found_run(a, b)).round_id
+            await b.contribute_signed(sign_b, first, 0, delta(9)[:1])
+            await b.disconnect()  # lost: the round closes without b
+            await a.contribute_signed(sign_a, first, 0, delta(1))
+            view = await a.view(lambda v: v.outer_step == 1 and v.round_id > first)
+            await a.report(1)
+            await b.open_stream()
+            data = bytes(encode("fp32", delta(9)[1]).data)
+            header = sign_b(b.header(first, 0, 1, len(data)), memoryview(data))
+            await b.send(header, small_chunks(data))
+            if not merging:
+                await a.contribute_signed(sign_a, view.round_id, 1, delta(2))
+            await a.view(lambda v: v.outer_step == 2)
+
+    asyncio.run(scenario())
+    log = verified(folder.path)
+    assert log.commits == 2 and log.usage["b"].outer_steps == 1
+    lines = (folder.path / "audit-log.jsonl").read_bytes().splitlines()
+    entry = parse_canonical(lines[-1])
+    assert {one["verdicts"]["b"][3] for one in entry["fragments"]} == {1}
+    for change, why in (
+        (lambda: entry["fragments"][0]["verdicts"]["b"].__setitem__(3, 0), "has staleness 0 by its verdict, and 1 by what"),
+        (lambda: entry["contributions"]["b"]["parts"][0].__setitem__(3, -1), r"merged was .* rounds\.max_staleness = 1"),
+    ):
+        change()
+        log = LogVerifier()
+        with pytest.raises(LogFault, match=f"entry 2: the contribution of b to fragment 0, rank 0 .*{why}"):
+            for line in (*lines[:-1], canonical(entry)):
+                log.take(line)
+
+
+def test_a_contribution_to_another_round_than_was_merged_is_found(tmp_path: Path) -> None:
+    """The coordinator is killed while a round is open: what comes again is signed for the round that is open then."""
+    folder = new_folder(tmp_path / "run", start=2, toml=AUDITED)
+
+    async def scenario() -> None:
+        async with served(folder, kill=True) as run, run.signing_peer("a") as a, run.signing_peer("b") as b:
+            await found_run(a[0], b[0])
+            await commit_one([a, b], 0)
+            view = await a[0].view(lambda v: v.outer_step == 1 and v.round_id > 0)
+            await a[0].contribute_signed(a[1], view.round_id, 1, delta(0)[:1])  # not all of it: b's end closes no round
+        async with served(folder) as run, run.signing_peer("a") as a, run.signing_peer("b") as b:
+            for peer, _ in (a, b):
+                await peer.attend()
+                await peer.report(1)
+            await commit_one([a, b], 1)
+
+    asyncio.run(scenario())
+    assert verified(folder.path).commits == 2
+    lines = (folder.path / "audit-log.jsonl").read_bytes().splitlines()
+    before, entry = map(parse_canonical, lines[-2:])
+    earlier = before["contributions"].pop("a")
+    for fragment in before["fragments"]:
+        del fragment["verdicts"]["a"]
+    log = LogVerifier()
+    for line in (lines[0], canonical(before)):
+        log.take(line)
+    entry["contributions"]["a"], entry["root"] = earlier, log.tree.root().hex()
+    with pytest.raises(LogFault, match=r"entry 2: the contribution of a .* from outer step 0; merged was round .* = 0"):
+        log.take(canonical(entry))
 
 
 def test_the_outer_step_of_a_commit_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -427,6 +427,34 @@ def test_a_peer_that_trains_ends_when_a_change_counts_and_follows_when_it_is_sta
         trained(a, 3)
 
 
+def test_a_peer_that_trains_notes_a_change_that_was_taken_back_while_it_was_not_connected(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run", toml=TOML + SECTIONS)
+    with running(folder):
+        a, there = joined(folder, tmp_path / "a"), address(folder)
+    listen = f'listen = "{there}"\nenrol'
+    change(folder, 'listen = "127.0.0.1:0"\nenrol', listen)
+    with ExitStack() as coordinator:
+        coordinator.enter_context(running(folder))
+        with training(a) as peer:
+            while peer.outer_step < 1:
+                peer.step()  # type: ignore[attr-defined]
+            coordinator.close()
+            change(folder, listen, 'listen = "127.0.0.1:0"\nenrol')
+            folder.addresses.unlink()  # where the peer does not look for it
+            for before, after in (("every = 2", "every = 3"), ("every = 3", "every = 2")):
+                change(folder, before, after)
+                with running(folder) as here:
+                    for name in ("cyd", "ann"):
+                        asyncio.run(Member(here.served, name).approves(here.served))
+                with running(folder):
+                    pass
+            change(folder, 'listen = "127.0.0.1:0"\nenrol', listen)
+            coordinator.enter_context(running(folder))
+            while peer.outer_step < 3:
+                peer.step()  # type: ignore[attr-defined]
+    assert json.loads((a / "configuration.json").read_text())["number"] == 3
+
+
 def test_a_status_says_what_is_waited_for_on_the_wire_and_as_json(tmp_path: Path) -> None:
     folder = new_folder(tmp_path / "run", toml=GOVERNED)
 

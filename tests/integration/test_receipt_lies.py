@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from aggregator.resources import Clock
 from edit.errors import ConfigError, FormatError, TransportError
 from edit.trust.canonical import canonical
 from edit.trust.checkpoints import Cosigner, LogSigner, NoteKey, signature_of
@@ -29,7 +30,7 @@ from peers.carriers.hub import kept_receipts
 from peers.carriers.hub.kept_receipts import FAULT, pinned_key, verify_kept
 from peers.carriers.hub.receipts import Receipts
 from peers.cli import app
-from tests.integration.test_audit import AUDITED, delta
+from tests.integration.test_audit import AUDITED, commit_one, delta, verified
 from tests.support.encoded import encode
 from tests.support.keys import member_key
 from tests.support.served import SCHEMA, BarePeer, found_run, new_folder, served, small_chunks
@@ -98,9 +99,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
                     before = heads[peer.peer_id]
                     manifest, receipt = await fetch(peer, step + 1, before.size)
                     assert receipt is not None
-                    mine = Mine(
-                        peer.peer_id, keys[peer.peer_id], sent if peer is a else {}, delivered=frozenset({view.round_id})
-                    )
+                    delivered = frozenset((view.round_id, fragment) for fragment in made)
+                    mine = Mine(peer.peer_id, keys[peer.peer_id], sent if peer is a else {}, delivered=delivered)
                     expected = Expected(
                         key=key,
                         run_id=folder.run_id,
@@ -249,6 +249,112 @@ def test_a_log_that_leaves_a_peer_out_must_say_so(told: Told) -> None:
         check_receipt(rewritten(told, lambda e, said=said: (forget_me(e), e[said].append("a"))), expected)
     undelivered = replace(expected, mine=replace(expected.mine, delivered=frozenset()))
     check_receipt(rewritten(told, forget_me), undelivered)
+
+
+def without_fragment(expected: Expected, fragment_id: int) -> Expected:
+    """The update with the verdict on b alone of this fragment."""
+    fragments = list(expected.manifest.fragments)
+    commit = fragments[fragment_id].commit
+    verdicts = tuple(v for v in commit.verdicts if v.peer_id != "a")
+    fragments[fragment_id] = replace(fragments[fragment_id], commit=replace(commit, verdicts=verdicts))
+    return replace(expected, manifest=replace(expected.manifest, fragments=tuple(fragments)))
+
+
+def withhold_fragment_1(entry: dict[str, Any]) -> None:
+    given = entry["contributions"]["a"]
+    given["parts"] = [values for values in given["parts"] if values[0] != 1]
+    del entry["fragments"][1]["verdicts"]["a"]
+
+
+def test_a_log_that_leaves_out_a_fragment_must_say_so(told: Told) -> None:
+    expected, mine = without_fragment(told.expected, 1), told.expected.mine
+    withheld, round_id = rewritten(told, withhold_fragment_1), told.expected.manifest.round_id
+    with pytest.raises(
+        ReceiptFault, match=r"neither names the contribution of this peer to round .*, fragment 1, nor says that it was not"
+    ):
+        check_receipt(withheld, expected)
+
+    def said(entry: dict[str, Any], fragments: object) -> None:
+        withhold_fragment_1(entry)
+        entry["unmerged_fragments"] = {"a": fragments}
+
+    check_receipt(rewritten(told, lambda entry: said(entry, [1])), expected)
+    for wrong in ([0], [1, 1], [], [2]):
+        with pytest.raises(ReceiptFault, match="what it says was not merged of a was merged, or is no list of fragments"):
+            check_receipt(rewritten(told, lambda entry, wrong=wrong: said(entry, wrong)), expected)
+    # It had not come whole, or to another round; another one is not due.
+    for delivered in ({(round_id, 0)}, {(round_id, 0), (round_id - 1, 1)}, {(round_id, 0), (round_id, 9)}):
+        check_receipt(withheld, replace(expected, mine=replace(mine, delivered=frozenset(delivered))))
+
+
+def test_an_honest_log_says_which_fragment_came_after_it_was_merged(tmp_path: Path) -> None:
+    """c is waited for by nobody: fragment 1 is merged before c's comes, and fragment 0 with c's."""
+    folder = new_folder(tmp_path / "run", start=2, toml=AUDITED)
+    found: dict[str, Any] = {}
+    now = [0.0]
+
+    async def scenario() -> None:
+        async with (
+            served(folder, Clock(monotonic=lambda: now[0])) as run,
+            run.signing_peer("a") as a,
+            run.signing_peer("b") as b,
+            run.signing_peer("c") as (c, sign_c),
+        ):
+            await found_run(a[0], b[0])
+            await commit_one([a, b], 0)
+            round_id = (await a[0].view(lambda v: v.outer_step == 1 and v.round_id > 0)).round_id
+            now[0] = 1.0  # the round is open: who reports now is not waited for
+            await c.attend()
+            await c.report(1)
+            mine = Mine("c", sign_c._signer.public_key)
+            for fragment, peers in ((1, (a, b)), (1, ((c, sign_c),)), (0, ((c, sign_c), a, b))):
+                data = bytes(encode("fp32", delta(fragment)[fragment]).data)
+                for peer, sign in peers:
+                    header = sign(peer.header(round_id, 1, fragment, len(data)), memoryview(data))
+                    assert (await peer.send(header, small_chunks(data))).complete
+                    if peer is c:
+                        mine = mine.with_signed(header).with_delivered(round_id, fragment)
+            await c.view(lambda v: v.outer_step == 2)
+            key = NoteKey.parse((await c.receive(Welcome)).log_key)
+            manifest, found["receipt"] = await fetch(c, 2, 0)
+            found["expected"] = Expected(
+                key=key,
+                run_id=folder.run_id,
+                schema_hash=SCHEMA.schema_hash,
+                seen=NOTHING_SEEN,
+                manifest=manifest,
+                before="",
+                mine=mine,
+            )
+
+    asyncio.run(scenario())
+    _, entry = check_receipt(found["receipt"], found["expected"])
+    assert entry["unmerged_fragments"] == {"c": [1]} and entry["unmerged"] == []
+    assert [sorted(one["verdicts"]) for one in entry["fragments"]] == [["a", "b", "c"], ["a", "b"]]
+    assert verified(folder.path).commits == 2
+
+
+def test_what_was_sent_for_an_earlier_round_is_not_merged_in_a_later_one(told: Told) -> None:
+    earlier = json.loads(told.lines[-2])
+
+    def merge_the_earlier_one(entry: dict[str, Any]) -> None:
+        entry["contributions"]["a"] = earlier["contributions"]["a"]
+
+    def as_it_is_signed(entry: dict[str, Any]) -> None:
+        merge_the_earlier_one(entry)
+        for fragment in entry["fragments"]:
+            fragment["verdicts"]["a"][3] = 1
+
+    wrong = rewritten(told, merge_the_earlier_one)
+    why = rf"fragment 0, rank 0 is to round {earlier['round_id']}, from outer step 1; merged was round .*max_staleness = 0"
+    with pytest.raises(ReceiptFault, match=why):
+        check_receipt(wrong, told.expected)
+    stale = replace(told.expected, max_staleness=1, config_digest=earlier["config_digest"])
+    with pytest.raises(ReceiptFault, match=r"has staleness 0 by its verdict, and 1 by what was signed"):
+        check_receipt(wrong, stale)
+    check_receipt(rewritten(told, as_it_is_signed), stale)
+    # It was committed under a configuration that this peer no longer has.
+    check_receipt(rewritten(told, as_it_is_signed), replace(told.expected, config_digest="0" * 64))
 
 
 def test_a_receipt_that_does_not_fit_its_log_is_refused(told: Told) -> None:

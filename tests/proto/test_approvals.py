@@ -115,11 +115,21 @@ def test_a_peer_that_was_away_follows_several_changes() -> None:
 
 
 BACK = replace(A, number=3)
+
+
+def test_a_change_that_was_taken_back_is_followed_too() -> None:
+    changes = [AB, ConfigChange(BACK, (ANN.approves(B, BACK), CYD.approves(B, BACK)))]
+    assert check_changes(RULES, A, BACK, changes) == ("ann", "cyd")
+    assert check_changes(RULES, BACK, A, ()) == ()  # an aggregator beside the coordinator says no later number
+
+
 LIES: Sequence[tuple[Configuration, Configuration, Sequence[ConfigChange], str]] = (
     (A, B, (), "does not say how it followed from configuration 1.*; its approvals are missing"),
     (A, B, (ConfigChange(B),), "has 0 of the 2 approvals"),
     (A, replace(B, number=1), (), "nothing is said of a change, which needs approvals"),  # as if it were the first
     (A, replace(B, number=0), (), "configuration without a number"),  # as an older coordinator would
+    (A, BACK, (AB,), "configuration 2, .*; its approvals are missing"),
+    (BACK, B, (AB,), "tells configuration 2, .* this peer took part under configuration 3"),
     (B, A, (), "configuration 1, .* this peer took part under configuration 2"),  # an old folder
     (A, C, (AB, ConfigChange(C, AB.approvals)), "approves another configuration"),
     (A, C, (BC,), "does not say how it followed from configuration 1"),  # the change between is left out

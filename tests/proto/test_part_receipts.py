@@ -48,7 +48,8 @@ class Told:
         if sent:
             parts = parse_canonical(self.logged[step - 1].entry)["contributions"][peer]["parts"]
             signed = {values[0]: (base64.b64decode(values[12]),) for values in parts}
-            mine, whole = replace(mine, signatures={step: signed}, delivered=frozenset({step})), {step: {*signed}}
+            delivered = frozenset((step, fragment) for fragment in signed)
+            mine, whole = replace(mine, signatures={step: signed}, delivered=delivered), {step: {*signed}}
         known: dict[str, Any] = {
             "run_id": RUN,
             "part": 0,
@@ -124,6 +125,35 @@ def test_an_owner_that_leaves_out_what_it_had_is_named(told: Told) -> None:
         assert not check_logged(told.signed_anew(said), partly).left_out, "it need not have had all of it"
         late = told.expected(commit=without_p(told), sent=False)
         assert not check_logged(told.signed_anew(said), late).left_out
+
+
+def test_an_owner_that_leaves_out_a_fragment_that_it_had_is_named(told: Told) -> None:
+    last = told.commits[1].fragments[-1].fragment_id
+
+    def withhold(entry: Entry) -> None:
+        given = entry["contributions"]["p"]
+        given["parts"] = [values for values in given["parts"] if values[0] != last]
+        del entry["fragments"][-1]["verdicts"]["p"]
+
+    def said(entry: Entry) -> None:
+        withhold(entry)
+        entry["unmerged_fragments"] = {"p": [last]}
+
+    fragments = (*told.commits[1].fragments[:-1], without_p(told).fragments[-1])
+    expected = told.expected(commit=replace(told.commits[1], fragments=fragments))
+    with pytest.raises(ReceiptFault, match=rf"to round 2, fragment {last}, nor says that it was not merged, .* a has signed"):
+        check_logged(told.signed_anew(withhold), expected)
+    found = check_logged(told.signed_anew(said), expected)
+    assert (found.outcome, found.left_out) == (Outcome.MERGED, False)
+    partly = replace(expected.mine, delivered=expected.mine.delivered - {(2, last)})
+    assert check_logged(told.signed_anew(withhold), replace(expected, mine=partly)).outcome is Outcome.MERGED
+
+
+def test_what_was_sent_for_an_earlier_round_is_not_merged_in_a_later_one(told: Told) -> None:
+    earlier = parse_canonical(told.logged[0].entry)["contributions"]["q"]
+    wrong = told.signed_anew(lambda entry: entry["contributions"].update(q=earlier))
+    with pytest.raises(ReceiptFault, match=r"the contribution of q .* is to round 1, from outer step 0; merged was round 2"):
+        check_logged(wrong, told.expected())
 
 
 def test_who_contributed_nothing_is_in_no_entry(told: Told) -> None:

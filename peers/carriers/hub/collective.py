@@ -31,6 +31,7 @@ from edit.errors import (
     OutdatedError,
     RefusedError,
     RemoteProtocolError,
+    StorageError,
     TransportError,
 )
 from edit.fragments.digest import digest
@@ -375,6 +376,19 @@ class HubCollective:
         )
         self._links = uplink, downlink
 
+    def _configured(self, config: RunConfig) -> None:
+        """Take the configuration of each Welcome (loop's thread)."""
+        if self._aggregator != 0:
+            return
+        self._siblings.configured(config)
+        kept, welcome = self._site.configuration, self._session.welcome
+        if self._links is None or self._ranks.rank or kept is None or welcome is None:
+            return  # `_open_receipts` notes the first one
+        try:
+            kept.keep(configuration_of(welcome))
+        except StorageError as error:
+            _log.warning("%s: its number is noted when this peer connects again", error)
+
     async def _open_receipts(self, config: RunConfig, schema_hash: str) -> None:
         """At rank 0 (loop's thread). Raises ConfigError, RefusedError, StorageError."""
         if (kept := self._site.configuration) is not None and self._session.welcome is not None:
@@ -396,6 +410,8 @@ class HubCollective:
             aggregator=self._aggregator,
             masked=config.secagg.enabled,
             lazily=config.sync.mode == "forward",
+            max_staleness=config.rounds.max_staleness,
+            config_digest=config_digest(config),
         )
         self._report.cosigned = self._receipts.cosigned
 

@@ -81,6 +81,11 @@ class ConfigParser:
                     self._config = RefusedError(_other(welcome))
             except (ConfigError, RefusedError) as error:
                 self._config = error
+        elif self._kept is not None and isinstance(self._config, RunConfig) and welcome.configuration > self._kept.number:
+            try:  # changed meanwhile, and taken back
+                self._kept.check(configuration_of(welcome), welcome.changes)
+            except (ConfigError, RefusedError) as error:
+                self._config = error
         return self._config
 
     def _parsed(self, welcome: Welcome) -> RunConfig:

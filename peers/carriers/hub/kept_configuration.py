@@ -13,7 +13,7 @@ from typing import Any
 from cryptography import x509
 
 from edit.durable_files import read_json, write_json
-from edit.errors import ConfigError
+from edit.errors import ConfigError, RefusedError
 from editpb.approvals import ApprovalRules, check_changes, governance_of, same_settings
 from editpb.messages import ConfigChange, Configuration
 
@@ -34,6 +34,7 @@ class KeptConfiguration:
 
     def __init__(self, path: Path, rules: ApprovalRules, known: Configuration | None) -> None:
         self._path, self._rules, self._known = path, rules, known
+        self._followed: Configuration | None = None  # the last one that was shown to follow from it
 
     @classmethod
     def open(
@@ -69,17 +70,31 @@ class KeptConfiguration:
     def check(self, told: Configuration, changes: Sequence[ConfigChange]) -> tuple[str, ...]:
         """Return who approved the last change to what a coordinator tells; () where that needs nobody.
 
+        A later number of the same settings needs no changes to be shown; where they are not, it is only said.
+
         Raises RefusedError where what is known asks for approvals that are missing, ConfigError for what is no configuration.
         """
-        return check_changes(self._rules, self._known, told, changes) if self._known is not None else ()
+        if (known := self._known) is None:
+            return ()
+        try:
+            names = check_changes(self._rules, known, told, changes)
+        except (RefusedError, ConfigError):
+            if not same_settings(known.text, told.text):
+                raise
+            return ()
+        self._followed = told
+        return names
 
     def keep(self, told: Configuration) -> None:
         """Note that this peer takes part under a configuration that `check` has taken. Raises StorageError.
 
-        One with the same settings as the known one is not noted, whatever its number: that is only said.
+        One with the settings of the known one is noted only if it was shown to follow from it: else its number is only said.
         """
         known = self._known
-        if not governance_of(told.text).enabled if known is None else same_settings(known.text, told.text):
+        if known is None:
+            if not governance_of(told.text).enabled:
+                return
+        elif same_settings(known.text, told.text) and (told.number <= known.number or told != self._followed):
             return
         values = {"run_id": self._rules.run_id, "number": told.number, "config": told.text}
         write_json(self._path, values, version=_FORMAT)

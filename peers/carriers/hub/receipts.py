@@ -40,6 +40,8 @@ class Receipts:
     cosigner: Cosigner | None = None  # None: this peer does not cosign
     masked: bool = False  # whether contributions are masked in this run
     lazily: bool = False  # whether updates are used as they arrive, before theta's digest after them is known
+    max_staleness: int = 0  # as in `Expected`
+    config_digest: str = ""  # likewise
     position: tuple[int, str] = (-1, "")  # outer step and digest of theta, by the last snapshot or receipt
     _reached: int = -1  # the newest outer step of a snapshot or a receipt
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -60,10 +62,12 @@ class Receipts:
         aggregator: int = 0,
         masked: bool = False,
         lazily: bool = False,
+        max_staleness: int = 0,
+        config_digest: str = "",
     ) -> Receipts:
         """Go on from what is kept in a peer's folder.
 
-        log_key: as the aggregator says it. aggregator: whose log it is. masked, lazily: see the fields.
+        log_key: as the aggregator says it. aggregator: whose log it is. masked and what follows: see the fields.
 
         Raises ConfigError (damaged files), RefusedError (another key; an earlier receipt did not fit), StorageError.
         """
@@ -79,7 +83,9 @@ class Receipts:
             raise StorageError(f"{home}: cannot be created ({error.strerror})") from error
         key = pinned_key(home, log_key, log_origin(run_id, aggregator))
         kept = KeptReceipts.open(home, key)
-        return cls(home, key, run_id, schema_hash, mine, members, failed, kept, cosigner, masked, lazily)
+        return cls(
+            home, key, run_id, schema_hash, mine, members, failed, kept, cosigner, masked, lazily, max_staleness, config_digest
+        )
 
     def check_key(self, log_key: str) -> None:
         """Raise RefusedError where the log has another key than before. log_key: as the aggregator says it now."""
@@ -133,7 +139,7 @@ class Receipts:
 
     def delivered(self, header: ContributionHeader) -> None:
         """Note that the coordinator has said that it has all of this shard."""
-        self.mine = self.mine.with_delivered(header.round_id)
+        self.mine = self.mine.with_delivered(header.round_id, header.fragment_id)
 
     def saw_masks(self, round_id: int, seen: SeenMasks) -> None:
         """Note what this peer has seen of a masked round, or has signed in it."""
@@ -167,6 +173,8 @@ class Receipts:
                 mine=self.mine,
                 members=self.members,
                 masked=self.masked,
+                max_staleness=self.max_staleness,
+                config_digest=self.config_digest,
             )
             head, entry = check_receipt(receipt, expected)
         except (ReceiptFault, RemoteProtocolError) as error:

@@ -101,7 +101,7 @@ class PartReceipts:
 
     def delivered(self, header: ContributionHeader) -> None:
         """See `Follower`."""
-        self.mine = self.mine.with_delivered(header.round_id)
+        self.mine = self.mine.with_delivered(header.round_id, header.fragment_id)
         if self._alone:
             whole = {**self._whole, header.round_id: self._whole.get(header.round_id, frozenset()) | {header.fragment_id}}
             self._whole = {each: whole[each] for each in sorted(whole)[-_ROUNDS:]}
@@ -319,7 +319,7 @@ class ReceiptChecks:
             "peaks": [each.hex() for each in logged.peaks],
             "consistency": [each.hex() for each in logged.consistency],
             "seen": {"entries": seen.size, "root": seen.root.hex()} if seen is not None else None,
-            "delivered": sorted(mine.delivered),
+            "delivered": sorted({number for number, _ in mine.delivered}),
             "signatures": {
                 str(round_id): {str(i): list(map(base64_text, given)) for i, given in signed.items()}
                 for round_id, signed in mine.signatures.items()

@@ -61,6 +61,32 @@ def test_a_number_that_a_coordinator_only_says_is_not_kept(tmp_path: Path) -> No
     assert kept.number == opened(tmp_path).number == 1
 
 
+BACK = replace(A, number=3)
+TAKEN_BACK = (CHANGE, ConfigChange(BACK, (ANN.approves(B, BACK), BOB.approves(B, BACK))))
+
+
+def test_a_change_that_was_taken_back_counts_no_more_for_a_peer_that_was_away(tmp_path: Path) -> None:
+    opened(tmp_path).keep(A)
+    kept = opened(tmp_path)
+    assert kept.check(BACK, TAKEN_BACK) == ("ann", "bob")
+    kept.keep(BACK)
+    kept = opened(tmp_path)
+    assert kept.number == 3 and kept.check(BACK, ()) == kept.check(A, ()) == ()
+    with pytest.raises(RefusedError, match=r"tells configuration 2, .* this peer took part under configuration 3"):
+        kept.check(B, [CHANGE])
+
+
+def test_only_the_number_that_was_shown_is_kept(tmp_path: Path) -> None:
+    opened(tmp_path).keep(A)
+    kept = opened(tmp_path)
+    assert kept.check(BACK, [CHANGE, ConfigChange(BACK, CHANGE.approvals)]) == ()  # the approvals are of another change
+    kept.keep(BACK)
+    assert kept.number == opened(tmp_path).number == 1
+    kept.check(BACK, TAKEN_BACK)
+    kept.keep(replace(A, number=99))
+    assert kept.number == opened(tmp_path).number == 1
+
+
 def test_the_keys_of_known_members_count(tmp_path: Path) -> None:
     opened(tmp_path).keep(A)
     known = {"ann": (key_hash(ANN.signer.public_key),), "bob": ("0" * 64,)}
