@@ -63,7 +63,7 @@ _T = TypeVar("_T")
 class SumNotOpened(RefusedError):
     """Too few helped to open the sum of the peers that were complete, or somebody lied. blamed: who is known to have."""
 
-    def __init__(self, reason: str, blamed: Sequence[str]) -> None:
+    def __init__(self, reason: str, blamed: Sequence[str] = ()) -> None:
         super().__init__(reason)
         self.blamed = tuple(blamed)
 

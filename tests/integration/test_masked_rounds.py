@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,18 +23,22 @@ from aggregator.control.status import run_status
 from aggregator.resources import Clock
 from aggregator.storage.state_folder import StateFolder
 from edit import Collective, LocalRun
+from edit.codecs.grid import words_in
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, TransportError
+from edit.fragments.shards import Shard
 from edit.merging.merge import Merged
 from edit.merging.outer_state import OuterState
-from edit.records import Verdict
+from edit.records import EncodedTensor, Verdict
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.mask_roster import Advert
-from edit.trust.masking import Confirm, Reveal, Shares
+from edit.trust.masking import Confirm, Masks, Reveal, Shares
+from edit.trust.masks import LANES, lanes_of
 from editpb import masking_pb2
 from editpb.audit_log import PART, LogVerifier
 from editpb.identity import Identity
 from editpb.mask_messages import PeerMessage
+from peers.carriers.hub import collective
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
 from peers.carriers.hub.masking import Calls, MaskFolder
@@ -305,6 +310,46 @@ def test_where_an_opened_sum_came_to_no_commit_and_a_peer_is_gone_the_outer_step
         verdicts = committed.fragments[0].verdicts
         assert [(each.peer_id, each.verdict) for each in verdicts] == [(name, Verdict.OK) for name in "abc"]
         assert len({peers[name].worker.digest for name in "abc"}) == 1
+        assert not torch.equal(here.run.rounds.outer.theta[0], before)
+
+
+@pytest.mark.parametrize(
+    ("fits", "reason"),
+    [(False, "is not what its peers say it is: a masked vector is wrong"), (True, "by the norms that they say")],
+)
+def test_where_the_opened_sum_is_wrong_the_outer_step_is_given_up_after_three_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fits: bool, reason: str
+) -> None:
+    """d's vector does not fit its lanes, or is longer than the norm that it says. Nobody can tell that it is d's."""
+    folder = new_folder(tmp_path / "run", toml=toml(more="[membership]\nlease_s = 100000.0"))
+    honest = collective.masked
+
+    def lies(masks: Masks, payload: EncodedTensor, shard: Shard, bits: int) -> EncodedTensor:
+        sent = honest(masks, payload, shard, bits)
+        if masks.place == NAMES.index("d"):
+            words = words_in(sent.data, bits)
+            more = np.full(len(words) - LANES, 1 << (bits - 3), words.dtype)
+            words[:-LANES] += more
+            words[-LANES:] += lanes_of(more) if fits else 0
+        return sent
+
+    with running(folder, Clock()) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, NAMES)
+        before = here.run.rounds.outer.theta[0].clone()
+        monkeypatch.setattr(collective, "masked", lies)
+        for _ in range(4):
+            exchange(peers, NAMES)
+        monkeypatch.undo()
+        _, *failed, given_up = here.run.recent_rounds
+        assert [each.committed for each in failed] == 3 * [False]
+        assert all(reason in each.reason for each in failed) and given_up.committed
+        assert {(each.verdict, each.weight) for each in given_up.fragments[0].verdicts} == {(Verdict.REJECTED, 0.0)}
+        assert torch.equal(here.run.rounds.outer.theta[0], before)
+        assert caplog.text.count("outer step 2: its sum failed to be opened 3 times") == 1
+        assert not [record for record in caplog.records if record.exc_info]
+        exchange(peers, NAMES)
+        assert {(peer.worker.outer_step, peer.worker.digest) for peer in peers.values()} == {(3, here.run.rounds.outer.digest)}
         assert not torch.equal(here.run.rounds.outer.theta[0], before)
 
 
