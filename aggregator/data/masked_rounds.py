@@ -30,6 +30,7 @@ from edit.trust.masking import (
     AskReveal,
     Back,
     Close,
+    Complaint,
     Confirm,
     Gone,
     MaskServer,
@@ -301,7 +302,7 @@ class MaskedRounds:
             case Confirm():
                 self._handle(current, said)
                 return await self._answer(current, lambda: server.asked)
-            case Reveal():
+            case Reveal() | Complaint():
                 self._handle(current, said)
                 return Done()
 

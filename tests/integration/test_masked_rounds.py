@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ from edit.merging.outer_state import OuterState
 from edit.records import EncodedTensor, Verdict
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.mask_roster import Advert
-from edit.trust.masking import Confirm, Masks, Reveal, Shares
+from edit.trust.masking import Confirm, Masks, Reveal, Shares, _box_said
 from edit.trust.masks import LANES, lanes_of
 from editpb import masking_pb2
 from editpb.audit_log import PART, LogVerifier
@@ -41,7 +42,7 @@ from editpb.mask_messages import PeerMessage
 from peers.carriers.hub import collective
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
-from peers.carriers.hub.masking import Calls, MaskFolder
+from peers.carriers.hub.masking import Calls, MaskFolder, MaskingCalls
 from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from tests.support.learner import Learner
@@ -282,6 +283,58 @@ def test_a_sum_that_too_few_help_to_open_is_not_opened_and_the_round_is_tried_ag
         exchange(peers, "abcd")
         assert {peer.worker.outer_step for peer in peers.values()} == {1}
         assert len({peer.worker.digest for peer in peers.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("signs", "reason"),
+    [
+        (True, "the shares that d dealt to . cannot be opened"),
+        (False, "d has not signed the shares that it dealt to . as they are"),
+    ],
+)
+def test_who_deals_shares_that_nobody_can_open_is_quarantined_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signs: bool, reason: str
+) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(more="[membership]\nlease_s = 1000.0"))
+    honest = MaskingCalls.tell
+    with running(folder, Clock()) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+
+        async def lies(calls: MaskingCalls, round_id: int, said: PeerMessage) -> masking_pb2.MaskReply:
+            if isinstance(said, Shares) and said.peer_id == "d":
+                boxes, signatures = tuple(bytes(len(each)) for each in said.boxes), said.signatures
+                masking = collectives["d"]._masking
+                if signs and masking is not None:
+                    roster = here.run.rounds.masked._round.server.roster
+                    digests = zip(said.self_digests, said.recovery_digests, strict=True)
+                    dealt = [_box_said(roster.hash, 3, place, boxes[place], each) for place, each in enumerate(digests)]
+                    signatures = (*map(masking._signer.sign, dealt[:3]), b"")
+                said = replace(said, boxes=boxes, signatures=signatures)
+            return await honest(calls, round_id, said)
+
+        def await_keys(outer_step: int, peers: int) -> None:
+            """Wait until so many have shared keys for what follows this outer step."""
+            text = f"collecting masked vectors: {peers} peers share keys"
+            here.await_(
+                lambda run: (
+                    run.rounds.machine.outer_step == outer_step and (now := run.rounds.masked.status) and text in now.text
+                )
+            )
+
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, NAMES)  # the first one would wait for rounds.start_peers
+        await_keys(1, peers=4)
+        monkeypatch.setattr(MaskingCalls, "tell", lies)
+        exchange(peers, NAMES)
+        here.await_(lambda run: run.rounds.machine.quarantined_until("d") is not None)
+        _, _, *failed = here.run.recent_rounds
+        assert len(failed) == 3 and all(re.fullmatch(reason, each.reason) for each in failed)
+        await_keys(2, peers=3)
+        exchange(peers, "abc")
+        *_, committed = here.run.recent_rounds
+        assert committed.committed and [each.peer_id for each in committed.fragments[0].verdicts] == ["a", "b", "c"]
+        assert {peers[name].worker.outer_step for name in "abc"} == {3}
+        machine = here.run.rounds.machine
+        assert [machine.quarantined_until(name) is not None for name in NAMES] == [False, False, False, True]
 
 
 def test_where_an_opened_sum_came_to_no_commit_and_a_peer_is_gone_the_outer_step_is_given_up(
