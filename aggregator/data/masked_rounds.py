@@ -30,6 +30,7 @@ from edit.trust.masking import (
     AskReveal,
     Back,
     Close,
+    Complaint,
     Confirm,
     Gone,
     MaskServer,
@@ -63,7 +64,7 @@ _T = TypeVar("_T")
 class SumNotOpened(RefusedError):
     """Too few helped to open the sum of the peers that were complete, or somebody lied. blamed: who is known to have."""
 
-    def __init__(self, reason: str, blamed: Sequence[str]) -> None:
+    def __init__(self, reason: str, blamed: Sequence[str] = ()) -> None:
         super().__init__(reason)
         self.blamed = tuple(blamed)
 
@@ -301,7 +302,7 @@ class MaskedRounds:
             case Confirm():
                 self._handle(current, said)
                 return await self._answer(current, lambda: server.asked)
-            case Reveal():
+            case Reveal() | Complaint():
                 self._handle(current, said)
                 return Done()
 

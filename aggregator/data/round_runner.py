@@ -181,7 +181,8 @@ class RoundRunner:
         codecs = self.masked.codec if self.masked is not None else config.codec.uplink
         # With robust.trust = "loss": what scorers say of the last outer step.
         self.scores = Scores(self._store.update(outer.outer_step)) if config.robust.scored else None
-        self._not_opened = (0, 0)  # the outer step whose sum failed to be opened last, and how often
+        # The outer step whose sum failed last without a peer to blame, how often, and why.
+        self._failed_sum = (0, 0, "")
         self._contributions = Contributions(outer.schema, codecs, resources.uploads)
         self._told: dict[str, float] = {}  # peer_id -> when the machine last heard of its transfer
         self._round: _Round | None = None
@@ -635,7 +636,8 @@ class RoundRunner:
         None: nothing is merged. Either so many are not sound that the sum of the others is not opened: tried again, they would
         have trained on and be further off. Or it was tried often enough for this outer step: peers that helped to open a sum of
         it do not open one that differs by few, so where that sum came to no commit, and one of its peers is gone, none of the
-        others ever opens another. Raises as `MaskedRounds.close_with`.
+        others ever opens another. And who sends what does not fit its lanes or its norm cannot be told from the others, and may
+        do so for ever. Raises as `MaskedRounds.close_with`.
         """
         assert self.masked is not None
         step = self.machine.outer_step
@@ -643,17 +645,25 @@ class RoundRunner:
         if shortage := judged.shortage(self.masked.least):
             _log.warning("outer step %d: %s; nothing is merged in it", step + 1, shortage)
             return judged, None
-        try:
-            return judged, await self.masked.close_with(judged.survivors)
-        except SumNotOpened as error:
-            failed_step, tries = self._not_opened
-            tries = tries + 1 if failed_step == step else 1
-            self._not_opened = (step, tries)
-            if tries < _MASKED_TRIES or error.blamed:
-                raise
-            said = "outer step %d: its sum failed to be opened %d times (%s); nothing is merged in it"
-            _log.warning(said, step + 1, tries, error)
-            return judged, None
+        if self._tries(step) < _MASKED_TRIES:
+            try:
+                return judged, await self.masked.close_with(judged.survivors)
+            except SumNotOpened as error:
+                if error.blamed or self._tries(step) < _MASKED_TRIES - 1:
+                    raise
+                self._count_try(step, str(error))
+        _, tries, reason = self._failed_sum
+        said = "outer step %d: its sum failed to be opened %d times (%s); nothing is merged in it"
+        _log.warning(said, step + 1, tries, reason)
+        return judged, None
+
+    def _tries(self, outer_step: int) -> int:
+        """Return how often the sum after this outer step has failed without a peer to blame."""
+        step, tries, _ = self._failed_sum
+        return tries if step == outer_step else 0
+
+    def _count_try(self, outer_step: int, reason: str) -> None:
+        self._failed_sum = (outer_step, self._tries(outer_step) + 1, reason)
 
     def _merge_sum(
         self,
@@ -663,7 +673,10 @@ class RoundRunner:
         judged: JudgedClaims,
         opening: Opening | None,
     ) -> tuple[MergeRecord, Future[None]]:
-        """As `_merge`, of the survivors' sum, from which the masks are taken off. opening: None: nothing is merged."""
+        """As `_merge`, of the survivors' sum, from which the masks are taken off. opening: None: nothing is merged.
+
+        Raises SumNotOpened where the sum is not what its peers say: nobody can tell whose vector is wrong.
+        """
         assert self.masked is not None
         i = effect.fragment_id
         if opening is None:
@@ -672,8 +685,11 @@ class RoundRunner:
         total = sum_of(fragment, plan, [one for one in measured if one.peer_id in opening.survivors])
         opening.apply(total.words, i, 0)
         opening.apply(total.lanes, i, fragment.numel)
-        opening.check(total.words, total.lanes, i)
-        merged = self.outer.reduce_sum(plan, total, measured, judged, opening.survivors)
+        try:
+            opening.check(total.words, total.lanes, i)
+            merged = self.outer.reduce_sum(plan, total, measured, judged, opening.survivors)
+        except RemoteProtocolError as error:
+            raise SumNotOpened(str(error)) from error
         return self._begin(effect, merged, injection)
 
     def _refuse_too_few(self, effect: events.Reduce, screened: Screened) -> None:
@@ -771,6 +787,8 @@ class RoundRunner:
     def _fail(self, round_id: int, error: Exception) -> None:
         """A merge or a commit raised: end the round; nothing of it is applied."""
         if isinstance(error, SumNotOpened):
+            if self.machine.round_id == round_id and not error.blamed:
+                self._count_try(self.machine.outer_step, str(error))
             self._masks_failed(round_id, str(error), error.blamed)
             return
         reason = str(error)

@@ -8,7 +8,7 @@ from aggregator.control.run import Run
 from aggregator.data.masked_rounds import MaskedRounds
 from aggregator.security.certificates import public_hash
 from aggregator.services.authorization import Authorizer
-from edit.errors import RefusedError
+from edit.errors import RefusedError, StaleError
 from edit.trust.mask_roster import Advert
 from edit.trust.signatures import key_hash
 from editpb import masking_pb2 as pb
@@ -51,6 +51,8 @@ class MaskingService:
                     certified = public_hash(self._authorizer.certificate(context))
                     if key_hash(said.public_key) != certified:
                         raise RefusedError(f"the advert of {identity.peer_id} has another key than its certificate")
+                    if self._run.rounds.machine.quarantined_until(identity.peer_id) is not None:
+                        raise StaleError(f"{identity.peer_id} is quarantined, and shares no keys")
                 return reply_to_pb(await self._masked().tell(identity.peer_id, round_id, said))
         raise AssertionError("unreachable: abort raises")
 

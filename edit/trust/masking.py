@@ -24,7 +24,11 @@ Rules
 3. Share. A peer draws two secrets: b, its own mask's key, and r, which opens `recovery`, its pair keys under AES-GCM. It deals
    shares of both, one box per peer, and publishes digests of the secrets, of every share and of every pair key. So a share is
    checked when it is dealt and when it is revealed, and the one who lied is named. Pair keys whose digests differ end the round
-   and name both peers.
+   and name both peers. The dealer signs each box with the digests of the two shares in it, so that nobody can damage one on
+   its way. Who gets a box that its dealer signed, and that does not have those shares, complains with the X25519 secret of the
+   two and takes no further part. The secret is the dealer's if the pair key that follows from it has the digest that the dealer
+   published. So the dealer is named, and an honest one never is; and what is told is told of one who lied, to whom the secret
+   was known: no share of another peer is. Of a box that is not signed only the complaint is told, and both peers are named.
 4. Collect. The sharers are known when all peers of the roster have shared or left, or after floor_s, if max(t, quorum,
    min_peers) have. Each then masks its vectors for exactly these sharers. The round machine closes: U, the survivors, are
    sharers whose vectors are complete and sound, at least max(t, quorum, min_peers).
@@ -40,6 +44,7 @@ ADVERTISING  Advert, Gone, Back, Tick    rule 1                           ShowRo
 SHARING      Shares                      of a peer of the roster                               same
 SHARING      Shares, Gone, Tick          rule 4: all, or floor_s over     ShowInbox for each   COLLECTING
 SHARING      Shares, Gone, Tick          too few, or pair keys differ     Aborted              ABORTED
+COLLECTING   Complaint                   it is true               Aborted              ABORTED
 COLLECTING   Close                       enough survivors                 AskConfirm           CONFIRMING
 COLLECTING   Close                       too few                          Aborted              ABORTED
 CONFIRMING   Confirm                     t signed                         AskReveal            REVEALING
@@ -52,6 +57,7 @@ peer         event                       condition                        effect
 -----------  --------------------------  -------------------------------  -------------------  -----------
 ADVERTISED   ShowRoster                  rule 2                           Shares               SHARED
 SHARED       ShowInbox                   rules 3 and 4                    StartMasking         MASKING
+SHARED       ShowInbox                   a box lacks its shares           Complaint, Ended     ENDED
 MASKING      AskConfirm                  rule 5                           Confirm              CONFIRMED
 MAS, CON     AskReveal                   rule 6                           SaveRevealed,        REVEALED
                                                                           Reveal
@@ -73,7 +79,7 @@ from edit.trust.mask_roster import KEY_BYTES, Advert, AgreedSet, Roster, RoundNa
 from edit.trust.masks import Words, add_mask, derive, lanes_of, open_box, pair_key, public_key, seal, shared_secret
 from edit.trust.revealed_sets import RevealedSets
 from edit.trust.shamir import MOST_SHARES, SECRET_BYTES, SHARE_BYTES, rebuild, split
-from edit.trust.signatures import SIGNATURE_BYTES, Signer, key_hash
+from edit.trust.signatures import SIGNATURE_BYTES, Signer, is_signed, key_hash, statement
 
 __all__ = [
     "Abort",
@@ -82,6 +88,7 @@ __all__ = [
     "AskReveal",
     "Back",
     "Close",
+    "Complaint",
     "Confirm",
     "Ended",
     "Gone",
@@ -104,6 +111,7 @@ __all__ = [
 _DIGEST_BYTES = 32
 _TAG_BYTES = 16  # of AES-GCM
 _BOX_BYTES = 2 * SHARE_BYTES + _TAG_BYTES
+_BOX = "edit-mask-box-v1"
 
 
 class ServerStep(Enum):
@@ -147,16 +155,27 @@ class Shares:
     recovery: bytes  # all pair keys under a key that follows from r
     self_hash: bytes  # SHA-256 of b
     recovery_hash: bytes  # of r
+    signatures: tuple[bytes, ...] = ()  # of each box and its digests; b"" at its own place; earlier versions sign none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowInbox:
-    """To one sharer: who shared, and by dealer the box for this peer and the digests of the two shares in it."""
+    """To one sharer: who shared, and by dealer the box for this peer, the digests of the two shares in it, its signature."""
 
     peer_id: str
     sharers: frozenset[str]
     boxes: Mapping[str, bytes]
     digests: Mapping[str, tuple[bytes, bytes]]
+    signatures: Mapping[str, bytes] = field(default_factory=dict)  # b"" of a dealer that signed none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complaint:
+    """From a peer that goes no further: the box that it got of a dealer lacks the shares whose digests came with it."""
+
+    peer_id: str
+    dealer: str
+    secret: bytes = field(repr=False)  # X25519 of the two; b"": the dealer has not signed the box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,10 +322,10 @@ class Opened:
     opening: Opening
 
 
-PeerEffect: TypeAlias = Advert | Shares | StartMasking | Confirm | SaveRevealed | Reveal | Ended
+PeerEffect: TypeAlias = Advert | Shares | StartMasking | Complaint | Confirm | SaveRevealed | Reveal | Ended
 PeerEvent: TypeAlias = ShowRoster | ShowInbox | AskConfirm | AskReveal | Abort
 ServerEffect: TypeAlias = ShowRoster | ShowInbox | AskConfirm | AskReveal | Opened | Aborted
-ServerEvent: TypeAlias = Advert | Shares | Close | Confirm | Reveal | Gone | Back | Tick | Abort
+ServerEvent: TypeAlias = Advert | Shares | Complaint | Close | Confirm | Reveal | Gone | Back | Tick | Abort
 
 
 class MaskClient:
@@ -349,7 +368,7 @@ class MaskClient:
         self._sharers: frozenset[str] = frozenset()
         self._own_key = b""
         self._pair_keys: dict[int, bytes] = {}
-        self._box_keys: dict[int, bytes] = {}  # of the boxes that this peer gets, by dealer
+        self._secrets: dict[int, bytes] = {}  # X25519 of this peer and the other one
         self._own_shares = (b"", b"")
         self._shares: dict[str, tuple[bytes, bytes]] = {}  # of b and r, by dealer
         self._survivors: frozenset[str] | None = None  # whom this peer signed for
@@ -365,7 +384,7 @@ class MaskClient:
             effects = self._next(event)
         except ValueError as error:
             return self._end(str(error))
-        self._answered = (event, effects)
+        self._answered = None if isinstance(effects[-1], Ended) else (event, effects)
         return list(effects)
 
     def _next(self, event: PeerEvent) -> list[PeerEffect]:
@@ -405,25 +424,28 @@ class MaskClient:
                 shared = shared_secret(self._private, advert.mask_key)
             except ValueError as error:
                 raise ValueError(f"{advert.peer_id} advertised a key of small order") from error
+            self._secrets[other] = shared
             self._pair_keys[other] = pair_key(shared, roster.hash, place, other)
-            self._box_keys[other] = _box_key(shared, roster.hash, other, place)
             key = _box_key(shared, roster.hash, place, other)
             boxes[other] = seal(key, own_shares[other] + recovery_shares[other], _box_context(roster.hash, place, other))
         pair_keys = [self._pair_keys.get(other, bytes(KEY_BYTES)) for other in range(count)]
         self._own_key, self._own_shares = own_key, (own_shares[place], recovery_shares[place])
+        self_digests = tuple(_digest(b"self share", place, other, share) for other, share in enumerate(own_shares))
+        recovery_digests = tuple(_digest(b"recovery share", place, other, share) for other, share in enumerate(recovery_shares))
+        digests = zip(self_digests, recovery_digests, strict=True)
+        signed = (_box_said(roster.hash, place, other, boxes[other], each) for other, each in enumerate(digests))
         self.step = PeerStep.SHARED
         return [
             Shares(
                 peer_id=self._peer_id,
                 boxes=tuple(boxes),
-                self_digests=tuple(_digest(b"self share", place, other, share) for other, share in enumerate(own_shares)),
-                recovery_digests=tuple(
-                    _digest(b"recovery share", place, other, share) for other, share in enumerate(recovery_shares)
-                ),
+                self_digests=self_digests,
+                recovery_digests=recovery_digests,
                 pair_digests=tuple(_digest_of_pair(key) if other != place else b"" for other, key in enumerate(pair_keys)),
                 recovery=_seal_recovery(secret, roster.hash, place, pair_keys),
                 self_hash=_hash_of(b"b", own_key),
                 recovery_hash=_hash_of(b"r", secret),
+                signatures=tuple(self._signer.sign(each) if other != place else b"" for other, each in enumerate(signed)),
             )
         ]
 
@@ -435,25 +457,30 @@ class MaskClient:
         self._check_size(sharers, "shared their keys")
         shares = {self._peer_id: self._own_shares}
         for dealer in sorted(sharers - {self._peer_id}):
-            shares[dealer] = self._opened(inbox, dealer, roster.places[dealer], place, roster.hash)
+            try:
+                shares[dealer] = self._opened(inbox, dealer, roster)
+            except ValueError as error:
+                return [self._complaint(inbox, dealer, roster), *self._end(str(error))]
         self._sharers, self._shares = sharers, shares
         self._pair_keys = {other: key for other, key in self._pair_keys.items() if roster.peers[other] in sharers}
-        self._box_keys, self._private = {}, b""
+        self._secrets, self._private = {}, b""
         self.step = PeerStep.MASKING
         return [StartMasking(masks=Masks(place=place, own_key=self._own_key, pair_keys=dict(self._pair_keys)))]
 
-    def _opened(self, inbox: ShowInbox, dealer: str, dealt_by: int, place: int, roster_hash: bytes) -> tuple[bytes, bytes]:
+    def _opened(self, inbox: ShowInbox, dealer: str, roster: Roster) -> tuple[bytes, bytes]:
         """Return the shares of b and r in a dealer's box. Raises ValueError that names the dealer."""
-        try:
-            plain = open_box(self._box_keys[dealt_by], inbox.boxes.get(dealer, b""), _box_context(roster_hash, dealt_by, place))
-        except ValueError as error:
-            raise ValueError(f"the shares that {dealer} dealt cannot be opened") from error
-        shares = plain[:SHARE_BYTES], plain[SHARE_BYTES:]
-        names = b"self share", b"recovery share"
-        found = tuple(_digest(name, dealt_by, place, share) for name, share in zip(names, shares, strict=True))
-        if found != inbox.digests.get(dealer):
-            raise ValueError(f"the shares that {dealer} dealt are not those that it published")
+        places, secret = (roster.places[dealer], roster.places[self._peer_id]), self._secrets[roster.places[dealer]]
+        shares = _dealt(secret, roster.hash, *places, inbox.boxes.get(dealer, b""), inbox.digests.get(dealer))
+        if isinstance(shares, str):
+            raise ValueError(f"the shares that {dealer} dealt {shares}")
         return shares
+
+    def _complaint(self, inbox: ShowInbox, dealer: str, roster: Roster) -> Complaint:
+        """Of a box that lacks its shares. The secret is told only if the dealer signed that box: an honest one never did."""
+        place, digests = roster.places[dealer], inbox.digests.get(dealer, (b"", b""))
+        said = _box_said(roster.hash, place, roster.places[self._peer_id], inbox.boxes.get(dealer, b""), digests)
+        signed = is_signed(roster.adverts[place].public_key, inbox.signatures.get(dealer, b""), said)
+        return Complaint(peer_id=self._peer_id, dealer=dealer, secret=self._secrets[place] if signed else b"")
 
     def _confirm(self, survivors: frozenset[str]) -> list[PeerEffect]:
         roster, _ = self._known_roster()
@@ -512,7 +539,7 @@ class MaskClient:
     def _forget(self) -> None:
         self._private = self._own_key = b""
         self._own_shares = (b"", b"")
-        self._pair_keys, self._box_keys, self._shares = {}, {}, {}
+        self._pair_keys, self._secrets, self._shares = {}, {}, {}
 
 
 class MaskServer:
@@ -585,6 +612,8 @@ class MaskServer:
                 self._take_advert(event)
             case Shares():
                 self._take_shares(event)
+            case Complaint():
+                return self._take_complaint(event)
             case Close(complete=complete):
                 return self._close(complete, now)
             case Confirm():
@@ -727,9 +756,32 @@ class MaskServer:
                 sharers=sharers,
                 boxes={dealer: shares.boxes[place] for dealer, shares in others.items()},
                 digests={dealer: (each.self_digests[place], each.recovery_digests[place]) for dealer, each in others.items()},
+                signatures={dealer: each.signatures[place] if each.signatures else b"" for dealer, each in others.items()},
             )
         self._go(ServerStep.COLLECTING, None)
         return [*self.inboxes.values()]
+
+    def _take_complaint(self, complaint: Complaint) -> list[ServerEffect]:
+        peer_id, dealer, roster = complaint.peer_id, complaint.dealer, self._known_roster()
+        if self.step is not ServerStep.COLLECTING:
+            raise StaleError("no shares are to be complained of now")
+        if peer_id == dealer or not {peer_id, dealer} <= self._shares.keys():
+            raise RemoteProtocolError(f"{peer_id} complains of shares that were not dealt to it")
+        inbox, places = self.inboxes[peer_id], (roster.places[dealer], roster.places[peer_id])
+        box, digests, signature = inbox.boxes[dealer], inbox.digests[dealer], inbox.signatures[dealer]
+        if not signature:
+            return self._abort(
+                f"{peer_id} cannot use the shares that {dealer} dealt, which are not signed: one of them lies", dealer, peer_id
+            )
+        if not is_signed(roster.adverts[places[0]].public_key, signature, _box_said(roster.hash, *places, box, digests)):
+            return self._abort(f"{dealer} has not signed the shares that it dealt to {peer_id} as they are", dealer)
+        secret = complaint.secret
+        if _digest_of_pair(pair_key(secret, roster.hash, *places)) != self._shares[dealer].pair_digests[places[1]]:
+            raise RemoteProtocolError(f"{peer_id} complains of the shares that {dealer} dealt without a proof")
+        shares = _dealt(secret, roster.hash, *places, box, digests)
+        if not isinstance(shares, str):
+            raise RemoteProtocolError(f"{peer_id} complains of the shares that {dealer} dealt, and they are right")
+        return self._abort(f"the shares that {dealer} dealt to {peer_id} {shares}", dealer)
 
     # Survivors.
 
@@ -816,6 +868,7 @@ def _check_sizes(shares: Shares, roster: Roster) -> None:
         and [len(each) for each in shares.pair_digests] == [_DIGEST_BYTES * there for there in none_at_own]
         and len(shares.recovery) == KEY_BYTES * count + _TAG_BYTES
         and len(shares.self_hash) == len(shares.recovery_hash) == _DIGEST_BYTES
+        and [len(each) for each in shares.signatures] in ([], [SIGNATURE_BYTES * there for there in none_at_own])
     )
     if not fits:
         raise RemoteProtocolError(f"what {shares.peer_id} shared is not of the size that {count} peers need")
@@ -827,6 +880,25 @@ def _box_key(secret: bytes, roster_hash: bytes, dealer: int, receiver: int) -> b
 
 def _box_context(roster_hash: bytes, dealer: int, receiver: int) -> bytes:
     return roster_hash + bytes([dealer, receiver])
+
+
+def _box_said(roster_hash: bytes, dealer: int, receiver: int, box: bytes, digests: tuple[bytes, bytes]) -> bytes:
+    """Return what a dealer signs of a box."""
+    return statement(_BOX, (roster_hash, dealer, receiver, box, *digests))
+
+
+def _dealt(
+    secret: bytes, roster_hash: bytes, dealer: int, receiver: int, box: bytes, digests: tuple[bytes, bytes] | None
+) -> tuple[bytes, bytes] | str:
+    """Return the shares of b and r in a box, or what is wrong with them. secret: X25519 of the two."""
+    try:
+        plain = open_box(_box_key(secret, roster_hash, dealer, receiver), box, _box_context(roster_hash, dealer, receiver))
+    except ValueError:
+        return "cannot be opened"
+    shares = plain[:SHARE_BYTES], plain[SHARE_BYTES:]
+    names = b"self share", b"recovery share"
+    found = tuple(_digest(name, dealer, receiver, share) for name, share in zip(names, shares, strict=True))
+    return shares if found == digests else "are not those that it published"
 
 
 def _seal_recovery(secret: bytes, roster_hash: bytes, place: int, keys: list[bytes]) -> bytes:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.mask_roster import Advert, Roster, RoundName
-from edit.trust.masking import AskConfirm, AskReveal, Confirm, Reveal, Shares, ShowInbox
+from edit.trust.masking import AskConfirm, AskReveal, Complaint, Confirm, Reveal, Shares, ShowInbox
 from edit.trust.shamir import MOST_SHARES
 from editpb import limits as lim
 from editpb import masking_pb2 as pb
@@ -43,7 +43,7 @@ class Done:
     """To a peer: what it revealed has arrived."""
 
 
-PeerMessage: TypeAlias = Advert | Shares | Closed | Confirm | Reveal
+PeerMessage: TypeAlias = Advert | Shares | Complaint | Closed | Confirm | Reveal
 Reply: TypeAlias = Roster | ShowInbox | AskConfirm | AskReveal | Done
 
 
@@ -84,8 +84,11 @@ def request_to_pb(run_id: str, round_id: int, said: PeerMessage) -> pb.MaskReque
                     recovery=said.recovery,
                     self_hash=said.self_hash,
                     recovery_hash=said.recovery_hash,
+                    signatures=said.signatures,
                 )
             )
+        case Complaint(dealer=dealer, secret=secret):
+            message.complaint.CopyFrom(pb.MaskComplaint(dealer=dealer, secret=secret))
         case Closed():
             message.closed.CopyFrom(pb.MaskNothing())
         case Confirm(signature=signature):
@@ -115,7 +118,11 @@ def request_from_pb(message: pb.MaskRequest, peer_id: str) -> tuple[str, int, Pe
                 recovery=_bytes("recovery", shares.recovery),
                 self_hash=_bytes("self_hash", shares.self_hash),
                 recovery_hash=_bytes("recovery_hash", shares.recovery_hash),
+                signatures=_each("signatures", shares.signatures),
             )  # fmt: skip
+        case "complaint":
+            dealer, secret = check_id("dealer", message.complaint.dealer), _bytes("secret", message.complaint.secret)
+            return run_id, round_id, Complaint(peer_id=peer_id, dealer=dealer, secret=secret)
         case "closed":
             return run_id, round_id, Closed()
         case "confirm":
@@ -134,7 +141,13 @@ def reply_to_pb(reply: Reply | None) -> pb.MaskReply:
             return pb.MaskReply(roster=pb.MaskRoster(adverts=map(_advert_to_pb, reply.adverts)))
         case ShowInbox():
             boxes = [
-                pb.MaskBox(dealer=dealer, box=box, self_digest=digests[0], recovery_digest=digests[1])
+                pb.MaskBox(
+                    dealer=dealer,
+                    box=box,
+                    self_digest=digests[0],
+                    recovery_digest=digests[1],
+                    signature=reply.signatures.get(dealer, b""),
+                )
                 for (dealer, box), digests in ((each, reply.digests[each[0]]) for each in sorted(reply.boxes.items()))
             ]
             return pb.MaskReply(inbox=pb.MaskInbox(sharers=sorted(reply.sharers), boxes=boxes))
@@ -170,6 +183,7 @@ def reply_from_pb(message: pb.MaskReply, of_round: RoundName, peer_id: str) -> R
                     )
                     for each in message.inbox.boxes
                 },
+                signatures={each.dealer: _bytes("signature", each.signature) for each in message.inbox.boxes},
             )
         case "survivors":
             return AskConfirm(survivors=_peers("survivors", message.survivors.peers))

@@ -49,7 +49,7 @@ class MaskRoster(_message.Message):
     def __init__(self, adverts: _Optional[_Iterable[_Union[MaskAdvert, _Mapping]]] = ...) -> None: ...
 
 class MaskShares(_message.Message):
-    __slots__ = ("boxes", "self_digests", "recovery_digests", "pair_digests", "recovery", "self_hash", "recovery_hash")
+    __slots__ = ("boxes", "self_digests", "recovery_digests", "pair_digests", "recovery", "self_hash", "recovery_hash", "signatures")
     BOXES_FIELD_NUMBER: _ClassVar[int]
     SELF_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_DIGESTS_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class MaskShares(_message.Message):
     RECOVERY_FIELD_NUMBER: _ClassVar[int]
     SELF_HASH_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_HASH_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURES_FIELD_NUMBER: _ClassVar[int]
     boxes: _containers.RepeatedScalarFieldContainer[bytes]
     self_digests: _containers.RepeatedScalarFieldContainer[bytes]
     recovery_digests: _containers.RepeatedScalarFieldContainer[bytes]
@@ -64,19 +65,30 @@ class MaskShares(_message.Message):
     recovery: bytes
     self_hash: bytes
     recovery_hash: bytes
-    def __init__(self, boxes: _Optional[_Iterable[bytes]] = ..., self_digests: _Optional[_Iterable[bytes]] = ..., recovery_digests: _Optional[_Iterable[bytes]] = ..., pair_digests: _Optional[_Iterable[bytes]] = ..., recovery: _Optional[bytes] = ..., self_hash: _Optional[bytes] = ..., recovery_hash: _Optional[bytes] = ...) -> None: ...
+    signatures: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, boxes: _Optional[_Iterable[bytes]] = ..., self_digests: _Optional[_Iterable[bytes]] = ..., recovery_digests: _Optional[_Iterable[bytes]] = ..., pair_digests: _Optional[_Iterable[bytes]] = ..., recovery: _Optional[bytes] = ..., self_hash: _Optional[bytes] = ..., recovery_hash: _Optional[bytes] = ..., signatures: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class MaskBox(_message.Message):
-    __slots__ = ("dealer", "box", "self_digest", "recovery_digest")
+    __slots__ = ("dealer", "box", "self_digest", "recovery_digest", "signature")
     DEALER_FIELD_NUMBER: _ClassVar[int]
     BOX_FIELD_NUMBER: _ClassVar[int]
     SELF_DIGEST_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     dealer: str
     box: bytes
     self_digest: bytes
     recovery_digest: bytes
-    def __init__(self, dealer: _Optional[str] = ..., box: _Optional[bytes] = ..., self_digest: _Optional[bytes] = ..., recovery_digest: _Optional[bytes] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, dealer: _Optional[str] = ..., box: _Optional[bytes] = ..., self_digest: _Optional[bytes] = ..., recovery_digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class MaskComplaint(_message.Message):
+    __slots__ = ("dealer", "secret")
+    DEALER_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    dealer: str
+    secret: bytes
+    def __init__(self, dealer: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class MaskInbox(_message.Message):
     __slots__ = ("sharers", "boxes")
@@ -129,7 +141,7 @@ class MaskNothing(_message.Message):
     def __init__(self) -> None: ...
 
 class MaskRequest(_message.Message):
-    __slots__ = ("run_id", "round_id", "advert", "shares", "closed", "confirm", "reveal")
+    __slots__ = ("run_id", "round_id", "advert", "shares", "closed", "confirm", "reveal", "complaint")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     ADVERT_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +149,7 @@ class MaskRequest(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_FIELD_NUMBER: _ClassVar[int]
     REVEAL_FIELD_NUMBER: _ClassVar[int]
+    COMPLAINT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round_id: int
     advert: MaskAdvert
@@ -144,7 +157,8 @@ class MaskRequest(_message.Message):
     closed: MaskNothing
     confirm: bytes
     reveal: MaskReveal
-    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., advert: _Optional[_Union[MaskAdvert, _Mapping]] = ..., shares: _Optional[_Union[MaskShares, _Mapping]] = ..., closed: _Optional[_Union[MaskNothing, _Mapping]] = ..., confirm: _Optional[bytes] = ..., reveal: _Optional[_Union[MaskReveal, _Mapping]] = ...) -> None: ...
+    complaint: MaskComplaint
+    def __init__(self, run_id: _Optional[str] = ..., round_id: _Optional[int] = ..., advert: _Optional[_Union[MaskAdvert, _Mapping]] = ..., shares: _Optional[_Union[MaskShares, _Mapping]] = ..., closed: _Optional[_Union[MaskNothing, _Mapping]] = ..., confirm: _Optional[bytes] = ..., reveal: _Optional[_Union[MaskReveal, _Mapping]] = ..., complaint: _Optional[_Union[MaskComplaint, _Mapping]] = ...) -> None: ...
 
 class MaskReply(_message.Message):
     __slots__ = ("roster", "inbox", "survivors", "signatures", "done")

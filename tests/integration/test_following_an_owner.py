@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from edit import LocalRun
 from edit.config.run import RunConfig
+from edit.errors import ConfigError, RefusedError
 from edit.fragments.digest import digest
 from edit.fragments.shards import Shard
 from edit.records import Committed, Contribution
@@ -121,6 +122,35 @@ def test_one_peer_comes_to_the_bits_of_a_hub_wherever_the_owner_ends(
                 peer.train(2 * len(POINTS) + 1)
     assert len(at.ended) == len(POINTS)
     assert (peer.steps, peer.seen) == (hub.steps, hub.seen)
+
+
+def test_a_peer_ends_where_its_site_no_longer_allows_the_run_when_it_connects_to_another_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def check(text: str, config: RunConfig) -> None:
+        if over.is_set():
+            raise ConfigError("limits.until: that is over")
+
+    model = new_model()
+    replica = Replica(model)
+    toml = settings("blocking")
+    with trained(tmp_path, monkeypatch, replica.schema, [each.clone() for each in replica.founding()], toml) as at:
+        identity, site = Identity(at.swarm.run_id, "peer", "peer"), Site(check=check)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            IoThread() as io,
+            connect_swarm(io, at.addresses(), 1, at.credentials(), identity, site=site) as (connection, config, _),
+            pytest.raises(RefusedError, match=r"limits\.until: that is over"),
+            EditWorker(model, optimizer, connection, WorkerConfig.of(config)) as worker,
+        ):
+            peer = Peer(model, optimizer, worker)
+            peer.train(1)
+            at.whole()
+            over.set()
+            at.end_owner()
+            peer.train(3)
 
 
 class Sharded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,21 +24,25 @@ from aggregator.control.status import run_status
 from aggregator.resources import Clock
 from aggregator.storage.state_folder import StateFolder
 from edit import Collective, LocalRun
+from edit.codecs.grid import words_in
 from edit.config.run import RunConfig
 from edit.errors import ConfigError, TransportError
+from edit.fragments.shards import Shard
 from edit.merging.merge import Merged
 from edit.merging.outer_state import OuterState
-from edit.records import Verdict
+from edit.records import EncodedTensor, Verdict
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.mask_roster import Advert
-from edit.trust.masking import Confirm, Reveal, Shares
+from edit.trust.masking import Confirm, Masks, Reveal, Shares, _box_said
+from edit.trust.masks import LANES, lanes_of
 from editpb import masking_pb2
 from editpb.audit_log import PART, LogVerifier
 from editpb.identity import Identity
 from editpb.mask_messages import PeerMessage
+from peers.carriers.hub import collective
 from peers.carriers.hub.channels import Channels
 from peers.carriers.hub.collective import HubCollective
-from peers.carriers.hub.masking import Calls, MaskFolder
+from peers.carriers.hub.masking import Calls, MaskFolder, MaskingCalls
 from peers.carriers.hub.site import Site
 from peers.carriers.io_thread import IoThread
 from tests.support.learner import Learner
@@ -279,6 +285,58 @@ def test_a_sum_that_too_few_help_to_open_is_not_opened_and_the_round_is_tried_ag
         assert len({peer.worker.digest for peer in peers.values()}) == 1
 
 
+@pytest.mark.parametrize(
+    ("signs", "reason"),
+    [
+        (True, "the shares that d dealt to . cannot be opened"),
+        (False, "d has not signed the shares that it dealt to . as they are"),
+    ],
+)
+def test_who_deals_shares_that_nobody_can_open_is_quarantined_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signs: bool, reason: str
+) -> None:
+    folder = new_folder(tmp_path / "run", toml=toml(more="[membership]\nlease_s = 1000.0"))
+    honest = MaskingCalls.tell
+    with running(folder, Clock()) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+
+        async def lies(calls: MaskingCalls, round_id: int, said: PeerMessage) -> masking_pb2.MaskReply:
+            if isinstance(said, Shares) and said.peer_id == "d":
+                boxes, signatures = tuple(bytes(len(each)) for each in said.boxes), said.signatures
+                masking = collectives["d"]._masking
+                if signs and masking is not None:
+                    roster = here.run.rounds.masked._round.server.roster
+                    digests = zip(said.self_digests, said.recovery_digests, strict=True)
+                    dealt = [_box_said(roster.hash, 3, place, boxes[place], each) for place, each in enumerate(digests)]
+                    signatures = (*map(masking._signer.sign, dealt[:3]), b"")
+                said = replace(said, boxes=boxes, signatures=signatures)
+            return await honest(calls, round_id, said)
+
+        def await_keys(outer_step: int, peers: int) -> None:
+            """Wait until so many have shared keys for what follows this outer step."""
+            text = f"collecting masked vectors: {peers} peers share keys"
+            here.await_(
+                lambda run: (
+                    run.rounds.machine.outer_step == outer_step and (now := run.rounds.masked.status) and text in now.text
+                )
+            )
+
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, NAMES)  # the first one would wait for rounds.start_peers
+        await_keys(1, peers=4)
+        monkeypatch.setattr(MaskingCalls, "tell", lies)
+        exchange(peers, NAMES)
+        here.await_(lambda run: run.rounds.machine.quarantined_until("d") is not None)
+        _, _, *failed = here.run.recent_rounds
+        assert len(failed) == 3 and all(re.fullmatch(reason, each.reason) for each in failed)
+        await_keys(2, peers=3)
+        exchange(peers, "abc")
+        *_, committed = here.run.recent_rounds
+        assert committed.committed and [each.peer_id for each in committed.fragments[0].verdicts] == ["a", "b", "c"]
+        assert {peers[name].worker.outer_step for name in "abc"} == {3}
+        machine = here.run.rounds.machine
+        assert [machine.quarantined_until(name) is not None for name in NAMES] == [False, False, False, True]
+
+
 def test_where_an_opened_sum_came_to_no_commit_and_a_peer_is_gone_the_outer_step_is_given_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,6 +363,46 @@ def test_where_an_opened_sum_came_to_no_commit_and_a_peer_is_gone_the_outer_step
         verdicts = committed.fragments[0].verdicts
         assert [(each.peer_id, each.verdict) for each in verdicts] == [(name, Verdict.OK) for name in "abc"]
         assert len({peers[name].worker.digest for name in "abc"}) == 1
+        assert not torch.equal(here.run.rounds.outer.theta[0], before)
+
+
+@pytest.mark.parametrize(
+    ("fits", "reason"),
+    [(False, "is not what its peers say it is: a masked vector is wrong"), (True, "by the norms that they say")],
+)
+def test_where_the_opened_sum_is_wrong_the_outer_step_is_given_up_after_three_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fits: bool, reason: str
+) -> None:
+    """d's vector does not fit its lanes, or is longer than the norm that it says. Nobody can tell that it is d's."""
+    folder = new_folder(tmp_path / "run", toml=toml(more="[membership]\nlease_s = 100000.0"))
+    honest = collective.masked
+
+    def lies(masks: Masks, payload: EncodedTensor, shard: Shard, bits: int) -> EncodedTensor:
+        sent = honest(masks, payload, shard, bits)
+        if masks.place == NAMES.index("d"):
+            words = words_in(sent.data, bits)
+            more = np.full(len(words) - LANES, 1 << (bits - 3), words.dtype)
+            words[:-LANES] += more
+            words[-LANES:] += lanes_of(more) if fits else 0
+        return sent
+
+    with running(folder, Clock()) as here, connected(folder, here, tmp_path) as collectives, ExitStack() as stack:
+        peers = started(stack, collectives, folder.config())
+        exchange(peers, NAMES)
+        before = here.run.rounds.outer.theta[0].clone()
+        monkeypatch.setattr(collective, "masked", lies)
+        for _ in range(4):
+            exchange(peers, NAMES)
+        monkeypatch.undo()
+        _, *failed, given_up = here.run.recent_rounds
+        assert [each.committed for each in failed] == 3 * [False]
+        assert all(reason in each.reason for each in failed) and given_up.committed
+        assert {(each.verdict, each.weight) for each in given_up.fragments[0].verdicts} == {(Verdict.REJECTED, 0.0)}
+        assert torch.equal(here.run.rounds.outer.theta[0], before)
+        assert caplog.text.count("outer step 2: its sum failed to be opened 3 times") == 1
+        assert not [record for record in caplog.records if record.exc_info]
+        exchange(peers, NAMES)
+        assert {(peer.worker.outer_step, peer.worker.digest) for peer in peers.values()} == {(3, here.run.rounds.outer.digest)}
         assert not torch.equal(here.run.rounds.outer.theta[0], before)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -28,7 +30,7 @@ from editpb.messages import DataStatement, Expel
 from editpb.signed_contributions import ContributionSigner
 from peers.cli import app
 from peers.connection import connect
-from peers.identity.policy import digest_of
+from peers.identity.policy import SitePolicy, digest_of
 from tests.integration.test_readme import run
 from tests.support.keys import member_key
 from tests.support.loops import on_a_loop, until
@@ -126,6 +128,27 @@ def test_a_peer_ends_when_a_coordinator_comes_back_with_what_its_site_does_not_a
     assert "not the one that this site consented to: sync.every = 3 (was 2); look at it with: edit-peer consent" in str(
         error.value
     )
+
+
+def test_a_peer_ends_when_it_connects_again_after_the_last_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    today = [datetime.datetime(2026, 12, 31, 12, tzinfo=datetime.UTC)]
+    load = SitePolicy.load
+    monkeypatch.setattr(SitePolicy, "load", partial(load, now=lambda: today[0].timestamp()))
+    folder = new_folder(tmp_path / "run", toml=TOML)
+    with running(folder):
+        home, there = joined(folder, tmp_path / "a"), address(folder)
+    (home / "policy.toml").write_text("[limits]\nuntil = 2026-12-31\n")
+    change(folder, 'listen = "127.0.0.1:0"\nenrol', f'listen = "{there}"\nenrol')
+    with ExitStack() as coordinator, pytest.raises(RefusedError, match=r"limits\.until = 2026-12-31: that is over"):
+        coordinator.enter_context(running(folder))
+        with training(home) as worker:
+            while worker.outer_step < 2:
+                worker.step()  # type: ignore[attr-defined]
+            coordinator.close()
+            today[0] += datetime.timedelta(days=1)
+            coordinator.enter_context(running(folder))
+            while worker.outer_step < 6:
+                worker.step()  # type: ignore[attr-defined]
 
 
 def test_consent_does_not_wait_for_a_coordinator_that_does_not_answer_and_says_what_it_is_refused_with(tmp_path: Path) -> None:

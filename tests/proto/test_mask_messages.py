@@ -10,7 +10,7 @@ import pytest
 from edit.errors import RemoteProtocolError
 from edit.trust.mask_plan import FragmentPlan
 from edit.trust.mask_roster import Roster
-from edit.trust.masking import AskConfirm, Confirm, Reveal
+from edit.trust.masking import AskConfirm, Complaint, Confirm, Reveal
 from editpb import masking_pb2 as pb
 from editpb.mask_messages import (
     Closed,
@@ -35,7 +35,8 @@ def test_all_that_a_peer_says_comes_back_as_it_went() -> None:
     run = played()
     shares = next(iter(run.server._shares.values())) if run.server._shares else None
     said = [run.clients[PEERS[0]].advert, Closed(), Confirm(peer_id=PEERS[0], signature=bytes(64)), run.reveals[PEERS[0]]]
-    for each in (*said, *([shares] if shares is not None else [])):
+    complaint = Complaint(peer_id=PEERS[0], dealer=PEERS[1], secret=bytes(32))
+    for each in (*said, complaint, *([shares] if shares is not None else [])):
         message = pb.MaskRequest.FromString(request_to_pb("run", 7, each).SerializeToString())
         assert request_from_pb(message, PEERS[0]) == ("run", 7, each)
 

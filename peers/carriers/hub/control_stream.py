@@ -57,8 +57,8 @@ Check: TypeAlias = Callable[[str, RunConfig], Consent | None]
 class ConfigParser:
     """Parses the configuration that aggregators send; a text that came before is not parsed again. On the loop's thread.
 
-    check: raises ConfigError for a configuration that this peer's site does not allow; it takes the text, too, and returns the
-        consent that is to be said, if any.
+    check: raises ConfigError for a configuration that this peer's site does not allow, perhaps no longer: it is asked at each
+        Welcome. It takes the text, too, and returns the consent that is to be said, if any.
     kept: the configuration that this peer takes part under, where changes of it need approvals; None: it keeps none.
     """
 
@@ -73,19 +73,20 @@ class ConfigParser:
         ConfigError: this software does not understand it, or the site does not allow it. RefusedError: it lacks approvals, or
         is another one than this process began with, whose signatures would not count.
         """
-        if welcome.config_json != self._text:
-            before, self._text, self.consent = self._config, welcome.config_json, None
-            try:
+        before, other = self._config, welcome.config_json != self._text
+        try:
+            if other:
+                self._text, self.consent = welcome.config_json, None
                 self._config = self._parsed(welcome)
-                if self._kept is not None and isinstance(before, RunConfig) and before.audit.enabled:
-                    self._config = RefusedError(_other(welcome))
-            except (ConfigError, RefusedError) as error:
-                self._config = error
-        elif self._kept is not None and isinstance(self._config, RunConfig) and welcome.configuration > self._kept.number:
-            try:  # changed meanwhile, and taken back
-                self._kept.check(configuration_of(welcome), welcome.changes)
-            except (ConfigError, RefusedError) as error:
-                self._config = error
+            elif self._kept is not None and isinstance(self._config, RunConfig) and welcome.configuration > self._kept.number:
+                self._kept.check(configuration_of(welcome), welcome.changes)  # changed meanwhile, and taken back
+            if isinstance(self._config, RunConfig):
+                consent = self._check(self._text, self._config)
+                self.consent = self.consent or consent  # signed once
+            if other and self._kept is not None and isinstance(before, RunConfig) and before.audit.enabled:
+                self._config = RefusedError(_other(welcome))
+        except (ConfigError, RefusedError) as error:
+            self._config = error
         return self._config
 
     def _parsed(self, welcome: Welcome) -> RunConfig:
@@ -95,7 +96,6 @@ class ConfigParser:
             raise ConfigError(f"the run's configuration does not fit this version of the software: {error}") from error
         if self._kept is not None:
             self._kept.check(configuration_of(welcome), welcome.changes)
-        self.consent = self._check(welcome.config_json, config)
         return config
 
     @property

@@ -10,6 +10,7 @@ two. `masked` puts them on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from edit.trust.mask_roster import Roster, RoundName, roster_pin
 from edit.trust.masking import (
     AskConfirm,
     AskReveal,
+    Complaint,
     Confirm,
     Ended,
     MaskClient,
@@ -85,6 +87,14 @@ class ReadyRound:
     outer_step: int
     plans: tuple[FragmentPlan, ...]
     masks: Masks
+
+
+class _WrongShares(RemoteProtocolError):
+    """A dealer's box lacks its shares."""
+
+    def __init__(self, reason: str, complaint: Complaint) -> None:
+        super().__init__(reason)
+        self.complaint = complaint
 
 
 class Calls(Protocol):
@@ -203,6 +213,12 @@ class MaskingSession:
         except StorageError as error:
             _log.error("round %d: %s; this peer helps to open no sum", round_number(round_id), error)
             self._leave(round_id, str(error))
+        except _WrongShares as error:
+            _log.warning("round %d goes on without this peer's keys: %s", round_number(round_id), error)
+            self._leave(round_id, str(error))
+            complaint = error.complaint
+            with contextlib.suppress(EditError):  # an earlier version of the coordinator takes no complaint
+                await self._again(lambda: self._calls.tell(round_id, complaint))
         except EditError as error:
             level = logging.WARNING if isinstance(error, RemoteProtocolError) else logging.INFO
             _log.log(level, "round %d goes on without this peer's keys: %s", round_number(round_id), error)
@@ -294,9 +310,11 @@ class MaskingSession:
 def _effects(client: MaskClient, event: PeerEvent) -> list[PeerEffect]:
     """Return what the client says to an event. Raises RemoteProtocolError when it ends the round for this peer."""
     effects = client.handle(event)
-    for effect in effects:
-        if isinstance(effect, Ended):
-            raise RemoteProtocolError(effect.reason)
+    match effects:
+        case [Complaint() as complaint, Ended(reason=reason)]:
+            raise _WrongShares(reason, complaint)
+        case [Ended(reason=reason)]:
+            raise RemoteProtocolError(reason)
     return effects
 
 

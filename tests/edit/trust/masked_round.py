@@ -16,6 +16,7 @@ from edit.trust.masking import (
     AskConfirm,
     AskReveal,
     Close,
+    Complaint,
     Ended,
     MaskClient,
     Masks,
@@ -77,6 +78,7 @@ class MaskedRound:
         self.masks: dict[str, Masks] = {}
         self.saved: dict[str, RevealedSets] = {}
         self.reveals: dict[str, Reveal] = {}
+        self.complaints: list[Complaint] = []
         self.ended: dict[str, str] = {}
         self.opening: Opening | None = None
         self.aborted: Aborted | None = None
@@ -153,6 +155,8 @@ class MaskedRound:
         if isinstance(message, Reveal):
             assert peer in self.saved, "what is revealed for is on disk first"
             self.reveals[peer] = message
+        if isinstance(message, Complaint):
+            self.complaints.append(message)
         message = self.tamper(peer, message)
         if message is None:
             return

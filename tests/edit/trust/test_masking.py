@@ -20,6 +20,7 @@ from edit.trust.masking import (
     AskReveal,
     Back,
     Close,
+    Complaint,
     Confirm,
     Ended,
     Gone,
@@ -32,6 +33,7 @@ from edit.trust.masking import (
     ShowInbox,
     ShowRoster,
     Tick,
+    _box_said,
 )
 from edit.trust.masks import LANES, as_words, lanes_of, signed
 from edit.trust.revealed_sets import RevealedSets
@@ -53,6 +55,7 @@ from .masked_round import (
 )
 
 NUMEL = 41
+_IN_BOXES = ("boxes", "digests", "signatures")
 
 
 @settings(deadline=None, max_examples=examples(20))
@@ -265,11 +268,98 @@ def test_recovery_of_other_pair_keys_than_the_published_ones_names_the_dealer() 
     assert played.aborted is not None and played.aborted.blamed == ("peer-00", "peer-02") and not played.masks
 
 
+def dealt_wrongly(field: str, sender: str = "peer-02") -> MaskedRound:
+    """Return a round in which a dealer changes what it deals to peer-00, and signs that."""
+
+    def tamper(peer: str, message: Any) -> Any:
+        if peer != sender or not isinstance(message, Shares):
+            return message
+        wrong = getattr(message, field)
+        lies = replace(message, **{field: (flipped(wrong[0]), *wrong[1:])})
+        digests = lies.self_digests[0], lies.recovery_digests[0]
+        said = _box_said(roster_of(message), names(4).index(peer), 0, lies.boxes[0], digests)
+        return replace(lies, signatures=(signer(peer).sign(said), *lies.signatures[1:]))
+
+    played = MaskedRound(names(4), tamper=tamper)
+
+    def roster_of(message: Shares) -> bytes:
+        assert played.server.roster is not None
+        return played.server.roster.hash
+
+    return played
+
+
 @pytest.mark.parametrize(("field", "found"), [("self_digests", "not those that it published"), ("boxes", "cannot be opened")])
-def test_shares_that_a_peer_cannot_use_are_found_before_it_masks(field: str, found: str) -> None:
-    played = MaskedRound(names(4), tamper=lie(Shares, "peer-02", **{field: lambda all_: (flipped(all_[0]), *all_[1:])})).run()
+def test_shares_that_a_peer_cannot_use_are_found_before_it_masks_and_their_dealer_is_blamed(field: str, found: str) -> None:
+    played = dealt_wrongly(field).run()
     assert "peer-00" not in played.masks and found in played.ended["peer-00"] and "peer-02" in played.ended["peer-00"]
-    assert played.opening is not None and "peer-00" not in played.opening.survivors
+    assert played.aborted is not None and played.aborted.blamed == ("peer-02",) and not played.errors
+    assert found in played.aborted.reason and "peer-02 dealt to peer-00" in played.aborted.reason
+    assert played.clients["peer-00"].handle(played.server.inboxes["peer-00"]) == []
+
+
+def test_of_a_box_that_its_dealer_has_not_signed_as_it_is_no_secret_is_told() -> None:
+    """Here the dealer itself changed it."""
+    played = MaskedRound(names(4), tamper=lie(Shares, "peer-02", boxes=lambda boxes: (flipped(boxes[0]), *boxes[1:]))).run()
+    assert [complaint.secret for complaint in played.complaints] == [b""]
+    assert played.aborted is not None and played.aborted.blamed == ("peer-02",)
+    assert "peer-02 has not signed" in played.aborted.reason
+
+
+@pytest.mark.parametrize("part", ["boxes", "digests", "signatures", "another peer's", "nothing"])
+def test_a_coordinator_that_damages_an_inbox_is_told_no_secret(part: str) -> None:
+    """With it the coordinator would have a share of each secret of an honest dealer."""
+    played = MaskedRound(names(4))
+    for peer in names(4):
+        played.send(peer, played.clients[peer].advert)
+    assert played.server.roster is not None
+    for peer in names(4):
+        played.tell(peer, ShowRoster(roster=played.server.roster))
+    inbox, other = played.server.inboxes["peer-00"], played.server.inboxes["peer-01"]
+    of_another = {name: {**getattr(inbox, name), "peer-02": getattr(other, name)["peer-02"]} for name in _IN_BOXES}
+    changes: dict[str, dict[str, Any]] = {
+        "boxes": {"boxes": {**inbox.boxes, "peer-02": flipped(inbox.boxes["peer-02"])}},
+        "digests": {"digests": {**inbox.digests, "peer-02": inbox.digests["peer-03"]}},
+        "signatures": {name: of_another[name] for name in ("boxes", "signatures")},
+        "another peer's": of_another,
+        "nothing": {name: {} for name in _IN_BOXES},
+    }
+    complaint, ended = played.clients["peer-00"].handle(replace(inbox, **changes[part]))
+    dealer = "peer-01" if part == "nothing" else "peer-02"
+    assert complaint == Complaint(peer_id="peer-00", dealer=dealer, secret=b"") and isinstance(ended, Ended)
+
+
+def test_of_a_wrong_box_of_a_dealer_that_signs_none_both_are_named() -> None:
+    changes = {"boxes": lambda boxes: (flipped(boxes[0]), *boxes[1:]), "signatures": lambda _: ()}
+    played = MaskedRound(names(4), tamper=lie(Shares, "peer-02", **changes)).run()
+    assert [complaint.secret for complaint in played.complaints] == [b""]
+    assert played.aborted is not None and played.aborted.blamed == ("peer-02", "peer-00")
+
+
+def test_a_dealer_that_signs_nothing_takes_part() -> None:
+    played = MaskedRound(names(4), tamper=lie(Shares, "peer-02", signatures=lambda _: ())).run()
+    assert played.opening is not None and "peer-02" in played.opening.survivors and not played.complaints
+
+
+@pytest.mark.parametrize("secret", ["the right one", "another one", "none"])
+def test_who_complains_of_an_honest_dealer_is_refused_whatever_it_tells(secret: str) -> None:
+    played = MaskedRound(names(4))
+    for peer in names(4):
+        played.send(peer, played.clients[peer].advert)
+    assert played.server.roster is not None
+    for peer in names(4):
+        played.tell(peer, ShowRoster(roster=played.server.roster))
+    known = played.clients["peer-00"]._secrets
+    told = {"the right one": known[2], "another one": known[1], "none": b""}[secret]
+    why = "and they are right" if secret == "the right one" else "without a proof"
+    for complaint in (
+        Complaint(peer_id="peer-00", dealer="peer-02", secret=told),
+        Complaint(peer_id="peer-00", dealer="peer-00", secret=told),
+        Complaint(peer_id="peer-00", dealer="stranger", secret=told),
+    ):
+        played.send("peer-00", complaint)
+    assert [type(error) for error in played.errors] == 3 * [RemoteProtocolError] and why in str(played.errors[0])
+    assert played.server.step is ServerStep.COLLECTING and played.aborted is None
 
 
 @pytest.mark.parametrize(
@@ -281,6 +371,7 @@ def test_shares_that_a_peer_cannot_use_are_found_before_it_masks(field: str, fou
         {"self_digests": lambda digests: digests * 9},
         {"pair_digests": lambda digests: (*digests[:-1], b"")},
         {"self_hash": lambda digest: b""},
+        {"signatures": lambda signatures: signatures[:-1]},
     ],
 )
 def test_what_is_not_of_its_size_is_refused(changes: dict[str, Any]) -> None:
