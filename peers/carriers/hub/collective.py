@@ -377,11 +377,16 @@ class HubCollective:
         self._links = uplink, downlink
 
     def _configured(self, config: RunConfig) -> None:
-        """Take the configuration of each Welcome (loop's thread)."""
+        """Take the configuration of each Welcome, and what it says of the log (loop's thread)."""
+        kept, welcome = self._site.configuration, self._session.welcome
+        if self._receipts is not None and welcome is not None:
+            try:
+                self._receipts.check_key(welcome.log_key)
+            except RefusedError as error:
+                self._session.expelled(Expel(evicted=False, reason=str(error)))
         if self._aggregator != 0:
             return
         self._siblings.configured(config)
-        kept, welcome = self._site.configuration, self._session.welcome
         if self._links is None or self._ranks.rank or kept is None or welcome is None:
             return  # `_open_receipts` notes the first one
         try:
@@ -414,16 +419,6 @@ class HubCollective:
             config_digest=config_digest(config),
         )
         self._report.cosigned = self._receipts.cosigned
-
-    def _configured(self, config: RunConfig) -> None:
-        """Loop's thread, at each Welcome."""
-        if self._aggregator == 0:
-            self._siblings.configured(config)
-        if self._receipts is not None and (welcome := self._session.welcome) is not None:
-            try:
-                self._receipts.check_key(welcome.log_key)
-            except RefusedError as error:
-                self._session.expelled(Expel(evicted=False, reason=str(error)))
 
     def _refuse(self, reason: str) -> None:
         """Loop's thread: this peer goes on no longer, and contributes nothing more."""
