@@ -108,6 +108,7 @@ __all__ = [
     "Tick",
 ]
 
+_ANY_KEY = bytes([1]) * KEY_BYTES  # a private key: with any of them a public key of small order has no secret
 _DIGEST_BYTES = 32
 _TAG_BYTES = 16  # of AES-GCM
 _BOX_BYTES = 2 * SHARE_BYTES + _TAG_BYTES
@@ -710,6 +711,10 @@ class MaskServer:
             raise StaleError(f"{peer_id} advertised after the roster was shown; it takes part in the next round")
         if not advert.is_valid(self._round):
             raise RemoteProtocolError(f"the advert of {peer_id} is not signed for this round")
+        try:
+            shared_secret(_ANY_KEY, advert.mask_key)
+        except ValueError as error:  # else all others would leave the round over it
+            raise RemoteProtocolError(f"{peer_id} advertised a key of small order") from error
         others = [other for other in self._adverts.values() if other.peer_id != peer_id]
         if any(advert.mask_key == other.mask_key or advert.public_key == other.public_key for other in others):
             raise RemoteProtocolError(f"{peer_id} advertised the key of another peer")

@@ -415,6 +415,9 @@ def test_an_advert_of_another_round_key_or_peer_is_refused() -> None:
     server.handle(advert, 0.0)
     with pytest.raises(RemoteProtocolError, match="key of another peer"):
         server.handle(advertise("peer-01", advert.mask_key, ROUND, signer("peer-01")), 0.0)
+    for small in (bytes(32), bytes([1]) + bytes(31), (2**255 - 20).to_bytes(32, "little")):
+        with pytest.raises(RemoteProtocolError, match="peer-01 advertised a key of small order"):
+            server.handle(advertise("peer-01", small, ROUND, signer("peer-01")), 0.0)
     with pytest.raises(RemoteProtocolError, match="peer-01 advertised the key of another peer"):  # one key under two names
         server.handle(advertise("peer-01", bytes(range(32)), ROUND, signer("peer-00")), 0.0)
     with pytest.raises(StaleError, match="another key"):  # it was restarted
