@@ -400,7 +400,7 @@ def test_where_the_opened_sum_is_wrong_the_outer_step_is_given_up_after_three_tr
         assert {(each.verdict, each.weight) for each in given_up.fragments[0].verdicts} == {(Verdict.REJECTED, 0.0)}
         assert torch.equal(here.run.rounds.outer.theta[0], before)
         assert caplog.text.count("outer step 2: its sum failed to be opened 3 times") == 1
-        assert not [record for record in caplog.records if record.exc_info]
+        assert not [each for each in caplog.records if each.exc_info and each.name.startswith("aggregator")]
         exchange(peers, NAMES)
         assert {(peer.worker.outer_step, peer.worker.digest) for peer in peers.values()} == {(3, here.run.rounds.outer.digest)}
         assert not torch.equal(here.run.rounds.outer.theta[0], before)
