@@ -59,6 +59,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 20.0
+_AHEAD_S = 2.0  # for the coordinator's answer to a drain, before the others are asked
 
 
 def connect(folder: StateFolder) -> grpc.aio.Channel:
@@ -132,15 +133,15 @@ async def ask_every(folder: StateFolder, call: Callable[[Any], Awaitable[_T]]) -
     return await _ask_in_order(folder, {0, *further}, call)
 
 
-async def _ask_in_order(folder: StateFolder, numbers: Set[int], call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
-    """Run one call at these aggregators: at the coordinator first, whose refusal is raised; then at the others at once."""
-    first = await _ask_at_once(folder, numbers & {0}, call)
-    others = await _ask_at_once(folder, numbers - {0}, call)
-    return Answers(first.said | others.said, [*first.failures, *others.failures])
+async def _ask_in_order(
+    folder: StateFolder, numbers: Set[int], call: Callable[[Any], Awaitable[_T]], first_s: float | None = None
+) -> Answers[_T]:
+    """Run one call at these aggregators: the coordinator first, then the others at the same time.
 
+    first_s: how long the others wait for the coordinator's answer; None: until it has answered, or the call has timed out.
 
-async def _ask_at_once(folder: StateFolder, numbers: Set[int], call: Callable[[Any], Awaitable[_T]]) -> Answers[_T]:
-    """Run one call at these aggregators, at the same time. At the end raise what the coordinator's refusal means."""
+    Raises what the coordinator's refusal means: where it came in that time, no other was asked.
+    """
     addresses = further_addresses(folder)
     said: dict[int, _T] = {}
     failures: dict[int, str] = {}
@@ -162,7 +163,12 @@ async def _ask_at_once(folder: StateFolder, numbers: Set[int], call: Callable[[A
             why = str(error)
             failures[number] = why if why.startswith(who) else f"{who}: {why}"
 
-    await asyncio.gather(*(ask_further(n, addresses[n - 1]) if n else ask_coordinator() for n in numbers))
+    first = [asyncio.ensure_future(ask_coordinator())] if 0 in numbers else []
+    if first:
+        await asyncio.wait(first, timeout=first_s)
+    others = (ask_further(number, addresses[number - 1]) for number in sorted(numbers - {0}))
+    if not refusals:
+        await asyncio.gather(*first, *others)
     if refusals:
         raise refusals[0]
     return Answers(dict(sorted(said.items())), [failures[number] for number in sorted(failures)])
@@ -250,12 +256,12 @@ async def drain_every(folder: StateFolder) -> Answers[int | None]:
         return await ask_every(folder, drain_run)
     statuses = await ask_every(folder, read_status)
     outer_step = max(map(_earliest_end, statuses.said.values()), default=0)
-    answers = await _ask_in_order(folder, statuses.said.keys(), partial(drain_run, outer_step=outer_step))
+    answers = await _ask_in_order(folder, statuses.said.keys(), partial(drain_run, outer_step=outer_step), _AHEAD_S)
     ends = {end for end in answers.said.values() if end is not None}
     if len(ends) > 1:  # one went on in between
-        answers = await _ask_in_order(folder, statuses.said.keys(), partial(drain_run, outer_step=max(ends)))
+        answers = await _ask_in_order(folder, statuses.said.keys(), partial(drain_run, outer_step=max(ends)), _AHEAD_S)
     silent = set(range(1 + len(further_addresses(folder)))) - statuses.said.keys()
-    late = await _ask_at_once(folder, silent, partial(drain_run, outer_step=max(ends, default=outer_step)))
+    late = await _ask_in_order(folder, silent, partial(drain_run, outer_step=max(ends, default=outer_step)))
     return Answers(dict(sorted((answers.said | late.said).items())), [*answers.failures, *late.failures])
 
 

@@ -149,6 +149,7 @@ class EditCallback(Callback):
         `on_exception` raises it does not call the strategy's, either: then while that exception is handled.
         """
         strategy = trainer.strategy
+        optimizers = strategy.optimizers
         local: Callable[[], dict[str, Any]] = strategy.lightning_module_state_dict
         teardown: Callable[[], None] = strategy.teardown
 
@@ -163,9 +164,15 @@ class EditCallback(Callback):
                 attached.hide_outer()
 
         def interrupted() -> bool:
-            """Whether the exception that ended this training is being handled, not that of a later `fit`."""
-            handled = self._raised is not None and sys.exc_info()[1] is self._raised
-            return handled and trainer.state.status is TrainerStatus.INTERRUPTED
+            """Whether the exception that ended this training is being handled, perhaps with another one in its handler.
+
+            A later `fit` has optimizers of its own.
+            """
+            handled = sys.exc_info()[1]
+            while handled is not None and handled is not self._raised:
+                handled = handled.__context__
+            ours = handled is not None and strategy.optimizers is optimizers
+            return ours and trainer.state.status is TrainerStatus.INTERRUPTED
 
         def restore_and_teardown() -> None:
             self._raised = None

@@ -66,7 +66,10 @@ def write_page(out: Path, status: RunStatus) -> None:
     try:
         mode = out.stat().st_mode if out.exists() else stat.S_IFREG | 0o644
         if stat.S_ISREG(mode):  # of a link, what it leads to is replaced
-            write_atomic(Path(os.path.realpath(out)), page, mode=stat.S_IMODE(mode), shared=True)
+            file, old = Path(os.path.realpath(out)), out.exists()
+            write_atomic(file, page, mode=0o600 if old else stat.S_IMODE(mode), shared=True)
+            if old:  # whatever the umask is
+                file.chmod(stat.S_IMODE(mode))
         else:
             out.write_bytes(page)  # a pipe, or the terminal
     except OSError as error:

@@ -217,26 +217,39 @@ def enter(home: Path, invitation: str | None, dht_peers: Sequence[str] = ()) -> 
     Raises ConfigError, RefusedError, TransportError, RemoteProtocolError, StorageError.
     """
     invited = Invitation.decode(invitation) if invitation is not None else None
-    folder, member = PeerFolder(home), is_member(home, invited=invited is not None)
-    if invitation is None or invited is None:
+    used = hashlib.sha256(invited.token.encode()).hexdigest().encode() if invited is not None else None
+    # What was redeemed here makes no other key: the folder's own may only be away.
+    folder, last = PeerFolder(home), _read_or_none(home / REDEEMED)
+    member = is_member(home, invited=used is not None and used != last)
+    if invitation is None or invited is None or used is None:
         if not member:
             raise ConfigError(f"{home}: is no member of a swarm; run: edit-peer swarm join INVITATION --home {quoted(home)}")
         return []
     if member and invited.identity != folder.identity():
         raise RefusedError(f"{home}: is of another member than the invitation; choose another --home")
     # The same command, with the same invitation, starts a member again: what that enrolled may be on another machine by now.
-    used, last = hashlib.sha256(invited.token.encode()).hexdigest().encode(), home / REDEEMED
-    if not member or _read_or_none(last) != used:
+    if member and last is None and not _is_newer(invited, folder):
+        write_atomic(home / REDEEMED, used)
+    elif not member or used != last:
         try:
             folder.make_private()
             invited = redeem(invitation, home, dht_peers)
-            write_atomic(last, used)
+            write_atomic(home / REDEEMED, used)
             _log.info("%s is a member of run %s", invited.identity.peer_id, invited.identity.run_id)
-        except (RefusedError, TransportError, RemoteProtocolError) as error:
+        except (ConfigError, RefusedError, TransportError, RemoteProtocolError) as error:
             if not member:
                 raise
             _log.warning("the invitation is not used: %s; %s goes on as before", error, invited.identity.peer_id)
     return seeds_of(invited)
+
+
+def _is_newer(invited: Invitation, folder: PeerFolder) -> bool:
+    """Return whether an invitation was made after the certificate in a member's folder that does not say what it redeemed."""
+    if invited.swarm is None:
+        return True
+    guest = x509.load_der_x509_certificate(invited.swarm.certificate)
+    present = x509.load_pem_x509_certificate(folder.load(swarm=True).certificate)
+    return guest.not_valid_before_utc > present.not_valid_before_utc
 
 
 def _read_or_none(path: Path) -> bytes | None:

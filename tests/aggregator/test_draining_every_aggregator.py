@@ -116,6 +116,28 @@ def test_where_the_coordinator_refuses_nobody_drains(monkeypatch: pytest.MonkeyP
     assert not any(machine.draining for machine in hub.machines)
 
 
+def test_a_coordinator_that_hangs_does_not_let_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has taken the order, and its answer is lost after the call's whole time."""
+    hub = Hub(monkeypatch, 5, 5, 5)
+    ask, others = hub._ask, asyncio.Event()
+
+    async def lost(number: int, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        said = await ask(number, call)
+        if number and hub.machines[number].draining:
+            others.set()
+        if not number and hub.machines[0].draining:
+            await others.wait()
+            for _ in range(4):
+                hub.commit()
+            raise TransportError("the coordinator does not answer")
+        return said
+
+    monkeypatch.setattr(operator_client, "_AHEAD_S", 0.0)
+    monkeypatch.setattr(hub, "_ask", lost)
+    assert len(drained(hub, tmp_path).failures) == 1
+    assert len(set(hub.ends())) == 1
+
+
 def test_a_paused_run_ends_where_the_furthest_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub = Hub(monkeypatch, 5, 4)
     for machine in hub.machines:

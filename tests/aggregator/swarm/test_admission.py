@@ -31,6 +31,7 @@ from editpb.transport.channel_options import channel_options
 from editpb.transport.status import from_rpc
 from peers.identity.enrolment import join
 from peers.identity.peer_folder import PeerFolder
+from peers.swarm import membership
 from peers.swarm.membership import enter
 from tests.aggregator.swarm.test_operating import equip, in_thread, scenario
 from tests.support.council.hosts import Hosts
@@ -208,9 +209,9 @@ def test_a_folder_that_lost_its_key_is_a_members_again_with_another_invitation(t
         (folder / "peer.key").unlink()
         with pytest.raises(ConfigError, match=r"peer\.key: cannot be read"):
             await in_thread(enter, folder, None)
-        with pytest.raises(RefusedError, match="used already, by another key"):
+        with pytest.raises(ConfigError, match=r"peer\.key: cannot be read"):
             await in_thread(enter, folder, first)
-        assert (folder / "peer.key").exists(), "a new one lies beside the certificate of the one before"
+        assert not (folder / "peer.key").exists(), "it may only be away"
         await in_thread(enter, folder, second)
         after = swarm.record.enrolled["new"].key
         assert after != before
@@ -218,6 +219,31 @@ def test_a_folder_that_lost_its_key_is_a_members_again_with_another_invitation(t
         (folder / "peer.pem").write_bytes(b"damaged")
         await in_thread(enter, folder, third)
         assert swarm.record.enrolled["new"].key == after and PeerFolder(folder).load(time.time(), swarm=True)
+
+    scenario(tmp_path, body)
+
+
+def test_a_folder_that_does_not_say_what_it_redeemed_redeems_only_what_was_made_after_its_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an earlier version has left it; its service names the first invitation for ever."""
+
+    async def body(swarm: Hosts) -> None:
+        home, folder = let_in(swarm, "a"), tmp_path / "new"
+        first = at(swarm, made(home), "a")
+        await in_thread(enter, folder, first)
+        before = swarm.record.enrolled["new"]
+        (folder / membership.REDEEMED).unlink()
+        asked = list[object]()
+        with monkeypatch.context() as patch:
+            patch.setattr(membership, "redeem", lambda *words: asked.append(words))
+            for _ in range(2):
+                await in_thread(enter, folder, first)
+        assert asked == [] and (folder / membership.REDEEMED).exists()
+        (folder / membership.REDEEMED).unlink()
+        later = at(swarm, invite(home, "new", hours=1, now=time.time() + 5), "a")
+        await in_thread(enter, folder, later)
+        assert swarm.record.enrolled["new"].invitation > before.invitation
 
     scenario(tmp_path, body)
 

@@ -346,6 +346,22 @@ def test_a_fit_after_one_whose_exception_could_not_be_saved_saves_the_module(tmp
 
 
 @pytest.mark.usefixtures("handlers")
+def test_what_is_saved_in_place_of_what_could_not_be_saved_holds_the_outer_parameters(tmp_path: Path) -> None:
+    class Fallback(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            try:
+                raise OSError(28, "No space left on device")
+            except OSError:
+                trainer.save_checkpoint(tmp_path / "kept" / "model.ckpt")
+
+    spy = Silent(run_of(lr=0.5))
+    callback = EditCallback(spy, CONFIG, evaluate_outer=True)
+    stumble = Stumble(callback, spy, ValueError("stumbled"), 6, validating=False)
+    _, _, saved = fit_with_exception(tmp_path, Fallback(), callback, stumble, limit_val_batches=0)
+    assert same(saved, stumble.outer) and not same(stumble.outer, stumble.local)
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("again", ["within the handler", "after it"])
 def test_the_exception_of_a_later_fit_saves_the_module(tmp_path: Path, again: str) -> None:
     """Where a callback's `on_exception` raised, so that Lightning tore down nothing."""

@@ -123,7 +123,8 @@ def test_no_roster_is_shown_before_enough_have_advertised(min_peers: int, quorum
         assert server.handle(advertise(name, name.encode().ljust(32), ROUND, signer(name)), 0.0) == []
     assert server.handle(Tick(), 2 * FLOOR_S) == [] and server.roster is None
     late = names(3)[2]
-    assert [type(each) for each in server.handle(advertise(late, late.encode().ljust(32), ROUND, signer(late)), 99.0)] == [ShowRoster]
+    advert = advertise(late, late.encode().ljust(32), ROUND, signer(late))
+    assert [type(each) for each in server.handle(advert, 99.0)] == [ShowRoster]
 
 
 def test_a_peer_opens_no_sum_of_fewer_than_the_quorum_whatever_the_coordinator_makes_of_it() -> None:
