@@ -25,10 +25,13 @@ Rules
    shares of both, one box per peer, and publishes digests of the secrets, of every share and of every pair key. So a share is
    checked when it is dealt and when it is revealed, and the one who lied is named. Pair keys whose digests differ end the round
    and name both peers. The dealer signs each box with the digests of the two shares in it, so that nobody can damage one on
-   its way. Who gets a box that its dealer signed, and that does not have those shares, complains with the X25519 secret of the
-   two and takes no further part. The secret is the dealer's if the pair key that follows from it has the digest that the dealer
-   published. So the dealer is named, and an honest one never is; and what is told is told of one who lied, to whom the secret
-   was known: no share of another peer is. Of a box that is not signed only the complaint is told, and both peers are named.
+   its way, and publishes a digest of each box's key. Who gets a box that its dealer signed, and that lacks those shares,
+   complains with the box's key and takes no further part. With the key as it was published the coordinator opens the box, and
+   the dealer is named. Where the key is another one, one of the two lies, and both are named. The key is told only of a box
+   that its dealer signed, as an honest one never does, and it opens that box alone: it is derived (HKDF) for this roster,
+   dealer and receiver. The X25519 secret that it is derived from is never told: a dealer may have made its mask key from that
+   of another peer, so that it would be the secret of two honest ones. Of a box that is not signed only the complaint is told,
+   and both are named.
 4. Collect. The sharers are known when all peers of the roster have shared or left, or after floor_s, if max(t, quorum,
    min_peers) have. Each then masks its vectors for exactly these sharers. The round machine closes: U, the survivors, are
    sharers whose vectors are complete and sound, at least max(t, quorum, min_peers).
@@ -44,7 +47,7 @@ ADVERTISING  Advert, Gone, Back, Tick    rule 1                           ShowRo
 SHARING      Shares                      of a peer of the roster                               same
 SHARING      Shares, Gone, Tick          rule 4: all, or floor_s over     ShowInbox for each   COLLECTING
 SHARING      Shares, Gone, Tick          too few, or pair keys differ     Aborted              ABORTED
-COLLECTING   Complaint                   it is true               Aborted              ABORTED
+COLLECTING   Complaint                   it is true, or may be            Aborted              ABORTED
 COLLECTING   Close                       enough survivors                 AskConfirm           CONFIRMING
 COLLECTING   Close                       too few                          Aborted              ABORTED
 CONFIRMING   Confirm                     t signed                         AskReveal            REVEALING
@@ -157,6 +160,7 @@ class Shares:
     self_hash: bytes  # SHA-256 of b
     recovery_hash: bytes  # of r
     signatures: tuple[bytes, ...] = ()  # of each box and its digests; b"" at its own place; earlier versions sign none
+    key_digests: tuple[bytes, ...] = ()  # SHA-256 of each box's key; b"" at its own place; there where signatures are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +180,7 @@ class Complaint:
 
     peer_id: str
     dealer: str
-    secret: bytes = field(repr=False)  # X25519 of the two; b"": the dealer has not signed the box
+    key: bytes = field(repr=False)  # of the box; b"": the dealer has not signed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,7 +421,7 @@ class MaskClient:
         self._roster, count, threshold = roster, len(roster.adverts), roster.threshold
         own_key, secret = self._draw(SECRET_BYTES), self._draw(SECRET_BYTES)
         own_shares, recovery_shares = (split(each, threshold, count, self._draw) for each in (own_key, secret))
-        boxes = [b""] * count
+        boxes, key_digests = [b""] * count, [b""] * count
         for other, advert in enumerate(roster.adverts):
             if other == place:
                 continue
@@ -428,6 +432,7 @@ class MaskClient:
             self._secrets[other] = shared
             self._pair_keys[other] = pair_key(shared, roster.hash, place, other)
             key = _box_key(shared, roster.hash, place, other)
+            key_digests[other] = _hash_of(b"box key", key)
             boxes[other] = seal(key, own_shares[other] + recovery_shares[other], _box_context(roster.hash, place, other))
         pair_keys = [self._pair_keys.get(other, bytes(KEY_BYTES)) for other in range(count)]
         self._own_key, self._own_shares = own_key, (own_shares[place], recovery_shares[place])
@@ -447,6 +452,7 @@ class MaskClient:
                 self_hash=_hash_of(b"b", own_key),
                 recovery_hash=_hash_of(b"r", secret),
                 signatures=tuple(self._signer.sign(each) if other != place else b"" for other, each in enumerate(signed)),
+                key_digests=tuple(key_digests),
             )
         ]
 
@@ -470,18 +476,20 @@ class MaskClient:
 
     def _opened(self, inbox: ShowInbox, dealer: str, roster: Roster) -> tuple[bytes, bytes]:
         """Return the shares of b and r in a dealer's box. Raises ValueError that names the dealer."""
-        places, secret = (roster.places[dealer], roster.places[self._peer_id]), self._secrets[roster.places[dealer]]
-        shares = _dealt(secret, roster.hash, *places, inbox.boxes.get(dealer, b""), inbox.digests.get(dealer))
+        places = roster.places[dealer], roster.places[self._peer_id]
+        key = _box_key(self._secrets[places[0]], roster.hash, *places)
+        shares = _dealt(key, roster.hash, *places, inbox.boxes.get(dealer, b""), inbox.digests.get(dealer))
         if isinstance(shares, str):
             raise ValueError(f"the shares that {dealer} dealt {shares}")
         return shares
 
     def _complaint(self, inbox: ShowInbox, dealer: str, roster: Roster) -> Complaint:
-        """Of a box that lacks its shares. The secret is told only if the dealer signed that box: an honest one never did."""
-        place, digests = roster.places[dealer], inbox.digests.get(dealer, (b"", b""))
-        said = _box_said(roster.hash, place, roster.places[self._peer_id], inbox.boxes.get(dealer, b""), digests)
-        signed = is_signed(roster.adverts[place].public_key, inbox.signatures.get(dealer, b""), said)
-        return Complaint(peer_id=self._peer_id, dealer=dealer, secret=self._secrets[place] if signed else b"")
+        """Of a box that lacks its shares. Its key is told only if the dealer signed that box: an honest one never did."""
+        places, digests = (roster.places[dealer], roster.places[self._peer_id]), inbox.digests.get(dealer, (b"", b""))
+        said = _box_said(roster.hash, *places, inbox.boxes.get(dealer, b""), digests)
+        signed = is_signed(roster.adverts[places[0]].public_key, inbox.signatures.get(dealer, b""), said)
+        key = _box_key(self._secrets[places[0]], roster.hash, *places) if signed else b""
+        return Complaint(peer_id=self._peer_id, dealer=dealer, key=key)
 
     def _confirm(self, survivors: frozenset[str]) -> list[PeerEffect]:
         roster, _ = self._known_roster()
@@ -780,10 +788,10 @@ class MaskServer:
             )
         if not is_signed(roster.adverts[places[0]].public_key, signature, _box_said(roster.hash, *places, box, digests)):
             return self._abort(f"{dealer} has not signed the shares that it dealt to {peer_id} as they are", dealer)
-        secret = complaint.secret
-        if _digest_of_pair(pair_key(secret, roster.hash, *places)) != self._shares[dealer].pair_digests[places[1]]:
-            raise RemoteProtocolError(f"{peer_id} complains of the shares that {dealer} dealt without a proof")
-        shares = _dealt(secret, roster.hash, *places, box, digests)
+        if _hash_of(b"box key", complaint.key) != self._shares[dealer].key_digests[places[1]]:
+            why = f"{peer_id} and {dealer} do not have the same key of the shares that {dealer} dealt: one of them lies"
+            return self._abort(why, dealer, peer_id)
+        shares = _dealt(complaint.key, roster.hash, *places, box, digests)
         if not isinstance(shares, str):
             raise RemoteProtocolError(f"{peer_id} complains of the shares that {dealer} dealt, and they are right")
         return self._abort(f"the shares that {dealer} dealt to {peer_id} {shares}", dealer)
@@ -874,6 +882,7 @@ def _check_sizes(shares: Shares, roster: Roster) -> None:
         and len(shares.recovery) == KEY_BYTES * count + _TAG_BYTES
         and len(shares.self_hash) == len(shares.recovery_hash) == _DIGEST_BYTES
         and [len(each) for each in shares.signatures] in ([], [SIGNATURE_BYTES * there for there in none_at_own])
+        and [len(each) for each in shares.key_digests] == [_DIGEST_BYTES * bool(each) for each in shares.signatures]
     )
     if not fits:
         raise RemoteProtocolError(f"what {shares.peer_id} shared is not of the size that {count} peers need")
@@ -893,11 +902,11 @@ def _box_said(roster_hash: bytes, dealer: int, receiver: int, box: bytes, digest
 
 
 def _dealt(
-    secret: bytes, roster_hash: bytes, dealer: int, receiver: int, box: bytes, digests: tuple[bytes, bytes] | None
+    key: bytes, roster_hash: bytes, dealer: int, receiver: int, box: bytes, digests: tuple[bytes, bytes] | None
 ) -> tuple[bytes, bytes] | str:
-    """Return the shares of b and r in a box, or what is wrong with them. secret: X25519 of the two."""
+    """Return the shares of b and r in a box, or what is wrong with them. key: of the box."""
     try:
-        plain = open_box(_box_key(secret, roster_hash, dealer, receiver), box, _box_context(roster_hash, dealer, receiver))
+        plain = open_box(key, box, _box_context(roster_hash, dealer, receiver))
     except ValueError:
         return "cannot be opened"
     shares = plain[:SHARE_BYTES], plain[SHARE_BYTES:]

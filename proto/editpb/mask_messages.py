@@ -85,10 +85,11 @@ def request_to_pb(run_id: str, round_id: int, said: PeerMessage) -> pb.MaskReque
                     self_hash=said.self_hash,
                     recovery_hash=said.recovery_hash,
                     signatures=said.signatures,
+                    key_digests=said.key_digests,
                 )
             )
-        case Complaint(dealer=dealer, secret=secret):
-            message.complaint.CopyFrom(pb.MaskComplaint(dealer=dealer, secret=secret))
+        case Complaint(dealer=dealer, key=key):
+            message.complaint.CopyFrom(pb.MaskComplaint(dealer=dealer, key=key))
         case Closed():
             message.closed.CopyFrom(pb.MaskNothing())
         case Confirm(signature=signature):
@@ -119,10 +120,11 @@ def request_from_pb(message: pb.MaskRequest, peer_id: str) -> tuple[str, int, Pe
                 self_hash=_bytes("self_hash", shares.self_hash),
                 recovery_hash=_bytes("recovery_hash", shares.recovery_hash),
                 signatures=_each("signatures", shares.signatures),
+                key_digests=_each("key_digests", shares.key_digests),
             )  # fmt: skip
         case "complaint":
-            dealer, secret = check_id("dealer", message.complaint.dealer), _bytes("secret", message.complaint.secret)
-            return run_id, round_id, Complaint(peer_id=peer_id, dealer=dealer, secret=secret)
+            dealer, key = check_id("dealer", message.complaint.dealer), _bytes("key", message.complaint.key)
+            return run_id, round_id, Complaint(peer_id=peer_id, dealer=dealer, key=key)
         case "closed":
             return run_id, round_id, Closed()
         case "confirm":

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65\x64itpb/masking.proto\x12\x06\x65\x64itpb\"H\n\x0fMaskPlanRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ragment_id\x18\x03 \x01(\r\"b\n\x08MaskPlan\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62its\x18\x02 \x01(\r\x12\r\n\x05limit\x18\x03 \x01(\x04\x12\x11\n\texponents\x18\x04 \x01(\x0c\x12\x11\n\treference\x18\x05 \x01(\x01\"V\n\nMaskAdvert\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12\x10\n\x08mask_key\x18\x03 \x01(\x0c\x12\x11\n\tsignature\x18\x04 \x01(\x0c\"1\n\nMaskRoster\x12#\n\x07\x61\x64verts\x18\x01 \x03(\x0b\x32\x12.editpb.MaskAdvert\"\xb1\x01\n\nMaskShares\x12\r\n\x05\x62oxes\x18\x01 \x03(\x0c\x12\x14\n\x0cself_digests\x18\x02 \x03(\x0c\x12\x18\n\x10recovery_digests\x18\x03 \x03(\x0c\x12\x14\n\x0cpair_digests\x18\x04 \x03(\x0c\x12\x10\n\x08recovery\x18\x05 \x01(\x0c\x12\x11\n\tself_hash\x18\x06 \x01(\x0c\x12\x15\n\rrecovery_hash\x18\x07 \x01(\x0c\x12\x12\n\nsignatures\x18\x08 \x03(\x0c\"g\n\x07MaskBox\x12\x0e\n\x06\x64\x65\x61ler\x18\x01 \x01(\t\x12\x0b\n\x03\x62ox\x18\x02 \x01(\x0c\x12\x13\n\x0bself_digest\x18\x03 \x01(\x0c\x12\x17\n\x0frecovery_digest\x18\x04 \x01(\x0c\x12\x11\n\tsignature\x18\x05 \x01(\x0c\"/\n\rMaskComplaint\x12\x0e\n\x06\x64\x65\x61ler\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\"<\n\tMaskInbox\x12\x0f\n\x07sharers\x18\x01 \x03(\t\x12\x1e\n\x05\x62oxes\x18\x02 \x03(\x0b\x32\x0f.editpb.MaskBox\"\x1e\n\rMaskSurvivors\x12\r\n\x05peers\x18\x01 \x03(\t\"3\n\rMaskSignature\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"N\n\x0eMaskSignatures\x12\x11\n\tsurvivors\x18\x01 \x03(\t\x12)\n\nsignatures\x18\x02 \x03(\x0b\x32\x15.editpb.MaskSignature\"*\n\tMaskShare\x12\x0e\n\x06\x64\x65\x61ler\x18\x01 \x01(\t\x12\r\n\x05share\x18\x02 \x01(\x0c\"`\n\nMaskReveal\x12&\n\x0bself_shares\x18\x01 \x03(\x0b\x32\x11.editpb.MaskShare\x12*\n\x0frecovery_shares\x18\x02 \x03(\x0b\x32\x11.editpb.MaskShare\"\r\n\x0bMaskNothing\"\x8f\x02\n\x0bMaskRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12$\n\x06\x61\x64vert\x18\x03 \x01(\x0b\x32\x12.editpb.MaskAdvertH\x00\x12$\n\x06shares\x18\x04 \x01(\x0b\x32\x12.editpb.MaskSharesH\x00\x12%\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x13.editpb.MaskNothingH\x00\x12\x11\n\x07\x63onfirm\x18\x06 \x01(\x0cH\x00\x12$\n\x06reveal\x18\x07 \x01(\x0b\x32\x12.editpb.MaskRevealH\x00\x12*\n\tcomplaint\x18\x08 \x01(\x0b\x32\x15.editpb.MaskComplaintH\x00\x42\x06\n\x04kind\"\xdc\x01\n\tMaskReply\x12$\n\x06roster\x18\x01 \x01(\x0b\x32\x12.editpb.MaskRosterH\x00\x12\"\n\x05inbox\x18\x02 \x01(\x0b\x32\x11.editpb.MaskInboxH\x00\x12*\n\tsurvivors\x18\x03 \x01(\x0b\x32\x15.editpb.MaskSurvivorsH\x00\x12,\n\nsignatures\x18\x04 \x01(\x0b\x32\x16.editpb.MaskSignaturesH\x00\x12#\n\x04\x64one\x18\x05 \x01(\x0b\x32\x13.editpb.MaskNothingH\x00\x42\x06\n\x04kind2l\n\x07Masking\x12\x31\n\x04Plan\x12\x17.editpb.MaskPlanRequest\x1a\x10.editpb.MaskPlan\x12.\n\x04Tell\x12\x13.editpb.MaskRequest\x1a\x11.editpb.MaskReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65\x64itpb/masking.proto\x12\x06\x65\x64itpb\"H\n\x0fMaskPlanRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ragment_id\x18\x03 \x01(\r\"b\n\x08MaskPlan\x12\x13\n\x0b\x66ragment_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62its\x18\x02 \x01(\r\x12\r\n\x05limit\x18\x03 \x01(\x04\x12\x11\n\texponents\x18\x04 \x01(\x0c\x12\x11\n\treference\x18\x05 \x01(\x01\"V\n\nMaskAdvert\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\x12\x10\n\x08mask_key\x18\x03 \x01(\x0c\x12\x11\n\tsignature\x18\x04 \x01(\x0c\"1\n\nMaskRoster\x12#\n\x07\x61\x64verts\x18\x01 \x03(\x0b\x32\x12.editpb.MaskAdvert\"\xc6\x01\n\nMaskShares\x12\r\n\x05\x62oxes\x18\x01 \x03(\x0c\x12\x14\n\x0cself_digests\x18\x02 \x03(\x0c\x12\x18\n\x10recovery_digests\x18\x03 \x03(\x0c\x12\x14\n\x0cpair_digests\x18\x04 \x03(\x0c\x12\x10\n\x08recovery\x18\x05 \x01(\x0c\x12\x11\n\tself_hash\x18\x06 \x01(\x0c\x12\x15\n\rrecovery_hash\x18\x07 \x01(\x0c\x12\x12\n\nsignatures\x18\x08 \x03(\x0c\x12\x13\n\x0bkey_digests\x18\t \x03(\x0c\"g\n\x07MaskBox\x12\x0e\n\x06\x64\x65\x61ler\x18\x01 \x01(\t\x12\x0b\n\x03\x62ox\x18\x02 \x01(\x0c\x12\x13\n\x0bself_digest\x18\x03 \x01(\x0c\x12\x17\n\x0frecovery_digest\x18\x04 \x01(\x0c\x12\x11\n\tsignature\x18\x05 \x01(\x0c\",\n\rMaskComplaint\x12\x0e\n\x06\x64\x65\x61ler\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"<\n\tMaskInbox\x12\x0f\n\x07sharers\x18\x01 \x03(\t\x12\x1e\n\x05\x62oxes\x18\x02 \x03(\x0b\x32\x0f.editpb.MaskBox\"\x1e\n\rMaskSurvivors\x12\r\n\x05peers\x18\x01 \x03(\t\"3\n\rMaskSignature\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"N\n\x0eMaskSignatures\x12\x11\n\tsurvivors\x18\x01 \x03(\t\x12)\n\nsignatures\x18\x02 \x03(\x0b\x32\x15.editpb.MaskSignature\"*\n\tMaskShare\x12\x0e\n\x06\x64\x65\x61ler\x18\x01 \x01(\t\x12\r\n\x05share\x18\x02 \x01(\x0c\"`\n\nMaskReveal\x12&\n\x0bself_shares\x18\x01 \x03(\x0b\x32\x11.editpb.MaskShare\x12*\n\x0frecovery_shares\x18\x02 \x03(\x0b\x32\x11.editpb.MaskShare\"\r\n\x0bMaskNothing\"\x8f\x02\n\x0bMaskRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08round_id\x18\x02 \x01(\x04\x12$\n\x06\x61\x64vert\x18\x03 \x01(\x0b\x32\x12.editpb.MaskAdvertH\x00\x12$\n\x06shares\x18\x04 \x01(\x0b\x32\x12.editpb.MaskSharesH\x00\x12%\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x13.editpb.MaskNothingH\x00\x12\x11\n\x07\x63onfirm\x18\x06 \x01(\x0cH\x00\x12$\n\x06reveal\x18\x07 \x01(\x0b\x32\x12.editpb.MaskRevealH\x00\x12*\n\tcomplaint\x18\x08 \x01(\x0b\x32\x15.editpb.MaskComplaintH\x00\x42\x06\n\x04kind\"\xdc\x01\n\tMaskReply\x12$\n\x06roster\x18\x01 \x01(\x0b\x32\x12.editpb.MaskRosterH\x00\x12\"\n\x05inbox\x18\x02 \x01(\x0b\x32\x11.editpb.MaskInboxH\x00\x12*\n\tsurvivors\x18\x03 \x01(\x0b\x32\x15.editpb.MaskSurvivorsH\x00\x12,\n\nsignatures\x18\x04 \x01(\x0b\x32\x16.editpb.MaskSignaturesH\x00\x12#\n\x04\x64one\x18\x05 \x01(\x0b\x32\x13.editpb.MaskNothingH\x00\x42\x06\n\x04kind2l\n\x07Masking\x12\x31\n\x04Plan\x12\x17.editpb.MaskPlanRequest\x1a\x10.editpb.MaskPlan\x12.\n\x04Tell\x12\x13.editpb.MaskRequest\x1a\x11.editpb.MaskReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,29 +40,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MASKROSTER']._serialized_start=294
   _globals['_MASKROSTER']._serialized_end=343
   _globals['_MASKSHARES']._serialized_start=346
-  _globals['_MASKSHARES']._serialized_end=523
-  _globals['_MASKBOX']._serialized_start=525
-  _globals['_MASKBOX']._serialized_end=628
-  _globals['_MASKCOMPLAINT']._serialized_start=630
-  _globals['_MASKCOMPLAINT']._serialized_end=677
-  _globals['_MASKINBOX']._serialized_start=679
-  _globals['_MASKINBOX']._serialized_end=739
-  _globals['_MASKSURVIVORS']._serialized_start=741
-  _globals['_MASKSURVIVORS']._serialized_end=771
-  _globals['_MASKSIGNATURE']._serialized_start=773
-  _globals['_MASKSIGNATURE']._serialized_end=824
-  _globals['_MASKSIGNATURES']._serialized_start=826
-  _globals['_MASKSIGNATURES']._serialized_end=904
-  _globals['_MASKSHARE']._serialized_start=906
-  _globals['_MASKSHARE']._serialized_end=948
-  _globals['_MASKREVEAL']._serialized_start=950
-  _globals['_MASKREVEAL']._serialized_end=1046
-  _globals['_MASKNOTHING']._serialized_start=1048
-  _globals['_MASKNOTHING']._serialized_end=1061
-  _globals['_MASKREQUEST']._serialized_start=1064
-  _globals['_MASKREQUEST']._serialized_end=1335
-  _globals['_MASKREPLY']._serialized_start=1338
-  _globals['_MASKREPLY']._serialized_end=1558
-  _globals['_MASKING']._serialized_start=1560
-  _globals['_MASKING']._serialized_end=1668
+  _globals['_MASKSHARES']._serialized_end=544
+  _globals['_MASKBOX']._serialized_start=546
+  _globals['_MASKBOX']._serialized_end=649
+  _globals['_MASKCOMPLAINT']._serialized_start=651
+  _globals['_MASKCOMPLAINT']._serialized_end=695
+  _globals['_MASKINBOX']._serialized_start=697
+  _globals['_MASKINBOX']._serialized_end=757
+  _globals['_MASKSURVIVORS']._serialized_start=759
+  _globals['_MASKSURVIVORS']._serialized_end=789
+  _globals['_MASKSIGNATURE']._serialized_start=791
+  _globals['_MASKSIGNATURE']._serialized_end=842
+  _globals['_MASKSIGNATURES']._serialized_start=844
+  _globals['_MASKSIGNATURES']._serialized_end=922
+  _globals['_MASKSHARE']._serialized_start=924
+  _globals['_MASKSHARE']._serialized_end=966
+  _globals['_MASKREVEAL']._serialized_start=968
+  _globals['_MASKREVEAL']._serialized_end=1064
+  _globals['_MASKNOTHING']._serialized_start=1066
+  _globals['_MASKNOTHING']._serialized_end=1079
+  _globals['_MASKREQUEST']._serialized_start=1082
+  _globals['_MASKREQUEST']._serialized_end=1353
+  _globals['_MASKREPLY']._serialized_start=1356
+  _globals['_MASKREPLY']._serialized_end=1576
+  _globals['_MASKING']._serialized_start=1578
+  _globals['_MASKING']._serialized_end=1686
 # @@protoc_insertion_point(module_scope)

@@ -49,7 +49,7 @@ class MaskRoster(_message.Message):
     def __init__(self, adverts: _Optional[_Iterable[_Union[MaskAdvert, _Mapping]]] = ...) -> None: ...
 
 class MaskShares(_message.Message):
-    __slots__ = ("boxes", "self_digests", "recovery_digests", "pair_digests", "recovery", "self_hash", "recovery_hash", "signatures")
+    __slots__ = ("boxes", "self_digests", "recovery_digests", "pair_digests", "recovery", "self_hash", "recovery_hash", "signatures", "key_digests")
     BOXES_FIELD_NUMBER: _ClassVar[int]
     SELF_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_DIGESTS_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class MaskShares(_message.Message):
     SELF_HASH_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_HASH_FIELD_NUMBER: _ClassVar[int]
     SIGNATURES_FIELD_NUMBER: _ClassVar[int]
+    KEY_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     boxes: _containers.RepeatedScalarFieldContainer[bytes]
     self_digests: _containers.RepeatedScalarFieldContainer[bytes]
     recovery_digests: _containers.RepeatedScalarFieldContainer[bytes]
@@ -66,7 +67,8 @@ class MaskShares(_message.Message):
     self_hash: bytes
     recovery_hash: bytes
     signatures: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, boxes: _Optional[_Iterable[bytes]] = ..., self_digests: _Optional[_Iterable[bytes]] = ..., recovery_digests: _Optional[_Iterable[bytes]] = ..., pair_digests: _Optional[_Iterable[bytes]] = ..., recovery: _Optional[bytes] = ..., self_hash: _Optional[bytes] = ..., recovery_hash: _Optional[bytes] = ..., signatures: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    key_digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, boxes: _Optional[_Iterable[bytes]] = ..., self_digests: _Optional[_Iterable[bytes]] = ..., recovery_digests: _Optional[_Iterable[bytes]] = ..., pair_digests: _Optional[_Iterable[bytes]] = ..., recovery: _Optional[bytes] = ..., self_hash: _Optional[bytes] = ..., recovery_hash: _Optional[bytes] = ..., signatures: _Optional[_Iterable[bytes]] = ..., key_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class MaskBox(_message.Message):
     __slots__ = ("dealer", "box", "self_digest", "recovery_digest", "signature")
@@ -83,12 +85,12 @@ class MaskBox(_message.Message):
     def __init__(self, dealer: _Optional[str] = ..., box: _Optional[bytes] = ..., self_digest: _Optional[bytes] = ..., recovery_digest: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class MaskComplaint(_message.Message):
-    __slots__ = ("dealer", "secret")
+    __slots__ = ("dealer", "key")
     DEALER_FIELD_NUMBER: _ClassVar[int]
-    SECRET_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     dealer: str
-    secret: bytes
-    def __init__(self, dealer: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    key: bytes
+    def __init__(self, dealer: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class MaskInbox(_message.Message):
     __slots__ = ("sharers", "boxes")

@@ -35,7 +35,7 @@ def test_all_that_a_peer_says_comes_back_as_it_went() -> None:
     run = played()
     shares = next(iter(run.server._shares.values())) if run.server._shares else None
     said = [run.clients[PEERS[0]].advert, Closed(), Confirm(peer_id=PEERS[0], signature=bytes(64)), run.reveals[PEERS[0]]]
-    complaint = Complaint(peer_id=PEERS[0], dealer=PEERS[1], secret=bytes(32))
+    complaint = Complaint(peer_id=PEERS[0], dealer=PEERS[1], key=bytes(32))
     for each in (*said, complaint, *([shares] if shares is not None else [])):
         message = pb.MaskRequest.FromString(request_to_pb("run", 7, each).SerializeToString())
         assert request_from_pb(message, PEERS[0]) == ("run", 7, each)

@@ -33,9 +33,11 @@ from edit.trust.masking import (
     ShowInbox,
     ShowRoster,
     Tick,
+    _box_context,
+    _box_key,
     _box_said,
 )
-from edit.trust.masks import LANES, as_words, lanes_of, signed
+from edit.trust.masks import LANES, as_words, lanes_of, open_box, shared_secret, signed
 from edit.trust.revealed_sets import RevealedSets
 from edit.trust.shamir import SHARE_BYTES
 from tests.support.exhaustive import examples
@@ -302,7 +304,7 @@ def test_shares_that_a_peer_cannot_use_are_found_before_it_masks_and_their_deale
 def test_of_a_box_that_its_dealer_has_not_signed_as_it_is_no_secret_is_told() -> None:
     """Here the dealer itself changed it."""
     played = MaskedRound(names(4), tamper=lie(Shares, "peer-02", boxes=lambda boxes: (flipped(boxes[0]), *boxes[1:]))).run()
-    assert [complaint.secret for complaint in played.complaints] == [b""]
+    assert [complaint.key for complaint in played.complaints] == [b""]
     assert played.aborted is not None and played.aborted.blamed == ("peer-02",)
     assert "peer-02 has not signed" in played.aborted.reason
 
@@ -327,40 +329,83 @@ def test_a_coordinator_that_damages_an_inbox_is_told_no_secret(part: str) -> Non
     }
     complaint, ended = played.clients["peer-00"].handle(replace(inbox, **changes[part]))
     dealer = "peer-01" if part == "nothing" else "peer-02"
-    assert complaint == Complaint(peer_id="peer-00", dealer=dealer, secret=b"") and isinstance(ended, Ended)
+    assert complaint == Complaint(peer_id="peer-00", dealer=dealer, key=b"") and isinstance(ended, Ended)
 
 
 def test_of_a_wrong_box_of_a_dealer_that_signs_none_both_are_named() -> None:
-    changes = {"boxes": lambda boxes: (flipped(boxes[0]), *boxes[1:]), "signatures": lambda _: ()}
+    changes = {"boxes": lambda boxes: (flipped(boxes[0]), *boxes[1:]), "signatures": lambda _: (), "key_digests": lambda _: ()}
     played = MaskedRound(names(4), tamper=lie(Shares, "peer-02", **changes)).run()
-    assert [complaint.secret for complaint in played.complaints] == [b""]
+    assert [complaint.key for complaint in played.complaints] == [b""]
     assert played.aborted is not None and played.aborted.blamed == ("peer-02", "peer-00")
 
 
 def test_a_dealer_that_signs_nothing_takes_part() -> None:
-    played = MaskedRound(names(4), tamper=lie(Shares, "peer-02", signatures=lambda _: ())).run()
+    played = MaskedRound(names(4), tamper=lie(Shares, "peer-02", signatures=lambda _: (), key_digests=lambda _: ())).run()
     assert played.opening is not None and "peer-02" in played.opening.survivors and not played.complaints
 
 
-@pytest.mark.parametrize("secret", ["the right one", "another one", "none"])
-def test_who_complains_of_an_honest_dealer_is_refused_whatever_it_tells(secret: str) -> None:
+def complaining(key: str) -> tuple[MaskedRound, bytes]:
+    """A round in which peer-00 has the box of peer-02, and a key."""
     played = MaskedRound(names(4))
     for peer in names(4):
         played.send(peer, played.clients[peer].advert)
-    assert played.server.roster is not None
+    roster = played.server.roster
+    assert roster is not None
     for peer in names(4):
-        played.tell(peer, ShowRoster(roster=played.server.roster))
+        played.tell(peer, ShowRoster(roster=roster))
     known = played.clients["peer-00"]._secrets
-    told = {"the right one": known[2], "another one": known[1], "none": b""}[secret]
-    why = "and they are right" if secret == "the right one" else "without a proof"
-    for complaint in (
-        Complaint(peer_id="peer-00", dealer="peer-02", secret=told),
-        Complaint(peer_id="peer-00", dealer="peer-00", secret=told),
-        Complaint(peer_id="peer-00", dealer="stranger", secret=told),
-    ):
-        played.send("peer-00", complaint)
-    assert [type(error) for error in played.errors] == 3 * [RemoteProtocolError] and why in str(played.errors[0])
+    keys = {"the right one": _box_key(known[2], roster.hash, 2, 0), "the secret": known[2], "none": b""}
+    return played, keys[key]
+
+
+def test_who_complains_of_right_shares_or_of_none_is_refused() -> None:
+    played, key = complaining("the right one")
+    for dealer in ("peer-02", "peer-00", "stranger"):
+        played.send("peer-00", Complaint(peer_id="peer-00", dealer=dealer, key=key))
+    assert [type(error) for error in played.errors] == 3 * [RemoteProtocolError] and "are right" in str(played.errors[0])
     assert played.server.step is ServerStep.COLLECTING and played.aborted is None
+
+
+@pytest.mark.parametrize("key", ["the secret", "none"])
+def test_where_the_key_of_a_box_is_not_the_one_that_was_published_both_are_named(key: str) -> None:
+    played, told = complaining(key)
+    played.send("peer-00", Complaint(peer_id="peer-00", dealer="peer-02", key=told))
+    assert played.aborted is not None and played.aborted.blamed == ("peer-02", "peer-00")
+    assert "one of them lies" in played.aborted.reason
+
+
+@pytest.mark.parametrize("made_of", ["the same bits", "a multiple"])
+def test_a_complaint_of_one_whose_key_is_made_from_that_of_another_peer_opens_no_box_of_that_one(made_of: str) -> None:
+    """Then the two have one X25519 secret with each peer (bit 255 of a key does not count); a multiple can be taken back."""
+    played, (liar, victim, honest) = MaskedRound(names(4)), ("peer-03", "peer-02", "peer-00")
+    theirs = played.clients[victim].advert.mask_key
+    factor = bytes(range(32))
+    key = theirs[:31] + bytes([theirs[31] ^ 0x80]) if made_of == "the same bits" else shared_secret(factor, theirs)
+    adverts = [each.advert for name, each in sorted(played.clients.items()) if name != liar]
+    roster = Roster(ROUND, (*adverts, advertise(liar, key, ROUND, signer(liar))))
+    (shares,) = played.clients[honest].handle(ShowRoster(roster=roster))
+    (of_victim,) = played.clients[victim].handle(ShowRoster(roster=roster))
+    assert isinstance(shares, Shares) and isinstance(of_victim, Shares)
+    secrets = played.clients[honest]._secrets
+    assert (secrets[2] == secrets[3]) == (made_of == "the same bits")
+    box, digests = bytes(len(of_victim.boxes[0])), (bytes(32), bytes(32))
+    inbox = ShowInbox(
+        peer_id=honest,
+        sharers=frozenset(names(4)),
+        boxes={liar: box} | dict.fromkeys(("peer-01", victim), of_victim.boxes[0]),
+        digests=dict.fromkeys(names(4)[1:], digests),
+        signatures={liar: signer(liar).sign(_box_said(roster.hash, 3, 0, box, digests))},
+    )
+    first = replace(inbox, sharers=frozenset({honest, victim, liar}), boxes={**inbox.boxes})
+    ours = of_victim.self_digests[0], of_victim.recovery_digests[0]
+    complaint, _ = played.clients[honest].handle(replace(first, digests={**first.digests, victim: ours}))
+    assert isinstance(complaint, Complaint) and complaint.dealer == liar and complaint.key
+    told = {complaint.key, *secrets.values()} - {*secrets.values()}
+    assert told == {complaint.key}, "no X25519 secret"
+    for dealer, receiver, sealed in ((2, 0, of_victim.boxes[0]), (0, 2, shares.boxes[2])):
+        for key in (complaint.key, _box_key(complaint.key, roster.hash, dealer, receiver)):
+            with pytest.raises(ValueError):
+                open_box(key, sealed, _box_context(roster.hash, dealer, receiver))
 
 
 @pytest.mark.parametrize(
@@ -373,6 +418,8 @@ def test_who_complains_of_an_honest_dealer_is_refused_whatever_it_tells(secret: 
         {"pair_digests": lambda digests: (*digests[:-1], b"")},
         {"self_hash": lambda digest: b""},
         {"signatures": lambda signatures: signatures[:-1]},
+        {"key_digests": lambda digests: (*digests[:-1], digests[-1][:-1])},
+        {"key_digests": lambda _: ()},
     ],
 )
 def test_what_is_not_of_its_size_is_refused(changes: dict[str, Any]) -> None:
