@@ -200,7 +200,8 @@ def check_changes(
     if told.number <= known.number:
         raise RefusedError(
             f"the coordinator tells configuration {told.number or 'without a number'}, sha256:{told.digest}, and this peer "
-            f"took part under {ours}: nothing is said of a change, which needs approvals"
+            f"took part under {ours}: nothing is said of a change, which needs approvals. If the operator has begun the audit "
+            "log anew, and you accept that, move configuration.json in this peer's folder away"
         )
     before, names = known, tuple[str, ...]()
     for change in changes:

@@ -205,6 +205,35 @@ def test_no_update_is_held_whose_entry_is_wrong(
     assert carry_out(other.replica, ev.Hold(right.update), offer=right) == ev.Held(right.update)
 
 
+LATE = {"q": [1]}
+
+
+def test_an_update_is_held_whose_entry_names_a_fragment_that_came_too_late(two: tuple[AuditedMember, AuditedMember]) -> None:
+    owner, other = two
+    right = owner.offer(2, late=LATE)
+    assert carry_out(other.replica, ev.Hold(right.update), offer=right) == ev.Held(right.update)
+    owner.take(right)
+    *before, last = owner.logs[0].splitlines()
+    entry = parse_canonical(last)
+    assert entry["unmerged_fragments"] == LATE and verified(owner.logs[0]).commits == 2
+    rest = {name: each for name, each in entry.items() if name not in ("key", "signature")}
+    for said in ({"q": [0]}, {"q": []}, {"q": [7]}):
+        wrong = signed_by_owner(RUN, {**rest, "unmerged_fragments": said}, Signer(KEYS["a"]))
+        with pytest.raises(LogFault, match="what it says was not merged of q was merged, or is no list of fragments in order"):
+            verified(b"".join(line + b"\n" for line in (*before, wrong)))
+
+
+@pytest.mark.parametrize("said", [{"q": [0, 1]}, {"q": [1, 1]}, {"q": []}, {"p": [0]}, {"q": [7]}, {"d": [1]}, [["q", [1]]]])
+def test_no_update_is_held_whose_entry_names_other_fragments_as_late(
+    two: tuple[AuditedMember, AuditedMember], said: Any
+) -> None:
+    owner, other = two
+    wrong = owner.offer(2, lambda entry: entry.update(unmerged_fragments=said), late=LATE)
+    answer = carry_out(other.replica, ev.Hold(wrong.update), offer=wrong)
+    assert isinstance(answer, ev.Failed) and answer.is_wrong
+    assert other.replica.state.held is None
+
+
 def test_no_update_is_held_whose_entry_its_owner_has_not_signed(two: tuple[AuditedMember, AuditedMember]) -> None:
     owner, other = two
     stranger = owner.offer(2, key=member_key())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,6 +107,7 @@ class AuditedMember:
         change: Callable[[dict[str, Any]], Any] = lambda entry: None,
         key: bytes = KEYS["a"],
         headers: Mapping[str, Any] = MappingProxyType({}),
+        late: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> Offer:
         """What the owner of the part offers next.
 
@@ -114,9 +115,10 @@ class AuditedMember:
             change: changes the entry of the log, or returns another one, before the owner signs it.
             key: that it signs with.
             headers: changes of the contributions' headers, before their peers sign them.
+            late: by peer the fragments that came after they were merged.
         """
-        records, signed = merged(self.replica.outer, round_id, self.config, headers)
-        line = entry_of(self.replica.outer, records, signed, self.log, round_id, GRANT, self.config, "a", key)
+        records, signed = merged(self.replica.outer, round_id, self.config, headers, late)
+        line = entry_of(self.replica.outer, records, signed, self.log, round_id, GRANT, self.config, "a", key, late)
         entry = parse_canonical(line.encode())
         changed = change(entry) or entry
         if canonical(changed) != line.encode():
@@ -145,7 +147,11 @@ class AuditedMember:
 
 
 def merged(
-    outer: OuterState, round_id: int, config: RunConfig, changed: Mapping[str, Any]
+    outer: OuterState,
+    round_id: int,
+    config: RunConfig,
+    changed: Mapping[str, Any],
+    late: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[list[MergeRecord], dict[int, list[ContributionHeader]]]:
     """What p and q have contributed to a round, as it is merged, and their signed headers."""
     generator, records, signed = torch.Generator().manual_seed(round_id), [], dict[int, list[ContributionHeader]]()
@@ -153,6 +159,8 @@ def merged(
         measured, i = [], fragment.fragment_id
         for peer_id in ("p", "q"):
             payload = encode("fp32", 0.1 * torch.randn(fragment.numel, generator=generator))
+            if i in late.get(peer_id, ()):
+                continue
             measured.append(Measured(peer_id, 2, 10, measure(payload), payload))
             header = ContributionHeader(
                 run_id=RUN,
@@ -184,6 +192,7 @@ def entry_of(
     config: RunConfig,
     owner: str,
     key: bytes,
+    late: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> str:
     """What an owner writes of a merged round."""
     entries = OwnerEntries(log, RUN, 0, grant, config, owner, Signer(key), lambda: 1.7e9, enrolled_key)
@@ -194,7 +203,7 @@ def entry_of(
         records,
         staged,
         signed,
-        RoundFacts(round_id=round_id, outer_step=step, reason="all in", missing=("c",)),
+        RoundFacts(round_id=round_id, outer_step=step, reason="all in", missing=("c",), partly=late),
     )
 
 
