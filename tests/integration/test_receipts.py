@@ -556,7 +556,11 @@ def test_a_fork_is_found_by_peers_that_started_anew_after_it(tmp_path: Path) -> 
             exchange(two)
             fork(here, folder, "b")
             exchange(two)
-        with left, members(folder, here, tmp_path) as two:
-            exchange(two)
-        for name, other in ("ab", "ba"):
-            assert two[name].fault.startswith(f"{other} has seen another log of 3 entries")  # leaving waits for the outcome
+        with left, members(folder, here, tmp_path) as two:  # leaving asks once more, and is told the same
+            for _ in range(EVERY):
+                for one in two.values():
+                    one.step()
+            for name, other in ("ab", "ba"):
+                with pytest.raises(RefusedError, match=f"{other} has seen another log of 3 entries"):
+                    two[name].worker.synchronize()
+                assert two[name].fault.startswith(f"{other} has seen another log of 3 entries")
