@@ -310,6 +310,26 @@ def handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class Full(lightning.Callback):  # type: ignore[misc, name-defined]
+    def on_exception(self, *_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def trainer_on_a_full_disk(folder: Path, *callbacks: Any) -> Any:
+    """A Trainer whose last callback fails at an exception: then Lightning tears down nothing."""
+    return lightning.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        callbacks=[*callbacks, Full()],
+        limit_val_batches=0,
+    )
+
+
 @pytest.mark.usefixtures("handlers")
 def test_a_fit_after_one_whose_exception_could_not_be_saved_saves_the_module(tmp_path: Path) -> None:
     """Then Lightning tears down nothing."""
@@ -317,25 +337,11 @@ def test_a_fit_after_one_whose_exception_could_not_be_saved_saves_the_module(tmp
     callback = EditCallback(spy, CONFIG, evaluate_outer=True)
     stumble = Stumble(callback, spy, ValueError("stumbled"), 6, validating=False)
 
-    class Full(lightning.Callback):  # type: ignore[misc, name-defined]
-        def on_exception(self, *_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
     class Saver(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             seen.append(same(trainer.strategy.lightning_module_state_dict(), parameters(pl_module)))
 
-    trainer = lightning.Trainer(
-        max_steps=STEPS,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-        callbacks=[callback, stumble, Full()],
-        limit_val_batches=0,
-    )
+    trainer = trainer_on_a_full_disk(tmp_path, callback, stumble)
     module = Module()
     with pytest.raises(OSError, match="No space left"):
         trainer.fit(module, data(), data(4))
@@ -370,27 +376,13 @@ def test_the_exception_of_a_later_fit_saves_the_module(tmp_path: Path, again: st
     stumble = Stumble(callback, spy, ValueError("stumbled"), 6, validating=False)
     local = dict[str, Tensor]()
 
-    class Full(lightning.Callback):  # type: ignore[misc, name-defined]
-        def on_exception(self, *_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
     class Raise(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step >= 9:
                 local.update(parameters(pl_module))
                 raise ValueError("again")
 
-    trainer = lightning.Trainer(
-        max_steps=STEPS,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-        callbacks=[callback, stumble, Full()],
-        limit_val_batches=0,
-    )
+    trainer = trainer_on_a_full_disk(tmp_path, callback, stumble)
     module = Module()
 
     def fit_again() -> None:
